@@ -43,11 +43,13 @@ class Run:
         self.model, self.optimizer, self.loader, self.scheduler = prepared
         assert isinstance(self.optimizer, AcceleratedOptimizer)
         self.overlap = None
-        self.clips = True
+        self.clips, self.together = True, False
         if options is not None:
             self.clips = "clip" not in options
+            options = dict(options)
+            self.together = options.pop("together", False)
             alone: dict[str, Any] = {"bucket_bytes": SMALL} if self.accelerator.num_processes == 1 else {}
-            if options.get("schedule") != "forward":
+            if options.get("schedule") != "forward" and not self.together:
                 # Where there is no DDP, no_sync() tells nobody that gradients only add up.
                 alone |= {"accumulation_steps": MICRO_BATCHES} if alone else {}
             self.overlap = instep.attach(self.model, self.optimizer, **alone, **options)
@@ -58,7 +60,11 @@ class Run:
         for inputs, labels in self.loader:
             with self.accelerator.accumulate(self.model):
                 loss = nn.functional.cross_entropy(self.model(inputs), labels)
-                self.accelerator.backward(loss)
+                if self.together and self.overlap is not None:
+                    loss_of_step = loss / self.accelerator.gradient_accumulation_steps
+                    self.overlap.backward(loss_of_step, more=not self.accelerator.sync_gradients)
+                else:
+                    self.accelerator.backward(loss)
                 norm = torch.zeros(())
                 if self.accelerator.sync_gradients and self.clips:
                     norm = self.accelerator.clip_grad_norm_(self.model.parameters(), LIMIT)
@@ -95,6 +101,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "forward": {"schedule": "forward", "defer": True},
     "undo": {"schedule": "backward", "undo": True, "clip": ClipNorm(LIMIT)},
     "undo, clipped by the loop": {"schedule": "backward", "undo": True},
+    "together": {"schedule": "backward", "clip": ClipNorm(LIMIT, mode="two_pass"), "together": True},
 }
 in_every_way = pytest.mark.parametrize("way", list(WAYS))
 on_one_and_two_ranks = pytest.mark.parametrize("world", [1, 2])

@@ -7,11 +7,13 @@ from typing import Any, cast
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
 from lightning.fabric.strategies import DDPStrategy
 from torch import nn
 
 import instep
-from instep.errors import SpentGradientError
+from instep.errors import AttachError, SpentGradientError
+from instep.integrations.lightning import fabric_backward
 from tests.cases import Blocks
 from tests.distributed.pool import RankPool
 from tests.integrations.fitting import WAYS, assert_same, loader
@@ -49,6 +51,8 @@ def loop(
     """Weights, state and losses after a loop that uses all of Fabric; from ``checkpoint``, or saved there midway."""
     model, optimizer = fabric.setup(*build())
     state = {"model": model, "optimizer": optimizer}
+    options = None if options is None else dict(options)
+    together = options is not None and options.pop("together", False)
     overlap = None if options is None else instep.attach(model, cast(Any, optimizer), **options)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
     losses = []
@@ -58,10 +62,13 @@ def loop(
     steps = 0
     for i, (x, y) in enumerate(loader(8)):
         adds = i % accumulated != accumulated - 1
-        micro = overlap.accumulate() if adds and overlap is not None else nullcontext()
+        micro = overlap.accumulate() if adds and overlap is not None and not together else nullcontext()
         with fabric.no_backward_sync(model, enabled=adds), micro:
             loss = nn.functional.cross_entropy(model(x), y)
-            fabric.backward(loss)
+            if overlap is not None and together:
+                fabric_backward(fabric, overlap, loss, more=adds)
+            else:
+                fabric.backward(loss)
         losses.append(loss.detach())
         if not adds:
             if limit is not None:
@@ -114,6 +121,17 @@ def test_save_and_load(way: str, tmp_path: Path) -> None:
     assert_same(loop(one_device(), WAYS[way], checkpoint=plain, resume=True), resumed)
     assert_same(loop(one_device(), None, checkpoint=mine, resume=True), resumed)
     assert not torch.equal(wanted[0][0], resumed[0][0])
+
+
+def test_a_loss_that_fabric_scales() -> None:
+    fabric = Fabric(
+        accelerator="cpu", devices=1, plugins=MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    )
+    model, optimizer = fabric.setup(*build())
+    with instep.attach(model, cast(Any, optimizer), schedule="backward") as overlap:
+        loss = model(torch.randn(4, 16)).sum()
+        with pytest.raises(AttachError, match=r"fabric\.backward\(loss\) with attach\(…, undo=True\)"):
+            fabric_backward(fabric, overlap, loss)
 
 
 def test_what_fabric_has_prepared_is_taken() -> None:

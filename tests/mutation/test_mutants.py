@@ -69,6 +69,9 @@ TORN_NAMES = "tests/parity/test_torn_names.py"
 TORN_NAMES_RANKS = "tests/distributed/test_torn_names_on_ranks.py"
 TORN_ROWS = "tests/distributed/test_torn_rows.py"
 FIRST_FAILURE = "tests/distributed/test_first_failure.py"
+TRANSFORMERS = "tests/integrations/test_transformers.py"
+LIGHTNING = "tests/integrations/test_lightning.py"
+WAITING = "tests/parity/test_waiting_backward.py"
 MICRO_RANKS = "tests/distributed/test_micro_batches_on_ranks.py"
 MICRO_FSDP2 = "tests/distributed/test_micro_batches_fsdp2.py"
 DEFAULT = "tests/parity/test_default.py"
@@ -532,6 +535,58 @@ MUTANTS = [
     Mutant("walk the last graph first", "Graphs.walk_side_by_side", "self._count - 1 - number", "number", MICRO),
     Mutant("walk nodes in any order", "Graphs.walk_side_by_side", "nodes.sort(key=_NUMBER)", "pass", MICRO),
     Mutant("share copies of weights", "_together", "torch.clear_autocast_cache()", "pass", MICRO),
+    Mutant(
+        "keep what waits where the loop has cleared it",
+        "Waiting._of_this_step",
+        "if not cleared:",
+        "if True:",
+        WAITING,
+    ),
+    Mutant(
+        "throw away what waits where a part was cleared",
+        "Waiting._of_this_step",
+        "len(cleared) < len(self._marked)",
+        "False",
+        WAITING,
+    ),
+    Mutant("mark no gradient that waits", "Waiting._mark", "parameter.grad = attached.spent", "pass", WAITING),
+    Mutant(
+        "wait beside a gradient of the step before", "Waiting._mark", "gradient is attached.spent:", "False:", WAITING
+    ),
+    Mutant("leave the marks", "Waiting.drop", "parameter.grad = None", "pass", WAITING),
+    Mutant("wait after detach", "Attachment._detach", "self._waiting.drop()", "0", WAITING),
+    Mutant("wait after a rollback", "Attachment.rollback", "self._waiting.drop()", "pass", WAITING),
+    Mutant("step before the last", "Accumulation.require_reduced", ":= self.waiting()", ":= 0", WAITING),
+    Mutant(
+        "take what waits for a step that was never cleared",
+        "BackwardSchedule.error_for_use",
+        "self._step.accumulation.waiting()",
+        "False",
+        WAITING,
+    ),
+    Mutant(
+        "wait outside of no_sync",
+        "Waiting.add",
+        "not parts.accumulation.is_in_hold",
+        "False",
+        MICRO_RANKS,
+    ),
+    Mutant("wait for the last, too", "_backward", "not accelerator.sync_gradients", "True", TRANSFORMERS),
+    Mutant("wait for nobody in the Trainer", "_backward", "together and", "False and", TRANSFORMERS),
+    Mutant(
+        "wait for nobody in Lightning",
+        "InstepCallback._backward",
+        "more=self._together and",
+        "more=False and",
+        LIGHTNING,
+    ),
+    Mutant(
+        "run a backward of the module's own no more",
+        "InstepCallback._detach",
+        "if self._runs_backward is not None",
+        "if False",
+        LIGHTNING,
+    ),
     Mutant("overlook draws", "BackwardSideEffects.require_none", "elif self._has_drawn():", "elif False:", MICRO),
     Mutant("overlook buffers", "BackwardSideEffects.require_none", "written is not None", "False", MICRO),
     Mutant("reduce each micro-batch", "_held_unless_last", "parts.accumulation.hold()", "nullcontext()", MICRO_RANKS),

@@ -5,6 +5,7 @@ and ``on_train_end`` or ``on_exception`` detaches. One thing of Lightning's is r
 another way (twice, or once for several batches): the module's ``backward``, a hook that Lightning documents.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from instep.options import Defer, Schedules
 from instep.sources.ddp.reducer import CommHook
 
 try:
+    from lightning.fabric import Fabric
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins import DoublePrecision
@@ -27,7 +29,7 @@ try:
 except ImportError as missing:
     raise ImportError("instep.integrations.lightning needs Lightning: pip install 'instep[lightning]'") from missing
 
-__all__ = ["InstepCallback"]
+__all__ = ["InstepCallback", "fabric_backward"]
 
 
 class InstepCallback(Callback):
@@ -275,3 +277,38 @@ def _leaves_out_step(trainer: Trainer) -> bool:
     ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     last = trainer.is_last_batch or ready == trainer.num_training_batches
     return ready % trainer.accumulate_grad_batches != 0 and not last
+
+
+# Fabric.
+
+
+def fabric_backward(fabric: Fabric, overlap: Attachment, loss: Tensor, *, more: bool = False) -> None:
+    """``overlap.backward(loss, more=more)`` where Fabric expects ``fabric.backward(loss)``: for several micro-batches
+    with one backward (``more``), and for ``ClipNorm(mode="two_pass")``.
+
+    Args:
+        fabric: that has set up the model and the optimizer.
+        overlap: what ``instep.attach`` has returned for both.
+        loss: a tensor of one number.
+        more: whether it is of a micro-batch that is not the last of its step.
+
+    Raises:
+        AttachError: Fabric scales the loss (``precision="16-mixed"``), which ``undo=True`` and ``"forward"`` take.
+    """
+    if getattr(fabric.strategy.precision, "scaler", None) is not None:
+        raise AttachError(
+            "Fabric scales the loss (precision='16-mixed'), and fabric_backward() runs a backward that updates weights "
+            "before the scaler has seen the gradients. Use fabric.backward(loss) with attach(…, undo=True) or "
+            "schedule='forward', or precision='bf16-mixed'"
+        )
+    fabric.backward(_Loss(partial(overlap.backward, loss, more=more)))  # type: ignore[arg-type]  # of it this is called
+
+
+class _Loss:
+    """What Fabric calls ``backward`` of, when it has noted that this is its own."""
+
+    def __init__(self, backward: Callable[[], None]) -> None:
+        self._backward = backward
+
+    def backward(self) -> None:
+        self._backward()
