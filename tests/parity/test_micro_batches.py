@@ -6,11 +6,12 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -683,6 +684,11 @@ def test_a_parameter_that_is_frozen_in_the_middle_is_refused() -> None:
     refused(lambda: adamw(Blocks()), loss, r"'inner\.weight' was frozen")
 
 
+def _set_number(node: Node, number: int) -> None:
+    """As a thread that has made so many nodes would have numbered it."""
+    cast(Any, node)._set_sequence_nr(number)
+
+
 def on_a_thread(make: Callable[[], torch.Tensor]) -> torch.Tensor:
     found: list[torch.Tensor] = []
     thread = threading.Thread(target=lambda: found.append(make()))
@@ -695,20 +701,22 @@ def on_a_thread(make: Callable[[], torch.Tensor]) -> torch.Tensor:
 def test_a_part_of_the_graph_from_elsewhere(made: str) -> None:
     """It keeps its place in the order of its own graph: the weight that it uses is used in the model, too."""
 
-    def penalty(lane: Contender, least: int) -> torch.Tensor:
-        found = lane.model.inner.weight.square()
-        while torch.autograd._get_sequence_nr() < least:
-            found = lane.model.inner.weight.square()
-        return found.sum()
+    def penalty(lane: Contender) -> torch.Tensor:
+        found: torch.Tensor = lane.model.inner.weight.square().sum()
+        return found
 
     def step(lane: Contender, i: int) -> list[torch.Tensor]:
-        before = {seed: penalty(lane, 0) for seed in range(3 * i, 3 * i + 3)}
+        before = {seed: penalty(lane) for seed in range(3 * i, 3 * i + 3)}
 
         def loss(seed: int) -> torch.Tensor:
             if made == "before":
                 return usual(lane, seed) + before[seed]
-            least = torch.autograd._get_sequence_nr() + 1000 if "higher" in made else 0
-            return usual(lane, seed) + on_a_thread(partial(penalty, lane, least))
+            found = on_a_thread(partial(penalty, lane))
+            if "higher" in made:
+                assert found.grad_fn is not None
+                for node in (found.grad_fn, cast(Node, found.grad_fn.next_functions[0][0])):
+                    _set_number(node, 10**12 + node._sequence_nr())
+            return usual(lane, seed) + found
 
         losses = accumulated(lane, loss, range(3 * i, 3 * i + 3))
         finish(lane)
@@ -721,15 +729,10 @@ def test_nodes_of_two_threads_with_one_number_are_refused() -> None:
     def loss(model: Any, seed: int) -> torch.Tensor:
         found = plain_loss(model, seed)
         assert found.grad_fn is not None
-        number = found.grad_fn._sequence_nr()
-
-        def same_number() -> torch.Tensor:
-            one = torch.zeros(1, requires_grad=True)
-            while torch.autograd._get_sequence_nr() < number:
-                one.view_as(one)
-            return model.inner.weight.sum()
-
-        return found + on_a_thread(same_number)
+        other = on_a_thread(model.inner.weight.sum)
+        assert other.grad_fn is not None
+        _set_number(other.grad_fn, found.grad_fn._sequence_nr())
+        return found + other
 
     refused(lambda: adamw(Blocks()), loss, "two threads have made a micro-batch's graph")
 
