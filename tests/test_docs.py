@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 TESTS = list((ROOT / "tests").rglob("test_*.py"))
-LANGUAGES = {"python", "diff", "sh", "text", "mermaid"}
+LANGUAGES = {"python", "diff", "sh", "text", "mermaid", "yaml"}
 # Blocks that are titled "not run: …", on all pages together.
 MAY_BE_LEFT_OUT = 2
 CODE = [block for page in PAGES for block in blocks_of(page) if block.language in ("python", "diff")]
