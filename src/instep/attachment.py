@@ -98,7 +98,7 @@ class Attachment:
     def __init__(self, target: Target, options: Options) -> None:
         self._options = options
         self._parts = build(target, options)
-        self._waiting = Waiting(self._parts)
+        self._waiting: Waiting | None = None
         try:
             connect(self._parts, target, options)
         except BaseException:
@@ -224,7 +224,8 @@ class Attachment:
         accumulation loop, without all gradients in memory. With ``schedule="backward"`` nothing runs yet. The step's
         last micro-batch, whose call is without ``more``, has one backward for all; what that needs, and what it
         refuses, is said at ``micro_batches``. With ``schedule="forward"``, or ``INSTEP_DISABLE=1``, each call is a
-        backward. ``zero_grad()`` in between throws away what waits. Under DDP and FSDP2 calls with ``more`` belong
+        backward. ``zero_grad()`` in between throws away what waits, and ``optimizer.step()`` runs the backward of what
+        waits where no last micro-batch came. Under DDP and FSDP2 calls with ``more`` belong
         into ``no_sync()`` (``set_requires_gradient_sync(False)``), with their forwards.
 
         Args:
@@ -235,25 +236,21 @@ class Attachment:
         Raises:
             RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set. Nothing was updated.
             AccumulationError: one backward for all micro-batches would not compute what the plain loop does. Nothing
-                was updated, and nothing waits any more. While they wait, also of who reads a gradient, or steps.
+                was updated. While they wait, also of who uses a gradient; on several ranks of who steps.
             InstepError: ``loss`` is no tensor; ``gradient`` was given for one of several micro-batches.
         """
         if not isinstance(loss, torch.Tensor):
             raise InstepError(f"loss must be the tensor that backward() begins from, not {type(loss).__name__}")
-        if gradient is not None and (more or self._waiting.count()):
+        waiting = self._waiting
+        if gradient is not None and (more or (waiting is not None and waiting.count())):
             raise InstepError("gradient was given for one of several micro-batches: give a loss of one number alone")
-        if not self._frees_in_backward:
-            step = None
-        elif more:
+        if more and self._frees_in_backward:
+            self._waiting = waiting or Waiting(self._parts)
             self._waiting.add(loss)
-            return
-        else:
-            step = self._waiting.take()
-        if step is None:
-            self._parts.schedule.backward(loss, gradient, self._parts.late.adopt)
-        else:
-            step.add(loss)
+        elif waiting is not None and (step := waiting.take(loss)) is not None:
             step.backward()
+        else:
+            self._parts.schedule.backward(loss, gradient, self._parts.late.adopt)
 
     def micro_batches(
         self, loss_of: Callable[[Batch], torch.Tensor] | None = None, batches: Iterable[Batch] | None = None
@@ -286,7 +283,7 @@ class Attachment:
     @property
     def _frees_in_backward(self) -> bool:
         """Whether micro-batches have one backward for all, and not one each."""
-        return self._options.schedule == "backward" and not self._options.disabled
+        return self._options.schedule == "backward" and not self._options.disabled and bool(self._parts.handles)
 
     def rollback(self) -> None:
         """Go back to where the last ``optimizer.step()`` left parameters and state, bit for bit, and clear all
@@ -298,7 +295,8 @@ class Attachment:
         Raises:
             InstepError: ``schedule="backward"`` without ``undo``.
         """
-        self._waiting.drop()
+        if self._waiting is not None:
+            self._waiting.drop()
         self._parts.schedule.rollback()
 
     def synchronize(self) -> None:
@@ -405,7 +403,7 @@ class Attachment:
 
     def _detach(self) -> None:
         parts = self._parts
-        if dropped := self._waiting.drop():
+        if self._waiting is not None and (dropped := self._waiting.drop()):
             _logger.warning("detach() has thrown away %d micro-batches, which waited for the last of a step", dropped)
         for source in parts.sources:
             source.disconnect()

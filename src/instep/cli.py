@@ -1,4 +1,4 @@
-"""The command ``instep``: ``demo``, ``plan``, ``report`` and ``env``.
+"""The command ``instep``: ``demo``, ``selftest``, ``plan``, ``report`` and ``env``.
 
 Each function here is a subcommand. It takes its options, imports what does the work, and turns the outcome into an exit
 code. The imports are in the functions, since torch takes seconds to import, and ``--help`` must not wait for it.
@@ -24,6 +24,7 @@ from instep.planning.job import Job, PlanError, Rates
 from instep.report.figures import by_job
 from instep.report.files import NotWrittenError, write
 from instep.report.run import NotARecordingError, load_all
+from instep.selftest import SelftestError
 
 NOT_EQUAL, CANNOT_RUN, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
@@ -92,6 +93,33 @@ def demo(
 
     with _exit_codes("demo"):
         equal = run(model, steps, ranks, text, json, report, quiet)
+    raise typer.Exit(0 if equal else NOT_EQUAL)
+
+
+@app.command()
+def selftest(
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, mps or xpu.", show_default="the accelerator that torch finds, or cpu")
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(help="Number of processes for the data-parallel rows. 1 leaves them out.", show_default="2"),
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Write all that was found to this file, for a report.", show_default=False)
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show only the tables and the verdict.")] = False,
+) -> None:
+    """Prove on this machine that instep's numbers are the plain loop's, and see what it gives here.
+
+    Small loops, one for each feature, are trained plain and attached in four ways, in torch's deterministic mode, and
+    compared bit for bit after every step. Then a GPT is trained plain and attached: its memory and its time. If any
+    comparison differs, the exit code is 1.
+    """
+    from instep.selftest.run import run  # before ``_exit_codes``, as in ``demo``
+
+    with _exit_codes("selftest"):
+        equal = run(device, ranks, json, quiet)
     raise typer.Exit(0 if equal else NOT_EQUAL)
 
 
@@ -245,7 +273,7 @@ def _exit_codes(command: str) -> Iterator[None]:
     try:
         with raising():
             yield
-    except (DemoError, PlanError, NotARecordingError, NotWrittenError) as error:
+    except (DemoError, SelftestError, PlanError, NotARecordingError, NotWrittenError) as error:
         _leave(command, str(error), CANNOT_RUN)
     except KeyboardInterrupt:
         _leave(command, "interrupted", INTERRUPTED)

@@ -71,7 +71,6 @@ TORN_ROWS = "tests/distributed/test_torn_rows.py"
 FIRST_FAILURE = "tests/distributed/test_first_failure.py"
 TRANSFORMERS = "tests/integrations/test_transformers.py"
 LIGHTNING = "tests/integrations/test_lightning.py"
-WAITING = "tests/parity/test_waiting_backward.py"
 MICRO_RANKS = "tests/distributed/test_micro_batches_on_ranks.py"
 MICRO_FSDP2 = "tests/distributed/test_micro_batches_fsdp2.py"
 DEFAULT = "tests/parity/test_default.py"
@@ -534,36 +533,49 @@ MUTANTS = [
     Mutant("walk graphs one after the other", "Together._run_one", "graphs.walk_side_by_side()", "pass", MICRO),
     Mutant("walk the last graph first", "Graphs.walk_side_by_side", "self._count - 1 - number", "number", MICRO),
     Mutant("walk nodes in any order", "Graphs.walk_side_by_side", "nodes.sort(key=_NUMBER)", "pass", MICRO),
-    Mutant("share copies of weights", "_together", "torch.clear_autocast_cache()", "pass", MICRO),
+    Mutant("share copies of weights", "Together.add", "torch.clear_autocast_cache()", "pass", MICRO),
     Mutant(
         "keep what waits where the loop has cleared it",
         "Waiting._of_this_step",
         "if not cleared:",
         "if True:",
-        WAITING,
+        MICRO,
     ),
     Mutant(
         "throw away what waits where a part was cleared",
         "Waiting._of_this_step",
-        "len(cleared) < len(self._marked)",
+        "len(cleared) < len(marks)",
         "False",
-        WAITING,
+        MICRO,
     ),
-    Mutant("mark no gradient that waits", "Waiting._mark", "parameter.grad = attached.spent", "pass", WAITING),
+    Mutant("mark no gradient that waits", "Waiting._mark", "if parameter.requires_grad:", "if False:", MICRO),
     Mutant(
-        "wait beside a gradient of the step before", "Waiting._mark", "gradient is attached.spent:", "False:", WAITING
+        "wait beside a gradient of the step before", "Waiting._mark", "gradient is attached.spent:", "False:", MICRO
     ),
-    Mutant("leave the marks", "Waiting.drop", "parameter.grad = None", "pass", WAITING),
-    Mutant("wait after detach", "Attachment._detach", "self._waiting.drop()", "0", WAITING),
-    Mutant("wait after a rollback", "Attachment.rollback", "self._waiting.drop()", "pass", WAITING),
-    Mutant("step before the last", "Accumulation.require_reduced", ":= self.waiting()", ":= 0", WAITING),
+    Mutant("leave the marks", "_Mark.remove", "parameter.grad = self._found", "pass", MICRO),
+    Mutant("zero what the plain loop has not", "_Mark.zero", "parameter in reached", "True", MICRO),
+    Mutant("do not see that what waits was zeroed", "_Mark.is_cleared", "or self._gradient.is_zeroed", "", MICRO),
+    Mutant("forget what waits for a wrong last loss", "Waiting.take", "step.add(loss)  #", "pass  #", MICRO),
+    Mutant("wait after detach", "Attachment._detach", "dropped := self._waiting.drop()", "dropped := 0", MICRO),
+    Mutant("wait after a rollback", "Attachment.rollback", "self._waiting.drop()", "pass", MICRO),
+    Mutant("wait though detached", "Attachment._frees_in_backward", "and bool(self._parts.handles)", "", MICRO),
+    Mutant("step without what waits", "Waiting.finish", "step.backward()", "pass", MICRO),
     Mutant(
-        "take what waits for a step that was never cleared",
-        "BackwardSchedule.error_for_use",
-        "self._step.accumulation.waiting()",
-        "False",
-        WAITING,
+        "keep what was thrown away until backward",
+        "BackwardSchedule.before_forward",
+        "step.accumulation.waiting()",
+        "pass",
+        MICRO,
     ),
+    Mutant("leave sums on the nodes", "Together._run_one", "handle.remove()", "pass", MICRO),
+    Mutant(
+        "do not see a backward within the backward",
+        "BackwardSideEffects.require_none",
+        "if times > 1",
+        "if False",
+        MICRO,
+    ),
+    Mutant("do not see sparse rows that were gathered", "Graphs._count_edge", '"_saved_sparse_grad"', '"_none"', MICRO),
     Mutant(
         "wait outside of no_sync",
         "Waiting.add",
@@ -602,12 +614,12 @@ MUTANTS = [
     Mutant("leave the switches after an error", "OneBackward.restore", "switches.restore()", "pass", MICRO_FSDP2),
     Mutant(
         "gather ahead of forwards without a backward",
-        "OneBackward.forward",
-        "if not self._has_run:",
-        "if False:",
+        "OneBackward.begin",
+        "if count)",
+        "if False)",
         MICRO_FSDP2,
     ),
-    Mutant("gather ahead of every forward", "OneBackward.forward", "forget_forwards(noted)", "pass", MICRO_FSDP2),
+    Mutant("gather ahead of every forward", "OneBackward.ran", "forget_forwards(self._noted)", "pass", MICRO_FSDP2),
     Mutant(
         "add micro-batches in the parameter's dtype",
         "OneBackward.wide",

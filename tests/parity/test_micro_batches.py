@@ -1,6 +1,7 @@
-"""``micro_batches()``: the plain accumulation loop, whatever the micro-batches' graphs look like."""
+"""``micro_batches()`` and ``backward(more=True)``: the plain accumulation loop, whatever the graphs look like."""
 
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep import ClipNorm, ClipValue
-from instep.errors import AccumulationError, InstepError, TornStepError
+from instep.errors import AccumulationError, InstepError, SpentGradientError, TornStepError
 from tests.cases import Blocks, Rotations, Sometimes, SparseWords, Tied, batch, channels_last, two_groups
 from tests.devices import here
 from tests.parity.lockstep import SMALL, Contender, Step, in_every_way, lockstep, loss_of
@@ -879,3 +880,451 @@ def test_a_backward_that_does_more_is_told(what: str, undo: bool) -> None:
             with pytest.raises(TornStepError):
                 optimizer.step()
             overlap.accept_torn()
+
+
+# ``overlap.backward(loss, more=True)``: a loop that calls backward for each micro-batch. First the cases above.
+
+
+def by_backward(lane: Contender, loss: Loss, batches: Any) -> list[torch.Tensor]:
+    """A step's micro-batches, each with its call of backward."""
+    losses, batches = [], iter(batches)
+    following = next(batches, None)
+    while following is not None:
+        found = loss(following)
+        following = next(batches, None)  # before backward, as a loop that knows whether more follow
+        if lane.overlap is not None:
+            lane.overlap.backward(found, more=following is not None)
+        else:
+            found.backward()
+        losses.append(found.detach())
+    return losses
+
+
+@pytest.fixture
+def _by_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "accumulated", by_backward)
+
+
+CASES: dict[str, tuple[Any, ...]] = {
+    "test_sizes_that_change_from_step_to_step": (),
+    "test_a_weight_that_is_used_twice": (3,),
+    "test_graphs_that_differ_between_micro_batches": (),
+    "test_parameters_that_only_some_micro_batches_use": (),
+    "test_dropout_draws_in_the_order_of_the_loop": (True,),
+    "test_batch_normalization_sees_the_micro_batches_in_order": (),
+    "test_autocast": (False,),
+    "test_one_block_of_autocast_around_many_steps": (),
+    "test_complex_parameters": (),
+    "test_layouts_of_convolutions": (),
+    "test_sparse_gradients": (),
+    "test_contributions_that_turn_out_to_be_none": ("backward", "twice"),
+    "test_gradients_that_autograd_makes_fit": (),
+    "test_a_gradient_penalty": (),
+    "test_a_loss_scale": (),
+    "test_gradients_that_are_kept": (),
+    "test_one_micro_batch_is_an_ordinary_backward": (),
+    "test_modes_see_the_forwards": (Counting,),
+}
+
+
+@pytest.mark.usefixtures("_by_backward")
+@pytest.mark.parametrize("case", CASES)
+def test_as_by_the_verb(case: str) -> None:
+    getattr(sys.modules[__name__], case)(*CASES[case])
+
+
+@pytest.mark.usefixtures("_by_backward")
+@in_every_way
+def test_every_way_by_backward(way: str) -> None:
+    lockstep(way, lambda: adamw(Blocks()), of(usual, 4))
+
+
+@pytest.mark.usefixtures("_by_backward")
+@pytest.mark.parametrize("clip", [ClipNorm(0.3, mode="per_bucket"), ClipValue(0.01)], ids=["per bucket", "value"])
+def test_clipping_by_backward(clip: Any) -> None:
+    test_clipping(clip)
+
+
+@pytest.mark.usefixtures("_by_backward")
+@pytest.mark.parametrize("way", ["undo", "forward"])
+def test_zeroed_gradients_by_backward(way: str) -> None:
+    test_zeroed_gradients(way)
+
+
+def test_gradients_of_micro_batches_that_wait_are_freed() -> None:
+    def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for seed in range(2):
+            plain_loss(model, seed).backward()
+
+    def attached(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        with instep.attach(model, optimizer, schedule="backward", bucket_bytes=SMALL) as overlap:
+            lane = Contender(model, optimizer, {})
+            lane.overlap = overlap
+            by_backward(lane, partial(plain_loss, model), range(4))
+            finish(lane)
+            assert overlap.stats()["freed_bytes"] > 0
+
+    assert most_gradients(attached) < 0.3 * most_gradients(plain)
+
+
+def test_disabled_by_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INSTEP_DISABLE", "1")
+    monkeypatch.setattr(sys.modules[__name__], "accumulated", by_backward)
+    lockstep("backward", lambda: adamw(Blocks()), of(usual, 3))
+
+
+# What a loop may do between the micro-batches of a step.
+
+
+def attached_model(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer, instep.Attachment]:
+    torch.manual_seed(0)
+    model, optimizer = adamw(Blocks().to(here()))
+    return model, optimizer, instep.attach(model, optimizer, schedule="backward", bucket_bytes=SMALL, **options)
+
+
+def _zeros_by_hand(lane: Contender) -> None:
+    for p in lane.model.parameters():
+        p.grad = torch.zeros_like(p)
+
+
+CLEARED: dict[str, Callable[[Contender], object]] = {
+    "of the optimizer": lambda lane: lane.optimizer.zero_grad(),
+    "of the model": lambda lane: lane.model.zero_grad(),
+    "to zeros": lambda lane: lane.optimizer.zero_grad(set_to_none=False),
+    "of the model to zeros": lambda lane: lane.model.zero_grad(set_to_none=False),
+    "zeros by hand": _zeros_by_hand,
+}
+
+
+@pytest.mark.parametrize("way", ["backward", "undo"])
+@pytest.mark.parametrize("after", ["None", "zeros"])
+@pytest.mark.parametrize("clear", CLEARED)
+def test_what_waits_is_thrown_away_by_zero_grad(clear: str, after: str, way: str) -> None:
+    """As a loop does that leaves a batch out, after an error, or because its loss is not finite. A parameter that no
+    micro-batch has used gets no gradient of zeros, which would have AdamW decay it.
+
+    Args:
+        after: what the loop leaves in ``.grad`` after each step.
+    """
+
+    def step(lane: Contender, i: int) -> list[torch.Tensor]:
+        def loss(seed: int) -> torch.Tensor:
+            x, y = batch(seed)
+            return loss_of(lane.model(x, 0), y)
+
+        for seed in range(2):
+            found = loss(100 + seed)
+            found.backward() if lane.overlap is None else lane.overlap.backward(found, more=True)
+        CLEARED[clear](lane)
+        losses = by_backward(lane, loss, range(3 * i, 3 * i + 3))
+        lane.step()
+        lane.optimizer.zero_grad(set_to_none=after == "None")
+        return losses
+
+    lockstep(way, lambda: adamw(Sometimes()), step)
+
+
+def test_a_forward_without_gradients_and_one_that_raises() -> None:
+    def step(lane: Contender, i: int) -> list[torch.Tensor]:
+        def loss(seed: int) -> torch.Tensor:
+            with torch.no_grad():
+                usual(lane, seed + 7)
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                lane.model(torch.zeros(3, 5, device=here()))
+            return usual(lane, seed)
+
+        losses = by_backward(lane, loss, range(3 * i, 3 * i + 3))
+        finish(lane)
+        return losses
+
+    lockstep("backward", lambda: adamw(Blocks()), step)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda model: model.inner.weight.grad.norm(),
+        lambda model: plain_loss(model, 5).backward(),
+        lambda model: model.inner.weight.grad.mul_(2),
+    ],
+    ids=["clip", "read", "another backward", "write"],
+)
+@pytest.mark.parametrize("undo", [False, True])
+def test_who_uses_gradients_that_wait_is_told(use: Callable[[Any], object], undo: bool) -> None:
+    model, optimizer, overlap = attached_model(undo=undo)
+    old = [p.detach().clone() for p in model.parameters()]
+    with overlap:
+        overlap.backward(plain_loss(model, 0), more=True)
+        with pytest.raises(AccumulationError, match=r"not there yet: .* leave out overlap\.backward\(more=True\)"):
+            use(model)
+        assert all(map(torch.equal, old, model.parameters()))
+        optimizer.zero_grad()
+        accumulated(_lane(model, optimizer, overlap), partial(plain_loss, model), range(2))
+        optimizer.step()
+        assert overlap.step_count == 1
+
+
+def _lane(model: nn.Module, optimizer: torch.optim.Optimizer, overlap: Any) -> Contender:
+    lane = Contender(model, optimizer, {})
+    lane.overlap = overlap
+    return lane
+
+
+@pytest.mark.parametrize("way", ["backward", "undo", "two_pass"])
+def test_a_step_whose_last_micro_batch_never_came(way: str) -> None:
+    """It failed, or the loop has left it out: the plain loop steps with the others."""
+
+    def step(lane: Contender, i: int) -> list[torch.Tensor]:
+        losses = [usual(lane, 3 * i + number) / 3 for number in range(3 - i % 2)]
+        for number, loss in enumerate(losses):
+            if lane.overlap is None:
+                loss.backward()
+            else:
+                lane.overlap.backward(loss, more=number < 2)
+        finish(lane)
+        return [loss.detach() for loss in losses]
+
+    lockstep(way, lambda: adamw(Blocks()), step)
+
+
+def test_some_gradients_are_cleared_and_others_not() -> None:
+    model, _, overlap = attached_model()
+    with overlap:
+        overlap.backward(plain_loss(model, 0), more=True)
+        model.get_submodule("inner").zero_grad()
+        with pytest.raises(AccumulationError, match=r"'inner\.weight' was cleared, and others were not"):
+            overlap.backward(plain_loss(model, 1))
+        assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_gradient_from_before_those_that_wait() -> None:
+    model, optimizer, overlap = attached_model()
+    with overlap:
+        with overlap.accumulate():
+            plain_loss(model, 0).backward()
+        overlap.backward(plain_loss(model, 1), more=True)
+        with pytest.raises(AccumulationError, match="has a gradient from an earlier backward"):
+            overlap.backward(plain_loss(model, 2))
+        optimizer.zero_grad()
+        overlap.backward(plain_loss(model, 1))
+        optimizer.step()
+        with pytest.raises(SpentGradientError, match=r"Call zero_grad\(\) between"):
+            overlap.backward(plain_loss(model, 1), more=True)
+        optimizer.zero_grad()
+
+
+def test_what_cannot_wait() -> None:
+    model, optimizer, overlap = attached_model()
+    with overlap:
+        with pytest.raises(InstepError, match="gradient was given for one of several micro-batches"):
+            overlap.backward(plain_loss(model, 0), torch.ones((), device=here()), more=True)
+        with pytest.raises(InstepError, match=r"of shape \(8, 10\)"):
+            overlap.backward(model(batch(0)[0]), more=True)
+        assert all(p.grad is None for p in model.parameters())
+        overlap.backward(plain_loss(model, 0), more=True)
+        with pytest.raises(AccumulationError, match=r"and 1 wait for the last, by backward\(more=True\)"):
+            overlap.micro_batches(partial(plain_loss, model), range(2))
+        with pytest.raises(InstepError, match="gradient was given for one of several micro-batches"):
+            overlap.backward(plain_loss(model, 1), torch.ones((), device=here()))
+        model.get_parameter("inner.weight").register_hook(lambda gradient: gradient)
+        with pytest.raises(AccumulationError, match=r"'inner\.weight' has a hook"):
+            overlap.backward(plain_loss(model, 1))
+        assert all(p.grad is None for p in model.parameters())
+        assert overlap.state == "idle"
+    counted = instep.attach(model, optimizer, schedule="backward", accumulation_steps=2)
+    with counted, pytest.raises(AccumulationError, match="leave out accumulation_steps"):
+        counted.backward(plain_loss(model, 0), more=True)
+
+
+@pytest.mark.parametrize("way", ["backward", "undo"])
+@pytest.mark.parametrize("after", ["a step", "a refusal"])
+def test_a_node_that_is_a_part_of_several_steps(after: str, way: str) -> None:
+    """It has saved nothing, so backward may come to it again: nothing of one step's sums is left on it."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Blocks(depth=1)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(lane: Contender, i: int) -> list[torch.Tensor]:
+        if lane.extra is None:
+            lane.extra = lane.model.inner.weight.sum()
+        if after == "a refusal" and lane.overlap is not None:
+            lane.model.inner.bias.grad = torch.ones_like(lane.model.inner.bias)
+            first, second = (usual(lane, seed) + (lane.extra if seed else 0) for seed in range(2))
+            with pytest.raises(AccumulationError, match="from an earlier backward"):
+                by_backward(lane, lambda loss: loss, [first, second])
+            lane.zero_grad()
+
+        def loss(seed: int) -> torch.Tensor:
+            return usual(lane, seed) + (lane.extra if seed % 3 == 0 else 0)
+
+        losses = by_backward(lane, loss, range(3 * i, 3 * i + 3))
+        finish(lane)
+        return losses
+
+    lockstep(way, build, step, steps=3)
+
+
+class Nested(torch.autograd.Function):
+    """Reentrant checkpointing as frameworks write their own: backward runs a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Any, x: torch.Tensor) -> Any:
+        ctx.part = part
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return part(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor | None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            found = ctx.part(x)
+        torch.autograd.backward(found, gradient)
+        return None, x.grad
+
+
+@pytest.mark.parametrize("undo", [False, True])
+def test_a_backward_within_the_backward_is_told(undo: bool) -> None:
+    """Autograd adds its gradients in an order of its own."""
+    torch.manual_seed(0)
+    model, optimizer = adamw(Blocks(depth=1).to(here()))
+    parts: Any = model
+
+    def loss(seed: int) -> torch.Tensor:
+        x, y = batch(seed)
+        hidden = parts.inner(x)
+        for _ in range(2):
+            hidden = Nested.apply(parts.blocks[0], hidden)
+        return loss_of(parts.outer(hidden), y)
+
+    # Undone; or torch itself finds that weights were updated between the two.
+    with instep.attach(model, optimizer, schedule="backward", undo=undo, bucket_bytes=1 << 20) as overlap:
+        old = [p.detach().clone() for p in model.parameters()]
+        said = "several times in one backward|modified by an inplace operation" if undo else "a second gradient"
+        with pytest.raises((AccumulationError, RuntimeError), match=said):
+            overlap.micro_batches(loss, range(3))
+        overlap.synchronize()
+        if undo:
+            assert all(map(torch.equal, old, model.parameters()))
+        elif overlap.state == "torn":
+            overlap.accept_torn()
+        optimizer.zero_grad()
+
+
+def test_a_last_loss_that_is_none_loses_nothing() -> None:
+    def step(lane: Contender, i: int) -> list[torch.Tensor]:
+        losses = [usual(lane, 3 * i + number) for number in range(3)]
+        for number, loss in enumerate(losses):
+            if lane.overlap is None:
+                loss.backward()
+                continue
+            with pytest.raises(InstepError, match="must be a tensor of one number"):
+                lane.overlap.backward(lane.model(batch(0)[0]), more=number < 2)
+            with pytest.raises(InstepError, match=r"within torch\.no_grad\(\), or detached"):
+                lane.overlap.backward(loss.detach(), more=number < 2)
+            lane.overlap.backward(loss, more=number < 2)
+        finish(lane)
+        return [loss.detach() for loss in losses]
+
+    lockstep("backward", lambda: adamw(Blocks()), step, steps=2)
+
+
+def test_gathered_rows_and_dense_gradients_are_refused() -> None:
+    def loss(model: Any, seed: int) -> torch.Tensor:
+        rows = torch.zeros(1, 16, dtype=torch.int64, device=here())
+        weight = model.inner.weight
+        found: torch.Tensor = torch.gather(weight, 0, rows, sparse_grad=True) if seed else weight
+        return found.square().sum()
+
+    refused(lambda: adamw(Blocks()), loss, "has dense ones")
+
+
+def test_what_waits_is_freed_once_it_is_thrown_away() -> None:
+    model, optimizer, overlap = attached_model()
+    with overlap:
+        loss = plain_loss(model, 0)
+        kept = weakref.ref(loss)
+        overlap.backward(loss, more=True)
+        del loss
+        optimizer.zero_grad()
+        model(batch(1)[0])
+        gc.collect()
+        assert kept() is None
+
+
+def test_after_detach_it_is_a_plain_backward() -> None:
+    model, _, overlap = attached_model()
+    overlap.detach()
+    overlap.backward(plain_loss(model, 0), more=True)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("end", ["detach", "rollback"])
+def test_what_waits_at_the_end_is_thrown_away(end: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, overlap = attached_model(undo=end == "rollback")
+    with overlap:
+        overlap.backward(plain_loss(model, 0), more=True)
+        getattr(overlap, end)()
+        assert all(p.grad is None for p in model.parameters())
+        plain_loss(model, 1).backward()
+        optimizer.step()
+    assert ("detach() has thrown away 1 micro-batches," in caplog.text) == (end == "detach")
+
+
+def test_nothing_keeps_what_waited() -> None:
+    model, _, overlap = attached_model()
+    kept: list[Any] = []
+    with overlap:
+        gc.disable()
+        try:
+            for seed in range(3):
+                loss = plain_loss(model, seed)
+                kept.append(weakref.ref(loss))
+                overlap.backward(loss, more=seed < 2)
+            del loss
+            assert [ref() for ref in kept] == [None] * 3
+        finally:
+            gc.enable()
+
+
+def test_a_failure_in_the_backward_of_all_tears_the_step() -> None:
+    model, optimizer, overlap = attached_model()
+    with overlap:
+        overlap.backward(plain_loss(model, 0), more=True)
+        loss = plain_loss(model, 1)
+        handle = model.get_parameter("inner.weight").register_post_accumulate_grad_hook(_fail)
+        with pytest.raises(ZeroDivisionError):
+            overlap.backward(loss)
+        handle.remove()
+        with pytest.raises(TornStepError):
+            optimizer.step()
+        overlap.accept_torn()
+        optimizer.zero_grad()
+        overlap.backward(plain_loss(model, 0), more=True)
+        overlap.backward(plain_loss(model, 1))
+        optimizer.step()
+
+
+def _fail(*_: object) -> None:
+    raise ZeroDivisionError
+
+
+def test_two_optimizers_of_one_attachment() -> None:
+    """Each has an optimizer, and one loss goes through both."""
+
+    def build() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        model = nn.ModuleList([Blocks(), nn.Linear(10, 10)])
+        return model, [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in model]
+
+    def step(lane: Contender, i: int) -> list[torch.Tensor]:
+        def loss(seed: int) -> torch.Tensor:
+            x, y = batch(seed)
+            return loss_of(lane.model[1](lane.model[0](x)), y)
+
+        losses = by_backward(lane, loss, range(3 * i, 3 * i + 3))
+        finish(lane)
+        return losses
+
+    lockstep("backward", build, step, parts=lambda lane: [(lane.model, lane.optimizers)])

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tests.cases import optimizer_cases
+from tests.devices import here
 
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 LR = 1e-2
@@ -115,7 +116,14 @@ def zoo() -> dict[str, Make]:
             except ImportError:
                 continue
             found.update((f"{package}.{name}", partial(_from_package, cls)) for name, cls in classes)
+    if here().type != "cpu":
+        for name in LAUNCH_TOO_MUCH:
+            found.pop(name, None)
     return found
+
+
+LAUNCH_TOO_MUCH = ("pytorch_optimizer.SpectralSphere",)
+"""They search in thousands of operations for each matrix. The emulated accelerator keeps each of them: gigabytes."""
 
 
 def maker(name: str) -> Make:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from instep.errors import AccumulationError
 
@@ -99,13 +100,16 @@ class Graphs:
             for place, node in enumerate(nodes):
                 cast(Any, node)._set_sequence_nr(self._count * place + self._count - 1 - number)
 
-    def add_in_order(self, keeper_of: KeeperOf) -> None:
-        """Have backward add the contributions to each leaf as the plain loop adds them."""
+    def add_in_order(self, keeper_of: KeeperOf) -> list[RemovableHandle]:
+        """Have backward add the contributions to each leaf as the plain loop adds them. Returns the handles of the
+        hooks that do it: a node may be a part of a later graph, too."""
         sums = {leaf: _LeafSum(leaf, each, keeper_of(leaf, each)) for leaf, each in self.contributions.items()}
+        handles: list[RemovableHandle] = []
         for node, edges in self._edges.items():
             places = {place: sums[leaf] for place, leaf in edges}
             # Not on the leaf's own node, which gets several contributions of one graph as one sum.
-            node.register_hook(partial(_contribute, self._number_of[node], places))
+            handles.append(node.register_hook(partial(_contribute, self._number_of[node], places)))
+        return handles
 
     def _walk(self, number: int, loss: torch.Tensor) -> None:
         """Visit each node of one graph once."""
@@ -138,7 +142,7 @@ class Graphs:
     def _count_edge(self, number: int, node: Node, place: int, leaf: torch.Tensor) -> None:
         self._edges.setdefault(node, []).append((place, leaf))
         self.contributions.setdefault(leaf, [0] * self._count)[number] += 1
-        if getattr(node, "_saved_sparse", False):
+        if getattr(node, "_saved_sparse", False) or getattr(node, "_saved_sparse_grad", False):
             self._sparse[leaf] += 1
 
     def _require_in_order(self, node: Node, numbers: set[int]) -> None:
@@ -175,6 +179,22 @@ class Graphs:
                 f"{self._name_of(leaf)} was frozen after a micro-batch had used it: the plain loop keeps the gradient "
                 "that it has got by then. Freeze parameters before the first micro-batch, or use overlap.accumulate()"
             )
+
+
+def leaves_of(losses: Sequence[torch.Tensor]) -> set[torch.Tensor]:
+    """All leaves that the graphs of ``losses`` lead to."""
+    todo = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
+    seen, leaves = set(todo), set()
+    while todo:
+        for following, _ in todo.pop().next_functions:
+            if following is None or following in seen:
+                continue
+            seen.add(following)
+            if following.name() == _LEAF:
+                leaves.add(cast(_Leaf, following).variable)
+            else:
+                todo.append(following)
+    return leaves
 
 
 class _Leaf(Protocol):

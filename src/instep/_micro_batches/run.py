@@ -6,16 +6,18 @@ backward still runs, so it can be stepped and freed there. What cannot be the pl
 backward; whether backward has drawn random numbers or written buffers shows only after it (``BackwardSideEffects``).
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from instep._micro_batches.graphs import Graphs
 from instep._optim.random_numbers import Generators
+from instep._step.in_backward import BackwardSchedule
 from instep._torch.engine import graph_task
 from instep._torch.versions import version_of
 from instep._wiring.build import Parts
@@ -161,8 +163,8 @@ class Together:
 
     def add(self, loss: object) -> None:
         """The forward of the next micro-batch has made ``loss``."""
-        self._fsdp2.ran()
         self.losses.append(_require_loss(len(self.losses), loss))
+        self._fsdp2.ran()
         # The copies of weights that an autocast block around several forwards has kept are a part of this graph.
         torch.clear_autocast_cache()
 
@@ -183,9 +185,9 @@ class Together:
         # Wrappers have seen several forwards, and are told that one backward follows.
         for ddp in ddps_of(parts):
             look_from(ddp, losses)
-        fsdp2.join(len(losses), graphs.nodes(), graphs.edges())
-        graphs.add_in_order(fsdp2.wide)
         _require_no_gradients(parts, graphs)
+        fsdp2.join(len(losses), graphs.nodes(), graphs.edges())
+        handles = graphs.add_in_order(fsdp2.wide)
         graphs.walk_side_by_side()
         del graphs  # the nodes are freed as backward comes to them
         if parts.sharding is not None:
@@ -195,6 +197,9 @@ class Together:
             parts.schedule.backward(losses, None, parts.late.adopt)
         finally:
             fsdp2.restore()  # an error may have come between two hooks of a node
+            for handle in handles:
+                handle.remove()
+            side_effects.end()
         side_effects.require_none()
 
 
@@ -212,8 +217,7 @@ def _require_loss(number: int, loss: object) -> torch.Tensor:
         )
     if loss.grad_fn is None:
         raise InstepError(
-            f"the loss of micro-batch {number + 1} has no graph: micro_batches() is called within torch.no_grad(), or "
-            "loss_of(batch) detaches the loss"
+            f"the loss of micro-batch {number + 1} has no graph: it was computed within torch.no_grad(), or detached"
         )
     return loss
 
@@ -240,8 +244,25 @@ class BackwardSideEffects:
         # The engine's own thread draws on an accelerator. On the CPU another thread of the loop's may have drawn.
         self._on_devices = [(device, _state_of(device)) for device in devices]
         self._generators = Generators(())
+        # Where gradients stay in .grad nobody else sees that a backward within the backward has added to one.
+        schedule = cast(BackwardSchedule, parts.schedule)
+        keeps = not schedule.frees_gradients or schedule.keeps_gradients
+        self._arrived: Counter[str] = Counter()
+        self._handles = [
+            a.get().register_post_accumulate_grad_hook(partial(self._arrives, a.spec.name))
+            for a in (parts.schedule.parameters if keeps else ())
+            if a.get().requires_grad
+        ]
         model = parts.refs.model()
         self._buffers = {} if model is None else {name: (b, version_of(b)) for name, b in model.named_buffers()}
+
+    def _arrives(self, name: str, parameter: torch.Tensor) -> None:
+        self._arrived[name] += 1
+
+    def end(self) -> None:
+        """Backward is over."""
+        for handle in self._handles:
+            handle.remove()
 
     def require_none(self) -> None:
         """Raise if there were any, and leave the step torn if backward has written weights."""
@@ -254,6 +275,11 @@ class BackwardSideEffects:
             found = f"backward has written the buffer {written!r} (batch normalization in a checkpointed segment?)"
         elif self._has_drawn():
             found = "backward has drawn random numbers"
+        elif (twice := next((name for name, times in self._arrived.items() if times > 1), None)) is not None:
+            found = (
+                f"the gradient of {twice!r} has arrived several times in one backward (a backward within the backward, "
+                "as of reentrant checkpointing)"
+            )
         else:
             return
         self._parts.schedule.stop(

@@ -1,15 +1,21 @@
 """``overlap.backward(loss, more=True)``: the backward of a micro-batch waits for that of the step's last one.
 
-For loops that call backward themselves for each micro-batch, as those of frameworks do. While losses wait, the spent
-gradient of each parameter stands in its ``.grad``, in place of the sum that the plain loop has there: whoever reads it
-is told, and a loop that clears it has thrown the sum away, as in the plain loop.
+For loops that call backward themselves for each micro-batch, as those of frameworks do. While losses wait, a
+``WaitingGradient`` stands in ``.grad`` of each parameter, in place of the sum that the plain loop has there: whoever
+uses it is told, and a loop that clears it has thrown the sum away, as in the plain loop.
 """
 
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from instep._micro_batches.graphs import leaves_of
 from instep._micro_batches.run import Together, ddps_of, refuse_wrappers, require_own_step
 from instep._optim.parameters import AttachedParameter
-from instep._step.remedies import never_cleared
+from instep._step.remedies import never_cleared, while_waiting
 from instep._torch.lifetime import weakly
-from instep._torch.placeholders import ZeroedGradient
+from instep._torch.placeholders import WaitingGradient
 from instep._wiring.build import Parts
 from instep.errors import AccumulationError
 
@@ -20,11 +26,13 @@ class Waiting:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._step: Together | None = None
-        self._marked: list[AttachedParameter] = []
-        parts.accumulation.waiting = weakly(self.count)  # which would lead back to the parts
+        self._marks: list[_Mark] = []
+        # Neither may lead back to the parts.
+        parts.accumulation.waiting = weakly(self.count)
+        parts.accumulation.finish = weakly(self.finish)
 
     def count(self) -> int:
-        """How many there are."""
+        """How many there are. Those that the loop has thrown away are let go of."""
         step = self._of_this_step()
         return 0 if step is None else len(step.losses)
 
@@ -32,19 +40,19 @@ class Waiting:
         """The backward of ``loss`` is to wait.
 
         Raises:
-            AccumulationError: one backward for all would not compute what the plain loop does. Nothing waits then.
+            AccumulationError: one backward for all would not compute what the plain loop does.
         """
         parts = self._parts
         step = self._of_this_step()
         if step is None:
             require_own_step(parts, "backward(more=True)")
             refuse_wrappers(parts)
-        if (ddps_of(parts) or parts.sharding is not None) and not parts.accumulation.is_in_hold:
+        if self._is_reduced and not parts.accumulation.is_in_hold:
             self.drop()
             raise AccumulationError(
                 "backward(more=True) came outside of no_sync(): on several ranks the forward and backward of all "
                 "micro-batches but the last belong into it (with FSDP2 into set_requires_gradient_sync(False)), or "
-                "into `with overlap.accumulate():`"
+                "into `with overlap.accumulate():`. What had waited is thrown away"
             )
         step = step or Together(parts)
         step.add(loss)
@@ -52,36 +60,54 @@ class Waiting:
             self._mark()
             self._step = step
 
-    def take(self) -> Together | None:
-        """The last loss of the step has come: those that wait, if any do. Nothing waits from here on."""
+    def take(self, loss: torch.Tensor) -> Together | None:
+        """``loss`` is the last of its step. Returns all of them, if any have waited. Nothing waits from here on."""
         step = self._of_this_step()
-        self.drop()
+        if step is not None:
+            step.add(loss)  # raises where it is none: those that wait still do
+            self.drop()
         return step
+
+    def finish(self) -> None:
+        """``optimizer.step()`` is called, and no last micro-batch came: the plain loop steps with those that did. Not
+        where ranks reduce: they have not been told which was the last."""
+        step = None if self._is_reduced else self._of_this_step()
+        if step is not None:
+            self.drop()
+            step.backward()
 
     def drop(self) -> int:
         """Throw away what waits. Returns how many there were."""
         step, self._step = self._step, None
-        marked, self._marked = self._marked, []
-        for attached in marked:
-            parameter = attached.peek()
-            if parameter is not None and parameter.grad is attached.spent:
-                parameter.grad = None
+        marks, self._marks = self._marks, []
+        for mark in marks:
+            mark.remove()
         return 0 if step is None else len(step.losses)
+
+    @property
+    def _is_reduced(self) -> bool:
+        return bool(ddps_of(self._parts)) or self._parts.sharding is not None
 
     def _of_this_step(self) -> Together | None:
         """What waits, unless the loop has thrown it away by clearing all gradients."""
-        if self._step is None:
+        step, marks = self._step, self._marks
+        if step is None:
             return None
-        cleared = [a.spec.name for a in self._marked if _is_cleared(a)]
+        cleared = [mark for mark in marks if mark.is_cleared]
         if not cleared:
-            return self._step
-        if len(cleared) < len(self._marked):
+            return step
+        if len(cleared) < len(marks):
+            name = cleared[0].name
             raise AccumulationError(
-                f"the gradient of {cleared[0]!r} was cleared, and others were not, while the backward of {self.drop()} "
+                f"the gradient of {name!r} was cleared, and others were not, while the backward of {self.drop()} "
                 "micro-batches waits for that of the last: it would have to throw a part of each away. Call "
                 "zero_grad() of all attached optimizers, or none, between the micro-batches of a step; or leave out "
                 "more=True"
             )
+        if any(mark.is_zeroed for mark in marks):
+            reached = leaves_of(step.losses)  # the plain loop has no gradient of the others, and none to zero
+            for mark in marks:
+                mark.zero(reached)
         self.drop()
         return None
 
@@ -92,11 +118,48 @@ class Waiting:
             if gradient is not None and gradient is attached.spent:
                 self.drop()
                 raise never_cleared(attached.spec.name, "backward()")
-            if gradient is None and attached.spent is not None and parameter.requires_grad:
-                parameter.grad = attached.spent
-                self._marked.append(attached)
+            if parameter.requires_grad:
+                self._marks.append(_Mark(attached, gradient, partial(while_waiting, attached.spec.name)))
 
 
-def _is_cleared(attached: AttachedParameter) -> bool:
-    gradient = attached.get().grad
-    return gradient is not attached.spent and (gradient is None or ZeroedGradient.is_unused(gradient))
+class _Mark:
+    """What stands in ``.grad`` of one parameter while losses wait.
+
+    Args:
+        found: what stood there before: nothing, or zeros, to which autograd adds.
+    """
+
+    __slots__ = ("_attached", "_found", "_gradient")
+
+    def __init__(
+        self, attached: AttachedParameter, found: torch.Tensor | None, explain: Callable[[str], Exception]
+    ) -> None:
+        parameter = attached.get()
+        self._attached = attached
+        self._found = found
+        self._gradient = parameter.grad = WaitingGradient(parameter, explain)
+
+    @property
+    def name(self) -> str:
+        return self._attached.spec.name
+
+    @property
+    def is_zeroed(self) -> bool:
+        return self._gradient.is_zeroed
+
+    @property
+    def is_cleared(self) -> bool:
+        parameter = self._attached.peek()
+        return parameter is None or parameter.grad is not self._gradient or self._gradient.is_zeroed
+
+    def zero(self, reached: set[torch.Tensor]) -> None:
+        """Leave in ``.grad`` the zeros of the plain loop, if it has any there. It was zeroed."""
+        parameter = self._attached.peek()
+        if parameter is not None and self._found is None and parameter in reached:
+            self._found = torch.zeros_like(parameter, requires_grad=False)
+
+    def remove(self) -> None:
+        """Put back what was found, unless the loop has put something else there."""
+        parameter = self._attached.peek()
+        if parameter is not None and parameter.grad is self._gradient:
+            parameter.grad = self._found

@@ -30,6 +30,7 @@ class Accumulation:
 
     Attributes:
         waiting: returns how many micro-batches of the step wait, after their forward, for the last one's backward.
+        finish: runs one backward for those, if no last one comes.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Accumulation:
     ) -> None:
         self.steps = steps
         self.waiting: Callable[[], int] = int
+        self.finish: Callable[[], object] = int
         self._sharded = sharded
         self._wrapped = wrapped
         self._votes = votes
@@ -146,8 +148,8 @@ class Accumulation:
         if waiting := self.waiting():
             raise AccumulationError(
                 f"optimizer.step() came while the backward of {waiting} micro-batches waits for that of the "
-                "step's last one. Nothing was updated. Call overlap.backward(loss) for the last, without more=True; "
-                "or zero_grad(), to throw them away"
+                "step's last one, with which gradients are reduced over the ranks. Nothing was updated. Call "
+                "overlap.backward(loss) for the last, without more=True; or zero_grad(), to throw them away"
             )
         done = self._backwards % self.steps
         if done and self._wrapped():

@@ -25,7 +25,7 @@ from instep._step.checking import Check
 from instep._step.deferral import Deferring
 from instep._step.norms import Losses
 from instep._step.on_trial import TrialWrites
-from instep._step.remedies import KEEP_ALL, MICRO_BATCHES, after_update, never_cleared, while_measuring, while_waiting
+from instep._step.remedies import KEEP_ALL, MICRO_BATCHES, after_update, never_cleared, while_measuring
 from instep._step.schedule import Schedule
 from instep._step.state import Event, FirstError, gradient_of
 from instep._step.step import Agreement, RunningStep
@@ -441,6 +441,7 @@ class BackwardSchedule(BucketSink):
         self.calls.end_commit()
         step.hear(self._writes.release, wait=False)
         self.calls.require_not_torn()
+        step.accumulation.waiting()  # what the loop has thrown away is freed before the forward needs memory
         self._writes.before_forward()
         if self._clips and not step.members.offered:
             step.passes.clipping.begin()
@@ -561,8 +562,6 @@ class BackwardSchedule(BucketSink):
         """
         if self._step.passes.running == "measuring":
             return while_measuring(spec.name, operation)
-        if operation not in ZERO and self._step.accumulation.waiting():
-            return while_waiting(spec.name, operation)
         if spec.index not in self._step.members.applied:
             return None if self._needs_no_values(spec, operation) else never_cleared(spec.name, operation)
         error, is_wrong = after_update(spec.name, operation, clips=self._step.passes.clipping.policy is not None)

@@ -210,6 +210,39 @@ class ZeroedGradient(HeldGradient):
         return self._real
 
 
+class WaitingGradient(Placeholder):
+    """The sum of gradients of micro-batches whose backward has not run yet: any use of its values raises.
+
+    Args:
+        like: the parameter whose gradient it stands for.
+        explain: makes the error to raise from the name of the operation that was tried.
+
+    Attributes:
+        is_zeroed: whether the loop has zeroed it, which needs no values.
+    """
+
+    is_zeroed: bool
+    _explain: Callable[[str], Exception]
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, explain: Callable[[str], Exception]) -> "WaitingGradient":
+        waiting: WaitingGradient = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=like.dtype, device=like.device
+        )
+        waiting.is_zeroed = False
+        waiting._explain = explain
+        return waiting
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
+        return "WaitingGradient(of micro-batches whose backward has not run yet)"
+
+    def _use(self, operation: str, args: Sequence[Any], dtype: Any, device: Any) -> torch.Tensor:
+        if operation not in ZERO:
+            raise self._explain(operation)
+        self.is_zeroed = True
+        return self
+
+
 def become_real(held: HeldGradient) -> None:
     """Make ``held`` a plain tensor: the gradient that it stands for. Not where anybody refers to it weakly, or from
     C++: such a one goes on to stand for the gradient."""

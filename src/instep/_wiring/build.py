@@ -391,7 +391,7 @@ def build(target: Target, options: Options) -> Parts:
         late,
         threads,
         forwards,
-        StepHooks(schedule, votes, late, zero, forwards, handles),
+        StepHooks(schedule, step.accumulation, votes, late, zero, forwards, handles),
         handles,
     )
 

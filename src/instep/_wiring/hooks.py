@@ -551,6 +551,7 @@ class StepHooks:
     def __init__(
         self,
         schedule: Schedule,
+        accumulation: Accumulation,
         votes: StepVotes,
         late: AddedParameters,
         zero: "Zero | None",
@@ -558,6 +559,7 @@ class StepHooks:
         handles: Handles,
     ) -> None:
         self._schedule = schedule
+        self._accumulation = accumulation
         self._votes = votes
         self._late = late
         self._zero = zero
@@ -615,6 +617,7 @@ class StepHooks:
             self._schedule.times.step_returns()
 
     def _before_update(self, stepper: Stepper) -> None:
+        self._accumulation.finish()
         self._schedule.times.step_begins()
         if self._schedule.follows:
             _unless_given_up(self._schedule, self._late.adopt)

@@ -27,7 +27,7 @@ from instep._gradients.clipping import ClipNorm
 from instep._gradients.scaling import Policy
 from instep.attaching import attach
 from instep.attachment import Attachment, attached
-from instep.errors import AttachError
+from instep.errors import AttachError, InstepError
 from instep.options import Defer, Schedules
 
 __all__ = ["InstepCallback"]
@@ -233,12 +233,18 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
             )
 
 
-def _backward(overlap: Attachment, accelerator: Any, together: bool, loss: torch.Tensor) -> None:
+def _backward(overlap: Attachment, accelerator: Any, together: bool, loss: torch.Tensor, **options: Any) -> None:
     """All that ``Accelerator.backward()`` is without a loss scale, DeepSpeed and LOMO, by ``overlap``.
 
     Args:
         together: whether the micro-batches of a step have one backward for all.
     """
+    if options:
+        raise InstepError(
+            f"accelerator.backward(loss, {', '.join(f'{name}=…' for name in options)}): with together=True, or "
+            "ClipNorm(mode='two_pass'), instep runs backward in its own way, and takes a loss alone. Use "
+            "InstepCallback(schedule='forward')"
+        )
     more = together and not accelerator.sync_gradients
     overlap.backward(loss / accelerator.gradient_accumulation_steps, more=more)
 

@@ -1,0 +1,172 @@
+"""``instep selftest``: every cell is equal here, and a machine on which one is not is told of."""
+
+import json
+import multiprocessing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch.optim import Optimizer
+
+import instep
+from instep.demo.job import Shape
+from instep.selftest import SelftestError, features, gains, ranks, run
+from instep.selftest.features import FEATURES, WAYS, Cell, Feature, Loop, compare
+from instep.selftest.gains import Gain
+from instep.selftest.ranks import SOURCES, compare_on_ranks
+from instep.selftest.run import Result, said_of
+from tests.devices import here
+
+BY_NAME = {feature.name: feature for feature in FEATURES}
+QUIET = Console(quiet=True)
+
+
+@pytest.mark.parametrize("way", [None, *WAYS])
+@pytest.mark.parametrize("name", BY_NAME)
+def test_every_cell(name: str, way: str | None) -> None:
+    feature = BY_NAME[name]
+    cell = compare(feature, way, here())
+    given = {} if way is None else feature.options[way]
+    left_out = given is None or (feature.on_accelerator and here().type == "cpu")
+    assert cell.holds, cell.said
+    assert cell.outcome == "-" or not left_out
+
+
+def test_on_ranks() -> None:
+    table = compare_on_ranks(2, "cpu")
+    assert list(table) == list(SOURCES)
+    assert {way: cell for cells in table.values() for way, cell in cells.items()} == dict.fromkeys(WAYS, Cell("equal"))
+
+
+def wrong(model: Any, optimizers: Sequence[Optimizer], **options: Any) -> instep.Attachment:
+    """As ``attach``, but the attached loop learns faster with ``undo``, and cannot be attached with "backward"."""
+    if options.get("undo"):
+        for group in optimizers[0].param_groups:
+            group["lr"] *= 1.5
+    elif options.get("schedule") == "backward":
+        raise instep.errors.AttachError("not on this machine\nreally")
+    return instep.attach(model, optimizers, **options)
+
+
+@pytest.fixture
+def _few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "FEATURES", [BY_NAME["AdamW"], BY_NAME["accumulation"]])
+
+
+@pytest.mark.usefixtures("_few")
+def test_what_differs_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(features, "attach", wrong)
+    file = tmp_path / "found.json"
+    assert not run.run(here().type, 1, file, quiet=True, gains=False)
+    found = json.loads(file.read_text())
+    said = capsys.readouterr().out
+    assert not found["equal"]
+    assert found["verdict"].startswith("NOT EQUAL on")
+    assert "in 4 of 8 comparisons: AdamW, backward: failed: AttachError: not on this machine" in found["verdict"]
+    assert "AdamW, undo: differs: after step 1: " in " ".join(said.split())
+    assert found["cells"]["accumulation"]["default"] == {"outcome": "equal", "said": ""}
+    assert any(line.startswith("torch:") for line in found["environment"])
+
+
+@pytest.mark.usefixtures("_few")
+def test_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "found.json"
+    assert run.run(here().type, 1, file, quiet=True, gains=False)
+    assert json.loads(file.read_text())["equal"]
+    assert "bit for bit, in all 8 comparisons" in " ".join(capsys.readouterr().out.split())
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_machine_that_does_not_repeat_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(range(1000))
+
+    def differs(loop: Loop, i: int) -> None:
+        (loop.loss(i) * (1 + next(calls))).backward()
+        loop.step()
+        loop.zero_grad()
+
+    adamw = BY_NAME["SGD with momentum"]
+    odd = Feature("odd", differs, adamw.options, adamw.optimizers)
+    monkeypatch.setattr(run, "FEATURES", [odd, BY_NAME["AdamW"]])
+    result = run.examine(here(), 1, QUIET, gains=False)
+    assert result.unrepeatable == ["odd"]
+    assert result.wrong == []
+    assert "(1 features were left out: the plain loop does not repeat its own numbers)" in result.verdict
+
+
+def test_an_optimizer_that_the_device_does_not_have() -> None:
+    def none(model: torch.nn.Module) -> Sequence[Optimizer]:
+        raise RuntimeError("`fused=True` requires all the params to be on one of a few devices\nand more")
+
+    feature = Feature("fused", features.usual, features.ALL, none)
+    cell = compare(feature, "default", here())
+    assert cell == Cell("-", "not on this device: `fused=True` requires all the params to be on one of a few devices")
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "said"),
+    [
+        ("sideways", None, "torch does not know it"),
+        ("mps", None, "this torch finds"),
+        ("cpu", 0, "give 1 for one device"),
+    ],
+)
+def test_what_cannot_run(device: str, ranks: int | None, said: str) -> None:
+    if device == here().type:
+        pytest.skip("it is there")
+    with pytest.raises(SelftestError, match=said):
+        run.run(device, ranks, None, quiet=True)
+
+
+def test_memory_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gains, "ON_CPU", Shape(width=32, depth=2, heads=2))
+    monkeypatch.setattr(gains, "_that_fits", lambda device: gains.ON_CPU)
+    monkeypatch.setattr(gains, "TRIED", 2)
+    monkeypatch.setattr(gains, "ROUNDS", 3)
+    told: list[str] = []
+    found = {gain.name: gain for gain in gains.measure(here(), told.append)}
+    assert list(found) == [kind.name for kind in gains.kinds(here())]
+    assert told[0] == "memory and time beside 'plain': " + f"{sum(g.base == 'plain' for g in found.values())} loops"
+    assert all(gain.milliseconds > 0 and gain.p10 <= gain.ratio <= gain.p90 for gain in found.values())
+    if here().type == "cpu":
+        one, plain = found["one backward"].extra_bytes, found["plain, accumulating"].extra_bytes
+        assert one is not None
+        assert plain is not None
+        assert one > 0
+        assert plain > 0
+
+
+def test_what_is_said_of_gains() -> None:
+    plain = Gain("plain", "plain", 40 << 20, 10.0, 1.0, 1.0, 1.0)
+    faster = Gain("default", "plain", 40 << 20, 8.0, 1.25, 1.1, 1.3)
+    smaller = Gain('schedule="backward"', "plain", 4 << 20, 10.1, 0.99, 0.9, 1.1)
+    unknown = Gain("offload", "plain", None, 20.0, 0.5, 0.4, 0.6)
+    again = Gain("plain, again", "plain", 40 << 20, 10.0, 1.0, 0.9, 1.1)
+    assert list(said_of([plain, again, faster, smaller, unknown])) == [
+        "default: 40 MiB above weights and state in place of 40, 1.25 of the plain loop's speed",
+        'schedule="backward": 4 MiB above weights and state in place of 40, 0.99 of the plain loop\'s speed '
+        "(within chance)",
+        "offload: 0.50 of the plain loop's speed",
+    ]
+
+
+def test_a_rank_that_dies_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    monkeypatch.setattr(ranks, "TIMEOUT", 0.01)
+    hangs = ranks._answer(ours)
+    theirs.close()
+    dies = ranks._answer(ours)
+    assert {cell.said for cells in hangs.values() for cell in cells.values()} == {"a rank gave no answer in 0 s"}
+    joined = ranks._joined([{source: dict.fromkeys(WAYS, Cell("equal")) for source in SOURCES}, dies])
+    assert {cell for cells in joined.values() for cell in cells.values()} == {Cell("failed", "rank 1: a rank has died")}
+
+
+def test_the_result_of_one_wrong_cell() -> None:
+    cells = {"a": {"default": Cell("equal"), "undo": Cell("differs", "after step 1: x")}}
+    result = Result("cpu", {"a": Cell("equal")}, cells, [], 1.0)
+    assert result.verdict == "NOT EQUAL on cpu in 1 of 2 comparisons: a, undo: differs: after step 1: x"
