@@ -292,9 +292,13 @@ def _loop(feature: Feature, device: torch.device) -> Loop:
 
 def _train(feature: Feature, plain: Loop, other: Loop) -> Cell:
     for i in range(STEPS):
-        for loop in (plain, other):
-            torch.manual_seed(i)
-            feature.iterate(loop, i)
+        torch.manual_seed(i)
+        try:
+            feature.iterate(plain, i)
+        except Exception as error:  # what the device, or this torch, cannot do
+            return Cell("-", f"the plain loop does not run here: {type(error).__name__}: {_first_line(error)}")
+        torch.manual_seed(i)
+        feature.iterate(other, i)
         if other.overlap is not None:
             other.overlap.synchronize()
         states = [training_state(loop.model, loop.optimizers) for loop in (plain, other)]
