@@ -1,5 +1,6 @@
 """Every benchmark runs, and finds its variants equal, on a model so small that its times say nothing."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -63,6 +64,22 @@ def test_the_model_at_scale() -> None:
 )
 def test_runs(name: str, options: list[str], ranks: int) -> None:
     assert run(name, *options, ranks=ranks)
+
+
+@pytest.mark.nightly
+def test_what_a_gpu_should_answer(tmp_path: Path) -> None:
+    """On a CPU: each part writes its file, and the next call leaves it out."""
+    options = ["--device", "cpu", "--small", "--results", str(tmp_path)]
+    parts = ["steps", "billion", "offload", "muon", "safety", "trace"]
+    run("gpu.py", *options, "--parts", *parts)
+    [folder] = tmp_path.iterdir()
+    results = {part: json.loads((folder / f"{part}.json").read_text())["result"] for part in parts}
+    assert not [part for part, result in results.items() if isinstance(result, dict) and "failed" in result]
+    assert results["trace"]["ranges"]["instep::update"] > 3
+    assert {entry["AdamW"] for entry in results["steps"]} == {"fused", "foreach"}
+    (folder / "selftest.json").write_text("{}")
+    (folder / "tests.json").write_text("{}")
+    assert run("gpu.py", *options).count("has a result") == 8
 
 
 @pytest.mark.nightly

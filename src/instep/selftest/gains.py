@@ -35,6 +35,24 @@ TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
+class Job:
+    """What all loops of a comparison train: a GPT, on random bytes.
+
+    Attributes:
+        tokens: in a step, or in a micro-batch.
+        tried: steps before those that are timed.
+        rounds: steps of each loop that are timed.
+    """
+
+    shape: Shape
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+    tokens: int = TOKENS
+    tried: int = TRIED
+    rounds: int = ROUNDS
+
+
+@dataclass(frozen=True, slots=True)
 class Gain:
     """One loop beside the plain one of its group.
 
@@ -56,7 +74,7 @@ class Gain:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class Kind:
     """How a loop is made: its name, the plain one's, the options of ``attach`` (``None``: plain), what steps."""
 
     name: str
@@ -66,44 +84,52 @@ class _Kind:
     micro_batches: int = 1
 
 
-def kinds(device: torch.device) -> Sequence[_Kind]:
+def kinds(device: torch.device) -> Sequence[Kind]:
     """The loops to compare on ``device``."""
     found = [
-        _Kind("plain", "plain"),
-        _Kind("plain, again", "plain"),
-        _Kind("default", "plain", {}),
-        _Kind('schedule="backward"', "plain", {"schedule": "backward"}),
-        _Kind("plain, accumulating", "plain, accumulating", micro_batches=MICRO_BATCHES),
-        _Kind("one backward", "plain, accumulating", {"schedule": "backward"}, micro_batches=MICRO_BATCHES),
+        Kind("plain", "plain"),
+        Kind("plain, again", "plain"),
+        Kind("default", "plain", {}),
+        Kind('schedule="backward"', "plain", {"schedule": "backward"}),
+        Kind("plain, accumulating", "plain, accumulating", micro_batches=MICRO_BATCHES),
+        Kind("one backward", "plain, accumulating", {"schedule": "backward"}, micro_batches=MICRO_BATCHES),
     ]
     if device.type != "cpu":
-        found.append(_Kind('offload="host"', "plain", {"schedule": "backward", "offload": "host"}))
+        found.append(Kind('offload="host"', "plain", {"schedule": "backward", "offload": "host"}))
     if hasattr(torch.optim, "Muon"):
         found += [
-            _Kind("plain, Muon", "plain, Muon", None, muon),
-            _Kind("default, Muon", "plain, Muon", {}, muon),
-            _Kind('"backward", Muon', "plain, Muon", {"schedule": "backward"}, muon),
+            Kind("plain, Muon", "plain, Muon", None, muon),
+            Kind("default, Muon", "plain, Muon", {}, muon),
+            Kind('"backward", Muon', "plain, Muon", {"schedule": "backward"}, muon),
         ]
     return found
 
 
 def measure(device: torch.device, told: Callable[[str], None]) -> list[Gain]:
     """Measure every loop. ``told`` is told what is being done."""
-    shape = _that_fits(device)
+    job = Job(_that_fits(device), device, tried=TRIED, rounds=ROUNDS)
     found: list[Gain] = []
     all_kinds = kinds(device)
     for base in dict.fromkeys(kind.base for kind in all_kinds):
         group = [kind for kind in all_kinds if kind.base == base]
         told(f"memory and time beside {base!r}: {len(group)} loops")
-        extra = {kind.name: _extra_bytes(kind, shape, device) for kind in group}
-        seconds = _seconds(group, shape, device)
-        for kind in group:
-            ratios = sorted(a / b for a, b in zip(seconds[base], seconds[kind.name], strict=True))
-            tenths = statistics.quantiles(ratios, n=10, method="inclusive")
-            middle = statistics.median(seconds[kind.name])
-            found.append(
-                Gain(kind.name, base, extra[kind.name], 1e3 * middle, statistics.median(ratios), tenths[0], tenths[-1])
-            )
+        found += measure_group(group, job)
+    return found
+
+
+def measure_group(group: Sequence[Kind], job: Job) -> list[Gain]:
+    """Measure loops that have one plain loop among them."""
+    base = group[0].base
+    extra = {kind.name: extra_bytes(kind, job) for kind in group}
+    seconds = _seconds(group, job)
+    found: list[Gain] = []
+    for kind in group:
+        ratios = sorted(a / b for a, b in zip(seconds[base], seconds[kind.name], strict=True))
+        tenths = statistics.quantiles(ratios, n=10, method="inclusive")
+        middle = statistics.median(seconds[kind.name])
+        found.append(
+            Gain(kind.name, base, extra[kind.name], 1e3 * middle, statistics.median(ratios), tenths[0], tenths[-1])
+        )
     return found
 
 
@@ -125,18 +151,18 @@ def _free_bytes(device: torch.device) -> int | None:
         return None
 
 
-class _Loop:
+class TimedLoop:
     """One of the loops: a model with its optimizers, attached or not."""
 
-    def __init__(self, kind: _Kind, shape: Shape, device: torch.device) -> None:
+    def __init__(self, kind: Kind, job: Job) -> None:
         torch.manual_seed(0)
-        self.model = ByteGPT(shape).to(device)
+        self.model = ByteGPT(job.shape).to(job.device, job.dtype)
         self.optimizers = kind.optimizers(self.model)
         self.overlap: Attachment | None = None
         if kind.options is not None:
             self.overlap = attach(self.model, self.optimizers, **kind.options)
         self._micro_batches = kind.micro_batches
-        self._device = device
+        self._job = job
 
     def step(self, seed: int) -> None:
         for micro in range(self._micro_batches):
@@ -152,14 +178,14 @@ class _Loop:
 
     def _loss(self, seed: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
-        text = torch.randint(256, (1, TOKENS + 1), generator=generator).to(self._device)
+        text = torch.randint(256, (1, self._job.tokens + 1), generator=generator).to(self._job.device)
         logits = self.model(text[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()) / self._micro_batches
+        return F.cross_entropy(logits.float().flatten(0, 1), text[:, 1:].flatten()) / self._micro_batches
 
     def own_bytes(self) -> int:
         """Of weights, and of state on the device."""
         state = [value for one in self.optimizers for entry in one.state.values() for value in entry.values()]
-        tensors = [value for value in state if isinstance(value, torch.Tensor) and value.device == self._device]
+        tensors = [value for value in state if isinstance(value, torch.Tensor) and value.device == self._job.device]
         return sum(tensor.nbytes for tensor in (*self.model.parameters(), *tensors))
 
     def finish(self) -> None:
@@ -168,11 +194,12 @@ class _Loop:
             self.overlap.detach()
 
 
-def _extra_bytes(kind: _Kind, shape: Shape, device: torch.device) -> int | None:
-    """The most bytes of tensors in a step, less weights and state."""
+def extra_bytes(kind: Kind, job: Job) -> int | None:
+    """The most bytes of tensors in a step, less weights and state; ``None`` where the backend does not tell."""
+    device = job.device
     if device.type == "cpu":
         with LiveBytes() as live:
-            loop = _Loop(kind, shape, device)
+            loop = TimedLoop(kind, job)
             for seed in range(WARM_UP):
                 loop.step(seed)
             live.reset()
@@ -184,7 +211,7 @@ def _extra_bytes(kind: _Kind, shape: Shape, device: torch.device) -> int | None:
     if not hasattr(module, "max_memory_allocated"):
         return None
     before = module.memory_allocated(device)
-    loop = _Loop(kind, shape, device)
+    loop = TimedLoop(kind, job)
     for seed in range(WARM_UP):
         loop.step(seed)
     wait(device)
@@ -196,16 +223,16 @@ def _extra_bytes(kind: _Kind, shape: Shape, device: torch.device) -> int | None:
     return peak - loop.own_bytes()
 
 
-def _seconds(group: Sequence[_Kind], shape: Shape, device: torch.device) -> dict[str, list[float]]:
+def _seconds(group: Sequence[Kind], job: Job) -> dict[str, list[float]]:
     """Of each step that is timed, by the name of the loop."""
-    loops = {kind.name: _Loop(kind, shape, device) for kind in group}
+    loops = {kind.name: TimedLoop(kind, job) for kind in group}
     names = list(loops)
     found: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(TRIED + ROUNDS):
+    for number in range(job.tried + job.rounds):
         first = number % len(names)  # whichever goes first finds other caches than the next
         for name in names[first:] + names[:first]:
-            seconds = _timed(partial(loops[name].step, number), loops[name].overlap, device)
-            if number >= TRIED:
+            seconds = _timed(partial(loops[name].step, number), loops[name].overlap, job.device)
+            if number >= job.tried:
                 found[name].append(seconds)
     for loop in loops.values():
         loop.finish()

@@ -1,0 +1,251 @@
+"""What an accelerator should answer: the tests, the selftest, memory and time of each schedule, and a trace.
+
+    python benchmarks/gpu.py                      # every part that has no result yet
+    python benchmarks/gpu.py --parts billion muon # these, again
+    python benchmarks/gpu.py --device cpu --small # on a CPU, to try the benchmark itself
+
+Each part takes eight minutes at most on one H100, needs no network, and writes a file of its own into
+``benchmarks/results/DATE-DEVICE/``: what was found, with versions and the command. A part that was interrupted is begun
+again by the next call; one that has its file is left out. Equality is proved first, by the part ``selftest``: where it
+finds a difference, nothing is measured.
+"""
+
+import argparse
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from instep.demo.job import Shape
+from instep.demo.loops import wait
+from instep.environment import report
+from instep.selftest.features import muon
+from instep.selftest.gains import Job, Kind, TimedLoop, extra_bytes, measure_group
+
+LIMIT = 480
+"""Seconds of a part that is a command of its own."""
+RESULTS = Path(__file__).parent / "results"
+GPT = Shape(width=1024, depth=12, heads=16)
+BILLION = Shape(width=2560, depth=13, heads=20)
+"""About 160 million and a billion parameters."""
+SMALL = Shape(width=64, depth=2, heads=2)
+BACKWARD = {"schedule": "backward"}
+
+
+def adamw(model: nn.Module, **options: Any) -> Sequence[Optimizer]:
+    return [AdamW(model.parameters(), lr=1e-4, **options)]
+
+
+ADAMW: Mapping[str, Callable[[nn.Module], Sequence[Optimizer]]] = {
+    "fused": partial(adamw, fused=True),
+    "foreach": partial(adamw, foreach=True),
+    "capturable": partial(adamw, foreach=True, capturable=True),
+}
+
+
+class Run:
+    """One call of this benchmark.
+
+    Attributes:
+        folder: of the results.
+        job: what the loops train.
+        billion: the same, with a model of a billion parameters in bfloat16.
+    """
+
+    def __init__(self, device: torch.device, folder: Path, small: bool) -> None:
+        self.device = device
+        self.folder = folder
+        tried, rounds = (2, 3) if small else (40, 40)
+        self.job = Job(SMALL if small else GPT, device, torch.float32, 64, tried, rounds)
+        self.billion = Job(SMALL if small else BILLION, device, torch.bfloat16, 64, 2, min(rounds, 10))
+
+
+# The parts. Each returns what is to be kept.
+
+
+def tests(run: Run) -> Any:
+    """The tests that take part where there is a GPU."""
+    done = _command("pytest", "-m", "cuda", "-n", "0", "-q")
+    found = re.findall(r"\d+ \w+", done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "")
+    return {"rc": done.returncode, "closing line": found, "end": done.stdout[-4000:]}
+
+
+def selftest(run: Run) -> Any:
+    """Equality, feature by feature and schedule by schedule."""
+    file = run.folder / "selftest-found.json"
+    done = _command("instep", "selftest", "--device", run.device.type, "--json", str(file), "--quiet")
+    found = json.loads(file.read_text()) if file.exists() else {}
+    file.unlink(missing_ok=True)
+    return {"rc": done.returncode, "found": found, "end": done.stdout[-4000:] + done.stderr[-2000:]}
+
+
+def steps(run: Run) -> Any:
+    """Time and memory by the kind of AdamW, on one device."""
+    found = []
+    for name, make in ADAMW.items():
+        if name == "capturable" and run.device.type == "cpu":
+            continue
+        kind = partial(Kind, base="plain", optimizers=make)
+        ways: Mapping[str, Mapping[str, Any] | None] = {
+            "plain": None,
+            "plain, again": None,
+            "default": {},
+            "backward": BACKWARD,
+            "undo": {**BACKWARD, "undo": True},
+        }
+        group = [kind(way, options=given) for way, given in ways.items()]
+        found += [{"AdamW": name, **dataclasses.asdict(gain)} for gain in measure_group(group, run.job)]
+    return found
+
+
+def billion(run: Run) -> Any:
+    """The peak of a step above weights and state, of a model of a billion parameters in bfloat16."""
+    fused = ADAMW["fused"]
+    kinds = [
+        Kind("plain", "plain", None, fused),
+        Kind("default", "plain", {}, fused),
+        Kind("backward", "plain", BACKWARD, fused),
+        Kind("plain, four micro-batches", "plain", None, fused, 4),
+        Kind("one backward of four micro-batches", "plain", BACKWARD, fused, 4),
+        Kind("offload", "plain", {**BACKWARD, "offload": "host"}, fused),
+    ]
+    if run.device.type == "cpu":
+        kinds.pop()
+    return {kind.name: extra_bytes(kind, run.billion) for kind in kinds}
+
+
+def offload(run: Run) -> Any:
+    """Time of optimizer state in host memory, over PCIe."""
+    if run.device.type == "cpu":
+        return "for accelerators"
+    kinds = [
+        Kind("plain", "plain"),
+        Kind("plain, again", "plain"),
+        Kind("offload", "plain", {**BACKWARD, "offload": "host"}),
+    ]
+    return list(map(dataclasses.asdict, measure_group(kinds, run.job)))
+
+
+def heavy(run: Run) -> Any:
+    """torch's Muon beside AdamW: how much of its step is hidden."""
+    if not hasattr(torch.optim, "Muon"):
+        return "this torch has no Muon"
+    ways: Mapping[str, Mapping[str, Any] | None] = {
+        "plain": None,
+        "plain, again": None,
+        "default": {},
+        "forward": {"schedule": "forward", "defer": True},
+        "backward": BACKWARD,
+    }
+    kinds = [Kind(name, "plain", options, muon) for name, options in ways.items()]
+    return list(map(dataclasses.asdict, measure_group(kinds, run.job)))
+
+
+def safety(run: Run) -> Any:
+    """What it costs to leave out steps that are not finite, and to watch weights and gradients."""
+    ways: Mapping[str, Mapping[str, Any] | None] = {
+        "plain": None,
+        "plain, again": None,
+        "default, which watches": {},
+        "nonfinite": {"nonfinite": "skip"},
+        "check_steps": {**BACKWARD, "check_steps": 1},
+    }
+    kinds = [Kind(name, "plain", options) for name, options in ways.items()]
+    return list(map(dataclasses.asdict, measure_group(kinds, run.job)))
+
+
+def trace(run: Run) -> Any:
+    """How often torch.profiler saw each range of instep's, in three steps, and where the trace is."""
+    loop = TimedLoop(Kind("backward", "plain", BACKWARD), run.job)
+    for seed in range(3):
+        loop.step(seed)
+    with torch.profiler.profile() as profile:
+        for seed in range(3):
+            loop.step(seed)
+        wait(run.device)
+    loop.finish()
+    file = run.folder / "trace.json.gz"
+    profile.export_chrome_trace(str(file))
+    ranges = {event.key: event.count for event in profile.key_averages() if event.key.startswith("instep::")}
+    return {"file": file.name, "ranges": ranges}
+
+
+PARTS: Mapping[str, Callable[[Run], Any]] = {
+    "selftest": selftest,
+    "tests": tests,
+    "steps": steps,
+    "billion": billion,
+    "offload": offload,
+    "muon": heavy,
+    "safety": safety,
+    "trace": trace,
+}
+
+
+def _command(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    try:
+        return subprocess.run(
+            [sys.executable, "-m", *arguments], capture_output=True, text=True, check=False, timeout=LIMIT
+        )
+    except subprocess.TimeoutExpired as expired:
+        said = expired.stdout.decode() if isinstance(expired.stdout, bytes) else expired.stdout or ""
+        return subprocess.CompletedProcess(arguments, 124, said, f"ran past {LIMIT} s")
+
+
+def _name_of(device: torch.device) -> str:
+    told = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
+    return re.sub(r"[^A-Za-z0-9]+", "-", device.type if told is None else str(told(device))).strip("-")
+
+
+def _folder(results: Path, device: torch.device) -> Path:
+    """Today's, or the latest of this device: what was begun is gone on with."""
+    before = sorted(results.glob(f"*-{_name_of(device)}"))
+    return before[-1] if before else results / f"{date.today().isoformat()}-{_name_of(device)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="these, with a result or without")
+    parser.add_argument("--device", help="by default the accelerator that torch finds")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder for the results")
+    parser.add_argument("--small", action="store_true", help="tiny models, to try the benchmark itself")
+    given = parser.parse_args()
+    if given.device is None and not torch.accelerator.is_available():
+        sys.exit("torch finds no accelerator (see `instep env`). --device cpu --small tries the benchmark itself")
+    found = torch.accelerator.current_accelerator() if given.device is None else torch.device(given.device)
+    assert found is not None
+    device = found if found.type == "cpu" else torch.device(found.type, found.index or 0)
+    folder = _folder(given.results, device)
+    folder.mkdir(parents=True, exist_ok=True)
+    run = Run(device, folder, given.small)
+    for name in given.parts or PARTS:
+        file = folder / f"{name}.json"
+        if given.parts is None and file.exists():
+            print(f"{name}: has a result, {file}")
+            continue
+        started = perf_counter()
+        try:
+            result = PARTS[name](run)
+        except Exception as error:  # the other parts are measured all the same
+            result = {"failed": f"{type(error).__name__}: {error}"}
+        seconds = round(perf_counter() - started, 1)
+        kept = {"part": name, "command": sys.argv, "date": date.today().isoformat(), "seconds": seconds}
+        file.write_text(json.dumps({**kept, "environment": report().splitlines(), "result": result}, indent=2) + "\n")
+        print(f"{name}: {seconds} s, {file}")
+        if name == "selftest" and isinstance(result, dict) and result.get("rc") == 1:
+            sys.exit(f"{file}: numbers differ on this device. Nothing is measured")
+
+
+if __name__ == "__main__":
+    main()
