@@ -131,6 +131,22 @@ def test_dpo(tmp_path: Path, way: str) -> None:
 
 
 @in_every_way
+def test_kto(tmp_path: Path, way: str) -> None:
+    trl = optional("datasets", "trl")
+    kto = trl if hasattr(trl, "KTOTrainer") else optional("trl.experimental.kto")
+    labelled = [{"prompt": text(s), "completion": text(100 + s), "label": s % 2 == 0} for s in range(30)]
+    rows = optional("datasets").Dataset.from_list(labelled)
+
+    def make(callbacks: list[TrainerCallback]) -> Trainer:
+        arguments = kto.KTOConfig(str(tmp_path), **SETTINGS)
+        return kto.KTOTrainer(
+            model(), model(), arguments, train_dataset=rows, processing_class=tokenizer(), callbacks=callbacks
+        )
+
+    compared(make, way)
+
+
+@in_every_way
 def test_grpo(tmp_path: Path, way: str) -> None:
     trl = optional("datasets", "trl")
     rows = optional("datasets").Dataset.from_list([{"prompt": text(seed)} for seed in range(30)])
