@@ -32,6 +32,7 @@ from instep.demo.loops import wait
 from instep.environment import report
 from instep.selftest.features import muon
 from instep.selftest.gains import Job, Kind, TimedLoop, extra_bytes, measure_group
+from instep.selftest.run import name_of
 
 LIMIT = 480
 """Seconds of a part that is a command of its own."""
@@ -203,15 +204,11 @@ def _command(*arguments: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.CompletedProcess(arguments, 124, said, f"ran past {LIMIT} s")
 
 
-def _name_of(device: torch.device) -> str:
-    told = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
-    return re.sub(r"[^A-Za-z0-9]+", "-", device.type if told is None else str(told(device))).strip("-")
-
-
 def _folder(results: Path, device: torch.device) -> Path:
     """Today's, or the latest of this device: what was begun is gone on with."""
-    before = sorted(results.glob(f"*-{_name_of(device)}"))
-    return before[-1] if before else results / f"{date.today().isoformat()}-{_name_of(device)}"
+    name = re.sub(r"[^A-Za-z0-9]+", "-", name_of(device)).strip("-")
+    before = sorted(results.glob(f"*-{name}"))
+    return before[-1] if before else results / f"{date.today().isoformat()}-{name}"
 
 
 def main() -> None:

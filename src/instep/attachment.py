@@ -225,8 +225,8 @@ class Attachment:
         last micro-batch, whose call is without ``more``, has one backward for all; what that needs, and what it
         refuses, is said at ``micro_batches``. With ``schedule="forward"``, or ``INSTEP_DISABLE=1``, each call is a
         backward. ``zero_grad()`` in between throws away what waits, and ``optimizer.step()`` runs the backward of what
-        waits where no last micro-batch came. Under DDP and FSDP2 calls with ``more`` belong
-        into ``no_sync()`` (``set_requires_gradient_sync(False)``), with their forwards.
+        waits where no last micro-batch came. Under DDP and FSDP2 calls with ``more`` belong into ``no_sync()``
+        (``set_requires_gradient_sync(False)``), with their forwards; there ``step()`` without a last one raises.
 
         Args:
             loss: that backward begins from; with ``more``, and for the last micro-batch, a tensor of one number.

@@ -17,6 +17,7 @@ from instep._gradients.scaling import Policy
 from instep.attaching import attach
 from instep.attachment import Attachment
 from instep.errors import AttachError, InstepError
+from instep.integrations.together import require_backward
 from instep.options import Defer, Schedules
 from instep.sources.ddp.reducer import CommHook
 
@@ -80,11 +81,7 @@ class InstepCallback(Callback):
         cross_iteration: bool = False,
         shard_state: bool = False,
     ) -> None:
-        if together and schedule != "backward":
-            raise AttachError(
-                f"together=True is one backward that frees gradients, and schedule={schedule!r} frees none: write "
-                "InstepCallback(schedule='backward', together=True, …), or leave it out"
-            )
+        require_backward(together, schedule)
         # For the settings of the Trainer that do not go with these.
         self._schedule, self._clip, self._undo, self._shard_state = schedule, clip, undo, shard_state
         self._together = together

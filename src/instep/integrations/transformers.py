@@ -28,6 +28,7 @@ from instep._gradients.scaling import Policy
 from instep.attaching import attach
 from instep.attachment import Attachment, attached
 from instep.errors import AttachError, InstepError
+from instep.integrations.together import require_backward
 from instep.options import Defer, Schedules
 
 __all__ = ["InstepCallback"]
@@ -79,11 +80,7 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
     ) -> None:
         if clip is not None and not isinstance(clip, ClipNorm):
             raise AttachError(f"clip must be an instep.ClipNorm or None, not {clip!r}: the Trainer clips by norm")
-        if together and schedule != "backward":
-            raise AttachError(
-                f"together=True is one backward that frees gradients, and schedule={schedule!r} frees none: write "
-                "InstepCallback(schedule='backward', together=True, …), or leave it out"
-            )
+        require_backward(together, schedule)
         self.overlap: Attachment | None = None
         # For the settings of the Trainer that do not go with these.
         self._schedule, self._clip, self._undo, self._together = schedule, clip, undo, together

@@ -91,7 +91,7 @@ def run(device: str | None, ranks: int | None, json: Path | None, quiet: bool, *
         require_writable("--json", json)
     console = Console()
     told = Console(quiet=quiet)
-    print_line(told, f"instep {__version__}, torch {torch.__version__}, on {_name_of(here)}")
+    print_line(told, f"instep {__version__}, torch {torch.__version__}, on {name_of(here)}")
     result = examine(here, count, told, gains=gains)
     _show(console, result)
     if json is not None:
@@ -116,7 +116,7 @@ def examine(device: torch.device, ranks: int, console: Console, *, gains: bool) 
         print_line(console, f"{ranks} ranks: {', '.join(SOURCES)}")
         cells |= compare_on_ranks(ranks, device.type)
     measured = measure(device, lambda what: print_line(console, what)) if gains else []
-    return Result(_name_of(device), repeats, cells, measured, perf_counter() - started)
+    return Result(name_of(device), repeats, cells, measured, perf_counter() - started)
 
 
 @contextmanager
@@ -163,7 +163,8 @@ def _ranks(given: int | None, device: torch.device) -> int:
     return given
 
 
-def _name_of(device: torch.device) -> str:
+def name_of(device: torch.device) -> str:
+    """The device, with the name of its model where the backend tells one."""
     told = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
     return str(device) if told is None else f"{device} ({told(device)})"
 
