@@ -13,10 +13,12 @@ finds a difference, nothing is measured.
 import argparse
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -61,6 +63,7 @@ class Run:
     Attributes:
         folder: of the results.
         job: what the loops train.
+        usual: the same in bfloat16, with as many tokens as people train with.
         billion: the same, with a model of a billion parameters in bfloat16.
     """
 
@@ -69,6 +72,7 @@ class Run:
         self.folder = folder
         tried, rounds = (2, 3) if small else (40, 40)
         self.job = Job(SMALL if small else GPT, device, torch.float32, 64, tried, rounds)
+        self.usual = replace(self.job, dtype=torch.bfloat16, rows=2 if small else 256)
         self.billion = Job(SMALL if small else BILLION, device, torch.bfloat16, 64, 2, min(rounds, 10))
 
 
@@ -76,8 +80,9 @@ class Run:
 
 
 def tests(run: Run) -> Any:
-    """The tests that take part where there is a GPU."""
-    done = _command("pytest", "-m", "cuda", "-n", "0", "-q")
+    """The bodies of the tests on this accelerator, and ranks of it."""
+    os.environ["INSTEP_TEST_ACCELERATOR"] = run.device.type
+    done = _command("pytest", "-m", "accelerator and not nightly")
     found = re.findall(r"\d+ \w+", done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "")
     return {"rc": done.returncode, "closing line": found, "end": done.stdout[-4000:]}
 
@@ -108,6 +113,18 @@ def steps(run: Run) -> Any:
         group = [kind(way, options=given) for way, given in ways.items()]
         found += [{"AdamW": name, **dataclasses.asdict(gain)} for gain in measure_group(group, run.job)]
     return found
+
+
+def usual(run: Run) -> Any:
+    """Time and memory where forward and backward take long: 16,384 tokens a step, in bfloat16."""
+    ways: Mapping[str, Mapping[str, Any] | None] = {
+        "plain": None,
+        "plain, again": None,
+        "default": {},
+        "backward": BACKWARD,
+    }
+    group = [Kind(way, "plain", options=given) for way, given in ways.items()]
+    return list(map(dataclasses.asdict, measure_group(group, run.usual)))
 
 
 def billion(run: Run) -> Any:
@@ -186,6 +203,7 @@ PARTS: Mapping[str, Callable[[Run], Any]] = {
     "selftest": selftest,
     "tests": tests,
     "steps": steps,
+    "usual": usual,
     "billion": billion,
     "offload": offload,
     "muon": heavy,

@@ -17,7 +17,7 @@ from instep._torch import lifetime as life
 from instep._torch.worker import NAME
 from instep.attachment import attachments
 from tests import missing, net, selection
-from tests.accelerator import sessions
+from tests.accelerator import ACCELERATOR, sessions
 from tests.distributed.pool import RankPool
 from tests.putting_off import own_steps_wait
 
@@ -40,8 +40,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def _devices(config: pytest.Config) -> list[Any]:
     if sessions.asked_for(config):
-        return [pytest.param("emu", marks=pytest.mark.accelerator)]
-    return ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+        return [pytest.param(ACCELERATOR, marks=pytest.mark.accelerator)]
+    return ["cpu"]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -69,15 +69,10 @@ def _one_thread() -> None:
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    if request.param == "emu":
+    if request.param == ACCELERATOR:
         yield from sessions.on_device(request.node)
-        return
-    if request.param == "cuda":
-        if not torch.cuda.is_available():
-            pytest.skip("no CUDA device")
-        torch.use_deterministic_algorithms(True)
-    yield torch.device(request.param)
-    torch.use_deterministic_algorithms(False)
+    else:
+        yield torch.device(request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -5,11 +5,13 @@ import ctypes
 import pytest
 import torch
 
+from tests.accelerator import ACCELERATOR
+
 
 def here() -> torch.device:
-    """The accelerator that this process uses, if there is one."""
+    """The accelerator that this session is about; of another session, the CPU, whatever the machine has."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None:
+    if accelerator is None or accelerator.type != ACCELERATOR:
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 

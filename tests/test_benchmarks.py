@@ -70,7 +70,7 @@ def test_runs(name: str, options: list[str], ranks: int) -> None:
 def test_what_a_gpu_should_answer(tmp_path: Path) -> None:
     """On a CPU: each part writes its file, and the next call leaves it out."""
     options = ["--device", "cpu", "--small", "--results", str(tmp_path)]
-    parts = ["steps", "billion", "offload", "muon", "safety", "trace"]
+    parts = ["steps", "usual", "billion", "offload", "muon", "safety", "trace"]
     run("gpu.py", *options, "--parts", *parts)
     [folder] = tmp_path.iterdir()
     results = {part: json.loads((folder / f"{part}.json").read_text())["result"] for part in parts}
@@ -79,7 +79,7 @@ def test_what_a_gpu_should_answer(tmp_path: Path) -> None:
     assert {entry["AdamW"] for entry in results["steps"]} == {"fused", "foreach"}
     (folder / "selftest.json").write_text("{}")
     (folder / "tests.json").write_text("{}")
-    assert run("gpu.py", *options).count("has a result") == 8
+    assert run("gpu.py", *options).count("has a result") == 9
 
 
 @pytest.mark.nightly

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import instep
 from instep.errors import TornStepError
-from tests.accelerator.device import emu
+from tests.accelerator import ACCELERATOR
 from tests.cases import Blocks, Sometimes, Tied, batch
 
 CLIP = 0.05
@@ -74,12 +74,14 @@ class OnTwoDevices(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        first, second = torch.device("emu", 0), torch.device("emu", 1)
+        first, second = torch.device(ACCELERATOR, 0), torch.device(ACCELERATOR, 1)
         self.first = nn.Sequential(nn.Linear(16, 24, device=first), nn.ReLU(), nn.Linear(24, 24, device=first))
         self.second = nn.Sequential(nn.Linear(24, 24, device=second), nn.ReLU(), nn.Linear(24, 10, device=second))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x).to("emu:1", non_blocking=True)).to("emu:0", non_blocking=True)
+        return self.second(self.first(x).to(f"{ACCELERATOR}:1", non_blocking=True)).to(
+            f"{ACCELERATOR}:0", non_blocking=True
+        )
 
 
 def _blocks_loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -451,7 +453,7 @@ def _both_forward(loop: Loop) -> None:
     """A forward on the loop's stream, and one on another stream that has waited for it before."""
     mine = torch.accelerator.current_stream()
     with _on_other_streams():
-        with emu().stream(mine):
+        with torch.get_device_module(mine.device).stream(mine):
             loop.copied.append(loop.evaluate(77))
         loop.copied.append(loop.evaluate(77))
 

@@ -1,9 +1,10 @@
-"""Test sessions on the emulated accelerator: those whose ``-m`` asks for it.
+"""Test sessions on an accelerator, the emulated one or this machine's: those whose ``-m`` asks for it.
 
-The device has to be there before the first backward of the process, and changes what torch takes for the accelerator.
-So it is loaded when such a session starts, in each of its processes, and never in another session.
+The emulated device has to be there before the first backward of the process, and changes what torch takes for the
+accelerator. So it is loaded when such a session starts, in each of its processes, and never in another session.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from _pytest.mark.expression import Expression
 
-from tests.accelerator.building import why_not
+from tests.accelerator import ACCELERATOR, EMULATED, building
 from tests.accelerator.recording import recorded
 
 BODIES = ("tests/parity/", "tests/distributed/", "tests/functional/", "tests/checkpoint/test_ranks.py")
@@ -25,6 +26,15 @@ OF_THE_CPU = {
     "tests/distributed/test_step_ranks.py": "what ranks say to one another is in host memory, and in the store",
     "tests/functional/test_torch_shipped.py": "torch's own tests, which name their devices",
 }
+
+OF_ANY_DEVICE = (
+    "tests/accelerator/test_one_device.py",
+    "tests/accelerator/test_offload.py::test_models_and_optimizers",
+    "tests/accelerator/test_offload.py::test_what_happens_and_who_reads_next",
+    "tests/accelerator/test_offload.py::test_clips",
+    "tests/accelerator/test_offload.py::test_a_scaler",
+)
+"""Of this folder, what runs on a device that is not the emulated one, too. The others ask the emulation."""
 
 _PASSED = pytest.StashKey[bool]()
 
@@ -40,33 +50,57 @@ def asked_for(config: pytest.Config) -> bool:
 
 
 def start(config: pytest.Config) -> None:
-    config.pluginmanager.register(_Session(), "emulated accelerator")
-    if why_not() is None:
+    config.pluginmanager.register(_Session(), "accelerator")
+    if ACCELERATOR != EMULATED:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its numbers; ranks inherit it
+    elif building.why_not() is None:
         from tests.accelerator.device import load
 
         load()
 
 
+def why_not() -> str | None:
+    """The reason why the device is not here, if it isn't."""
+    if ACCELERATOR == EMULATED:
+        return building.why_not()
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if found is not None and found.type == ACCELERATOR:
+        return None
+    return f"INSTEP_TEST_ACCELERATOR={ACCELERATOR}: torch finds {'no accelerator' if found is None else found.type}"
+
+
 def on_device(item: pytest.Item) -> Iterator[torch.device]:
     """For a fixture: the device, recorded. What nothing orders fails a test that has passed up to then."""
-    with recorded() as log:
-        yield torch.device("emu", 0)
+    with _repeatable(), recorded() as log:
+        yield torch.device(ACCELERATOR, 0)
     if item.stash.get(_PASSED, False):
         log.assert_ordered()
 
 
 def ranks(config: pytest.Config) -> dict[str, Any]:
     """For a pool of ranks: what its bodies run on."""
-    return {"backend": "emu", "around": recorded_on_device} if asked_for(config) else {}
+    if not asked_for(config):
+        return {}
+    backend = {EMULATED: EMULATED, "cuda": "cpu:gloo,cuda:nccl"}.get(ACCELERATOR, "gloo")
+    return {"backend": backend, "around": recorded_on_device}
 
 
 @contextmanager
 def recorded_on_device(ordered: bool = True) -> Iterator[None]:
-    """What is made here without naming a device is on the emulated one, and whatever it does must be ``ordered``."""
-    with torch.device("emu"), recorded() as log:
+    """What is made here without naming a device is on the accelerator, and whatever it does must be ``ordered``."""
+    with torch.device(ACCELERATOR), _repeatable(), recorded() as log:
         yield
     if ordered:
         log.assert_ordered()
+
+
+@contextmanager
+def _repeatable() -> Iterator[None]:
+    """Two plain loops have the same numbers, which a GPU's kernels leave to chance by default."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(before or ACCELERATOR != EMULATED)
+    yield
+    torch.use_deterministic_algorithms(before)
 
 
 def _is_body(item: pytest.Item) -> bool:
@@ -83,6 +117,14 @@ def mark(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.accelerator)
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
+        elif ACCELERATOR != EMULATED and _asks_the_emulation(item):
+            item.add_marker(pytest.mark.skip(reason="of the emulated accelerator"))
+        elif "two devices" in item.name.replace("_", " ") and torch.accelerator.device_count() < 2:
+            item.add_marker(pytest.mark.skip(reason="one device is here"))
+
+
+def _asks_the_emulation(item: pytest.Item) -> bool:
+    return item.nodeid.startswith("tests/accelerator/") and not item.nodeid.startswith(OF_ANY_DEVICE)
 
 
 class _Session:

@@ -20,6 +20,7 @@ from instep.errors import AttachError, InstepError, UnsupportedOptimizerError
 from instep.options import Schedules
 from instep.planning.job import Job, Rates
 from instep.planning.plan import plan
+from tests.accelerator import ACCELERATOR
 from tests.accelerator.comparing import compare
 from tests.accelerator.loops import CLIP, HAPPENINGS, MODELS, ONLY, OPTIMIZERS, train
 from tests.accelerator.measuring import BUCKET, GRADIENTS, measure, peak, plain_peak
@@ -42,7 +43,7 @@ OFFLOADED: Mapping[str, Mapping[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def _on_the_device() -> Any:
-    with torch.device("emu"):
+    with torch.device(ACCELERATOR):
         yield
 
 
@@ -93,7 +94,7 @@ def test_clips(clip: str, micro_batches: int) -> None:
 @pytest.mark.parametrize("way", ["forward", "undo"])
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "fused"])
 def test_a_scaler(optimizer: str, way: str) -> None:
-    scalers = [torch.amp.GradScaler("emu", init_scale=2.0**10, growth_interval=2) for _ in range(2)]
+    scalers = [torch.amp.GradScaler(ACCELERATOR, init_scale=2.0**10, growth_interval=2) for _ in range(2)]
     options = {**OFFLOADED[way], **({"scaler": scalers[1]} if way == "undo" else {})}
     expected = train(None, optimizer=optimizer, scaler=scalers[0])
     with recorded() as log:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tests import net
+from tests.accelerator import EMULATED
 from tests.forking import forking
 from tests.putting_off import own_steps_wait
 
@@ -144,6 +145,14 @@ class RankPool:
         return answer
 
 
+def _on_a_gpu(rank: int, world_size: int) -> None:
+    """Where there are fewer GPUs than ranks, NCCL takes these for machines of their own, and lets them share one."""
+    count = torch.cuda.device_count()
+    torch.cuda.set_device(rank % count)
+    if count < world_size:
+        os.environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+
+
 def _serve(
     rank: int,
     world_size: int,
@@ -156,11 +165,9 @@ def _serve(
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     torch.set_num_threads(1)
     faulthandler.enable()  # a rank that crashes says where
-    device = None
-    if torch.cuda.is_available():
-        device = torch.device("cuda", rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    if backend == "emu":
+    if "cuda" in backend:
+        _on_a_gpu(rank, world_size)
+    if backend == EMULATED:
         from tests.accelerator.backend import register
 
         register()

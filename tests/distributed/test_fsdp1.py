@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 import instep
 from instep.errors import AccumulationError, AttachError, SpentGradientError
 from tests.cases import Blocks, optimizer_cases, two_groups
+from tests.devices import here
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import Loop, both, fsdp1, in_every_way, mesh, sampled
 
@@ -248,8 +249,7 @@ def offloaded(way: str) -> None:
     both(way, partial(fsdp1, cpu_offload=CPUOffload(offload_params=True)), adamw)
 
 
-@pytest.mark.cuda  # without an accelerator FSDP1's own offloading fails in the plain loop
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.skipif(here().type != "cuda", reason="without a GPU FSDP1's own offloading fails in the plain loop")
 @in_every_way
 def test_offloaded_to_the_host(two_ranks: RankPool, way: str) -> None:
     two_ranks.run(offloaded, way)

@@ -39,9 +39,10 @@ class Job:
     """What all loops of a comparison train: a GPT, on random bytes.
 
     Attributes:
-        tokens: in a step, or in a micro-batch.
+        tokens: in a row of a step, or of a micro-batch.
         tried: steps before those that are timed.
         rounds: steps of each loop that are timed.
+        rows: of a step, or of a micro-batch.
     """
 
     shape: Shape
@@ -50,6 +51,7 @@ class Job:
     tokens: int = TOKENS
     tried: int = TRIED
     rounds: int = ROUNDS
+    rows: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,7 @@ class TimedLoop:
 
     def _loss(self, seed: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
-        text = torch.randint(256, (1, self._job.tokens + 1), generator=generator).to(self._job.device)
+        text = torch.randint(256, (self._job.rows, self._job.tokens + 1), generator=generator).to(self._job.device)
         logits = self.model(text[:, :-1])
         return F.cross_entropy(logits.float().flatten(0, 1), text[:, 1:].flatten()) / self._micro_batches
 
