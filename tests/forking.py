@@ -1,16 +1,23 @@
-"""Processes forked from one that has imported everything: a rank then starts in milliseconds."""
+"""Processes forked from one that has imported everything: a rank then starts in milliseconds.
+
+On a GPU they are spawned: what is imported asks CUDA for its devices, and who has done so cannot be forked.
+"""
 
 import multiprocessing
 import os
 from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
+
+from tests.accelerator import ACCELERATOR, EMULATED
 
 ROOT = Path(__file__).parents[1]
 
 
-def forking() -> ForkServerContext:
+def forking() -> ForkServerContext | SpawnContext:
     """A context of ``multiprocessing``. The process to fork from is started with the first."""
+    if ACCELERATOR != EMULATED:
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     # One thread: a child has none of the others, and would wait for them.
     changed = {

@@ -28,6 +28,7 @@ OF_THE_CPU = {
 }
 
 OF_ANY_DEVICE = (
+    "tests/accelerator/test_cuda.py",
     "tests/accelerator/test_one_device.py",
     "tests/accelerator/test_offload.py::test_models_and_optimizers",
     "tests/accelerator/test_offload.py::test_what_happens_and_who_reads_next",

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import instep
 from instep.errors import UnsupportedOptimizerError
 from instep.verification import first_difference, training_state
+from tests.devices import here
 from tests.distributed.pool import RankPool
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -61,7 +62,7 @@ class Loop:
         self.optimizer.zero_grad()
 
     def step(self, i: int) -> None:
-        self.iterate(torch.randn(3, 512, generator=torch.Generator().manual_seed(10 * i + dist.get_rank())))
+        self.iterate(torch.randn(3, 512, generator=torch.Generator(here()).manual_seed(10 * i + dist.get_rank())))
 
 
 def body_compiled(how: str, way: str) -> str | None:

@@ -26,7 +26,7 @@ from instep.sources.cross_iteration import source as crossing
 from instep.sources.cross_iteration.order import CrossingTrial
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, Sometimes, Tied, batch, grad_of, weights
-from tests.devices import on_cpu_only
+from tests.devices import here, on_cpu_only
 from tests.distributed.casting import CastByHand, send_as
 from tests.distributed.crossing import OPTIMIZERS, STEPS, Loop, Step, blocks, compare
 from tests.distributed.pool import RankPool
@@ -46,7 +46,7 @@ class Normed(Blocks):
 
 
 def tied(model: nn.Module, seed: int) -> torch.Tensor:
-    tokens = torch.randint(0, 32, (4, 9), generator=torch.Generator().manual_seed(seed))
+    tokens = torch.randint(0, 32, (4, 9), generator=torch.Generator(here()).manual_seed(seed))
     return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 

@@ -26,7 +26,7 @@ EVERY_FORM = ["SGD-1-for-loop", "AdamW-0-for-loop", "AdamW-0-foreach", "AdamW-0-
 
 
 def _tied_loss(model: nn.Module, seed: int) -> torch.Tensor:
-    tokens = torch.randint(0, 32, (4, 9), generator=torch.Generator().manual_seed(seed)).to(here())
+    tokens = torch.randint(0, 32, (4, 9), generator=torch.Generator().manual_seed(seed), device="cpu").to(here())
     return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 

@@ -205,7 +205,7 @@ def test_models_and_how_they_are_sharded(two_ranks: RankPool, name: str, way: st
 
 def tied(way: str) -> None:
     def step(loop: Loop, i: int) -> None:
-        tokens = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(i))
+        tokens = torch.randint(0, 32, (4, 8), generator=torch.Generator(here()).manual_seed(i))
         loss_of(loop.model(tokens).flatten(0, 1), tokens.flatten()).backward()
         loop.optimizer.step()
         loop.optimizer.zero_grad()

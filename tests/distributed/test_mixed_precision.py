@@ -73,7 +73,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def _loss(model: nn.Module, kind: str, seed: int) -> torch.Tensor:
     device = next(model.parameters()).device
     if kind == "Tied":
-        tokens = torch.randint(0, 32, (4, 9), generator=torch.Generator().manual_seed(seed)).to(device)
+        tokens = torch.randint(0, 32, (4, 9), generator=torch.Generator().manual_seed(seed), device="cpu").to(device)
         return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
     x, y = (t.to(device) for t in batch(seed))
     out = model(x, seed % 2 if dist.is_initialized() else None) if kind == "Sometimes" else model(x)

@@ -36,7 +36,7 @@ from tests.cases import (
     two_groups,
     weights,
 )
-from tests.devices import on_cpu_only, sparse_collectives
+from tests.devices import here, on_cpu_only, sparse_collectives
 from tests.distributed.casting import send_as
 from tests.distributed.pool import RankPool
 from tests.distributed.schedules import (
@@ -146,7 +146,7 @@ def image_loss(model: nn.Module, seed: int) -> torch.Tensor:
 
 
 def token_loss(model: nn.Module, seed: int) -> torch.Tensor:
-    tokens = torch.randint(0, 32, (4, 9), generator=torch.Generator().manual_seed(seed))
+    tokens = torch.randint(0, 32, (4, 9), generator=torch.Generator(here()).manual_seed(seed))
     return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 

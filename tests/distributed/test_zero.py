@@ -344,7 +344,7 @@ def test_parameters_that_some_ranks_do_not_use(two_ranks: RankPool, way: str, vi
 
 def tied(way: str) -> None:
     def step(loop: Loop, i: int) -> None:
-        tokens = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(i + dist.get_rank()))
+        tokens = torch.randint(0, 32, (4, 8), generator=torch.Generator(here()).manual_seed(i + dist.get_rank()))
         loss_of(loop.model(tokens).flatten(0, 1), tokens.flatten()).backward()
         loop.optimizer.step()
         loop.optimizer.zero_grad()

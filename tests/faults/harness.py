@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,7 @@ class _Running:
         context = forking()
         from tests.faults.rank import serve
 
-        self._processes: list[ForkServerProcess] = []
+        self._processes: list[BaseProcess] = []
         for rank in range(case.world):
             process = context.Process(target=serve, args=(case, rank, str(self.folder), spaces[rank]), daemon=True)
             process.start()

@@ -107,7 +107,7 @@ MODELS = {"Layers": Layers, "Strided": Strided}
 
 
 def _batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(here()).manual_seed(seed)
     x, y = torch.randn(8, 16, generator=generator), torch.randint(0, 10, (8,), generator=generator)
     return x.to(here()), y.to(here())
 

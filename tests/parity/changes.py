@@ -10,6 +10,7 @@ from torch import nn
 
 from instep._optim.synthetic import STEPS
 from tests.cases import Blocks, grad_of, two_groups
+from tests.devices import here
 
 
 def move_one(optimizer: Any, i: int) -> None:
@@ -113,7 +114,7 @@ def drawing(draw: Callable[[Any, dict[str, Any]], float], give: Callable[[Any], 
 
 class Holder:
     def __init__(self) -> None:
-        self.inside = [torch.Generator().manual_seed(0)]
+        self.inside = [torch.Generator(here()).manual_seed(0)]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Holder)
@@ -132,7 +133,7 @@ DRAWS = {
     "NumPy": drawing(lambda o, g: float(np.random.rand())),
     "its own": drawing(
         lambda o, g: float(torch.rand((), generator=o.generator)),
-        lambda o: setattr(o, "generator", torch.Generator().manual_seed(0)),
+        lambda o: setattr(o, "generator", torch.Generator(here()).manual_seed(0)),
     ),
     "in an object": drawing(
         lambda o, g: float(torch.rand((), generator=o.holder.inside[0])), lambda o: setattr(o, "holder", Holder())

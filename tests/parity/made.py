@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from tests.devices import here
+
 SIZE = 1_600  # elements, 40 x 40: of a parameter that is larger than those anybody would make up
 SCALE = 100.0  # of a gradient that is larger than those anybody would make up
 PROBED = 3  # steps: what begins later is taken for hidden
@@ -89,7 +91,7 @@ class Counter:
 class Generators:
     """Those an optimizer may have of its own."""
 
-    torch: Any = field(default_factory=lambda: torch.Generator().manual_seed(5))
+    torch: Any = field(default_factory=lambda: torch.Generator(here()).manual_seed(5))
     numpy: Any = field(default_factory=lambda: np.random.default_rng(5))
     random: Any = field(default_factory=lambda: random.Random(5))
 

@@ -384,7 +384,7 @@ class Loop:
         return (p for layer, runs in zip(self.net.layers, run, strict=True) if runs for p in layer.parameters())
 
     def _loss(self, step: Step, micro: int, run: tuple[bool, ...]) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(1000 * self.rank + 10 * self.number + micro)
+        generator = torch.Generator(here()).manual_seed(1000 * self.rank + 10 * self.number + micro)
         x = torch.randn(3, self.program.width, generator=generator, dtype=torch.float64).to(self.program.dtype)
         loss: torch.Tensor = CALLS[self.program.call](self, x, run).square().sum()
         if self.program.scale != 1.0:

@@ -10,6 +10,7 @@ from torch import nn
 
 import instep
 from instep.verification import first_difference, training_state
+from tests.devices import here
 from tests.parity.lockstep import WAYS
 
 STEPS = 4
@@ -98,7 +99,7 @@ def assert_equal(
         loops.append((model, build(model)))
     with instep.attach(*loops[1], bucket_bytes=2_000, **options) as overlap:
         for i in range(STEPS):
-            x = torch.randint(0, 40, (6, 8), generator=torch.Generator().manual_seed(i))
+            x = torch.randint(0, 40, (6, 8), generator=torch.Generator(here()).manual_seed(i))
             for model, optimizer in loops:
                 nn.functional.cross_entropy(model(x), x[:, 0] % 5).backward()
                 optimizer.step()

@@ -550,7 +550,7 @@ class OfNumPy(Odd):
 class OfItsOwn(Odd):
     def __init__(self, params: Any) -> None:
         super().__init__(params)
-        self.generator = torch.Generator().manual_seed(0)
+        self.generator = torch.Generator(here()).manual_seed(0)
 
     def draw(self) -> Any:
         return torch.rand([], generator=self.generator, device="cpu")

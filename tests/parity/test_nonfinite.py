@@ -97,8 +97,10 @@ def test_the_first_step_left_out_makes_no_state(way: str) -> None:
 
 @in_ways
 def test_finite_gradients_whose_norm_overflows_are_not_left_out(way: str) -> None:
+    """In the last step: some kernels make NaN of the state that it leaves."""
+
     def step(lane: Contender, i: int) -> None:
-        iteration(lane, i, "inner.weight" if i == 1 else None, LARGE)
+        iteration(lane, i, "inner.weight" if i == 4 else None, LARGE)
         lane.step()
         lane.zero_grad()
 

@@ -23,7 +23,7 @@ from instep.errors import (
     UncommittedStepError,
 )
 from tests.cases import Blocks, Sometimes, Tied, assign, batch, grad_of
-from tests.devices import on_cpu_only
+from tests.devices import default_device, on_cpu_only
 from tests.parity.lockstep import (
     EXACT,
     Contender,
@@ -73,7 +73,7 @@ blocks = built(partial(Blocks, depth=2))
 
 
 def tokens(i: int, shape: tuple[int, ...] = (4, 9)) -> torch.Tensor:
-    return torch.randint(0, 32, shape, generator=torch.Generator().manual_seed(i))
+    return torch.randint(0, 32, shape, generator=torch.Generator().manual_seed(i), device="cpu").to(default_device())
 
 
 # Parameters that are shared, used often, or not at all.

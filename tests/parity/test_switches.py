@@ -14,7 +14,7 @@ import instep
 from instep._optim.guards import switched, switches
 from instep.errors import HyperparameterChangedError, UncommittedStepError
 from tests.cases import Blocks, batch
-from tests.devices import on_cpu_only
+from tests.devices import here, on_cpu_only
 from tests.late import late_updates
 from tests.parity.lockstep import EXACT, Contender, Refused, in_every_way, lockstep, loss_of
 
@@ -202,7 +202,7 @@ def _raise(error: Exception) -> None:
 
 def by_hand(lane: Contender, i: int) -> None:
     """Gradients that no backward has made, as those of evolution strategies."""
-    generator = torch.Generator().manual_seed(i)
+    generator = torch.Generator(here()).manual_seed(i)
     with torch.inference_mode():
         gradients = [torch.randn(p.shape, generator=generator) for p in lane.model.parameters()]
     for parameter, gradient in zip(lane.model.parameters(), gradients, strict=True):

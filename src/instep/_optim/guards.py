@@ -25,6 +25,7 @@ from instep._optim.values import (
     same,
     waits_for_host,
 )
+from instep._torch.engine import as_default_device, default_device
 from instep._torch.versions import are_plain, versions_of
 from instep.errors import HyperparameterChangedError, UnsupportedOptimizerError
 
@@ -503,16 +504,18 @@ def as_then(then: dict[str, Any]) -> Iterator[None]:
 
 
 class OfThread(NamedTuple):
-    """What torch keeps for each thread of Python, and an update on a CPU reads.
+    """What torch keeps for each thread of Python, and an update reads.
 
     Attributes:
         threads: how many of torch's own. Some kernels divide a sum by that number, and each pool of threads wants the
             cores.
         flushes: whether denormal numbers are taken for zero (``torch.set_flush_denormal``).
+        device: that of state which is made without naming one; ``None``: the CPU.
     """
 
     threads: int
     flushes: bool
+    device: torch.device | None
 
 
 _DENORMAL = 5e-324
@@ -521,7 +524,7 @@ _DENORMAL = 5e-324
 def of_this_thread() -> OfThread:
     """The thread's own, which in a new thread also makes torch limit the libraries below it."""
     # torch does not tell. It is the processor's own switch, and Python's numbers obey it, too.
-    return OfThread(torch.get_num_threads(), _DENORMAL * 1.0 == 0.0)
+    return OfThread(torch.get_num_threads(), _DENORMAL * 1.0 == 0.0, default_device())
 
 
 @contextmanager
@@ -533,7 +536,8 @@ def as_thread(wanted: OfThread) -> Iterator[None]:
         return
     _set_of_thread(wanted, before)
     try:
-        yield
+        with as_default_device(wanted.device):
+            yield
     finally:
         _set_of_thread(before, wanted)
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from instep._optim.local_shard import LocalShard, shard_of_entry, whole_of_entry
 from instep._optim.stages import Stage, Update
-from instep._optim.values import reachable_values
+from instep._optim.values import is_pinned, reachable_values
 from instep._torch.engine import is_captured, on_stream
 from instep._torch.versions import are_plain, memory_of, version_of
 from instep.errors import UnsupportedOptimizerError
@@ -147,7 +147,7 @@ class DeviceEntries:
 
     def are_at_home(self, entries: Sequence[Entry | None]) -> None:
         """Pinned tensors in ``entries`` are not to be moved."""
-        self._homes.update((id(t), (t, t)) for t in tensors_in(entries) if t.is_pinned())
+        self._homes.update((id(t), (t, t)) for t in tensors_in(entries) if is_pinned(t))
 
     def take_back(self, stepped: Sequence[Entry | None], beside: Sequence[torch.Tensor]) -> list[Entry | None]:
         """Copy what was stepped to the host, on the current stream: lent tensors into those that they are copies of,
@@ -373,7 +373,7 @@ def _entries_of(call: _Call, parameters: Sequence[torch.Tensor]) -> list[Entry |
 
 
 def _is_unpinned(value: object) -> bool:
-    return type(value) is torch.Tensor and is_at_home(value) and not value.is_pinned()
+    return type(value) is torch.Tensor and is_at_home(value) and not is_pinned(value)
 
 
 class OffloadedState(Stage):

@@ -302,14 +302,23 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 def _can_be_read(tensor: torch.Tensor) -> bool:
     """Without waiting for an accelerator, which may be copying to pinned memory."""
-    return _is_small(tensor) and tensor.device.type == "cpu" and not tensor.is_pinned()
+    return _is_small(tensor) and tensor.device.type == "cpu" and not is_pinned(tensor)
 
 
 def waits_for_host(value: Any) -> bool:
     """Whether it is a small tensor on an accelerator, whose values the host cannot know without waiting."""
     if not isinstance(value, torch.Tensor) or not _is_small(value) or value.is_meta:
         return False
-    return not _can_be_read(value) and not value.is_pinned()
+    return not _can_be_read(value) and not is_pinned(value)
+
+
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """Whether its memory is pinned. A torch that is built for the CPU alone knows without asking the tensor; any other
+    asks its class, and ``DTensor`` knows nothing of it, nor need another one."""
+    try:
+        return memory_of(tensor).is_pinned()
+    except NotImplementedError:
+        return False
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -395,7 +404,7 @@ def copy_of(tensor: torch.Tensor, host: bool) -> torch.Tensor:
 
 def _await_copies(tensor: torch.Tensor) -> None:
     """Some optimizers keep state in pinned memory, from and to which an accelerator copies while the host goes on."""
-    if tensor.device.type == "cpu" and tensor.is_pinned():
+    if tensor.device.type == "cpu" and is_pinned(tensor):
         torch.accelerator.current_stream().synchronize()
 
 

@@ -33,7 +33,7 @@ from instep._step.schedule import InFlightBucket
 from instep._step.state import Gather, Gathered, StepTimes, without_frames
 from instep._step.step import RunningStep
 from instep._step.streams import Mark
-from instep._torch.engine import Compiles, listen, profiled
+from instep._torch.engine import Compiles, is_captured, listen, profiled
 from instep._torch.lifetime import Unsettled, WeakMethod, owe, settled
 from instep._torch.placeholders import BeforeUse, HeldGradient, become_real
 from instep._torch.versions import VERSION, are_counted, memory_of, version_of
@@ -757,6 +757,11 @@ class DeferredBuckets:
 
     def _run(self, bucket: DeferredBucket) -> None:
         """Return when it was applied, or has failed."""
+        if is_captured(bucket.device):
+            raise UncommittedStepError(
+                f"a CUDA graph is being recorded, and optimizer.step() has put off the update of {bucket.names[0]!r} "
+                "before that: each replay would step it again. Call overlap.synchronize() before you record"
+            )
         if bucket.device.type != "cpu":
             self._step.streams.wait(bucket.mark or self.finished(bucket))
             if bucket.step.outcome.failure is None:

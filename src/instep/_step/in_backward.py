@@ -31,7 +31,7 @@ from instep._step.state import Event, FirstError, gradient_of
 from instep._step.step import Agreement, RunningStep
 from instep._step.step_calls import StepCalls
 from instep._step.writes import FinalWrites, Writes, owed_steps
-from instep._torch.engine import graph_task, profiled
+from instep._torch.engine import as_default_device, default_device, graph_task, profiled
 from instep._torch.lifetime import WeakMethod, owe, settled
 from instep._torch.placeholders import ACCUMULATE, CONVERSION, DETACH, ZERO, ZeroedGradient
 from instep.errors import AccumulationError, InstepError
@@ -134,7 +134,7 @@ class BucketSink(Schedule):
             try:
                 for stepper in step.members.steppers:
                     stepper.optimizer()  # raises, before anything is written, if one is gone
-                with step.streams.on(bucket[0].spec.device):
+                with step.streams.on(bucket[0].spec.device), as_default_device(step.default_device):
                     if fetch is not None:
                         fetch()
                     members, parameters, gradients = _with_gradient(AttachedParameters.of(bucket))
@@ -594,6 +594,7 @@ class BackwardSchedule(BucketSink):
     def after_forward(self) -> None:
         """The model's forward has returned: its streams have read weights."""
         self.streams.see(self._step.members.all[0].spec.device)
+        self._step.default_device = default_device()
 
     def before_gather(self, parameters: Sequence[AttachedParameter]) -> None:
         """FSDP is about to gather these parameters: raise, or roll back, if backward has updated one of them."""

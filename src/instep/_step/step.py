@@ -3,6 +3,8 @@
 import threading
 from collections.abc import Callable
 
+import torch
+
 from instep._gradients.clipping import Clipping
 from instep._gradients.scaling import Named, Policy, ask_if_finite, nonfinite_error
 from instep._optim.shadow import asks_for_state
@@ -60,6 +62,7 @@ class RunningStep:
         backwards: those that were seen to begin.
         check: the comparison with a plain step, in the first ones; ``None``: none was asked for.
         times: how long it takes the loop.
+        default_device: of the loop, when its last forward returned: a hook of backward finds none.
         freed_bytes: of gradients that backward has freed before ``optimizer.step()``, in all steps.
         has_gradients: whether sources have offered gradients since the last step, or, with ``schedule="forward"``, a
             backward was seen to begin.
@@ -88,6 +91,7 @@ class RunningStep:
             for stepper in members.steppers:
                 stepper.add(CheckedSteps(check, stepper))
         self.times = StepTimes()
+        self.default_device: torch.device | None = None
         self.freed_bytes = 0
         self.has_gradients = False
         self.gather: Gather | None = None

@@ -8,6 +8,9 @@ Gradients that are freed go back to the stream that they were allocated on, whos
 while the side stream still reads it. ``record_stream`` would keep that memory from everybody until the device has come
 so far. The host is ahead of the device, though, and would ask for new memory meanwhile: nothing would be saved. So
 gradients are held here until the streams that make them wait for the side stream, which costs one bucket.
+
+While a CUDA graph is recorded, buckets are stepped on the stream that made their gradients. The graph may wait for
+nothing that is not in it: not for the side stream, which has been waited for before, and not for a stream of before.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -16,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from instep._torch.engine import on_stream
+from instep._torch.engine import is_captured, on_stream
 
 
 class Mark(NamedTuple):
@@ -52,7 +55,9 @@ class ProducerStreams:
             self._streams.setdefault(device, set()).add(torch.accelerator.current_stream(device))
 
     def of(self, device: torch.device) -> Set[torch.Stream]:
-        return self._streams.get(device, _NONE)
+        """Those of ``device``; while a CUDA graph is recorded, those that are in it."""
+        found = self._streams.get(device, _NONE)
+        return found if not is_captured(device) else {stream for stream in found if _is_captured(stream)}
 
     def gather(self, device: torch.device) -> None:
         """Have the device's current stream wait for all of them."""
@@ -63,6 +68,11 @@ class ProducerStreams:
 
 
 _NONE: Set[torch.Stream] = frozenset()
+
+
+def _is_captured(stream: torch.Stream) -> bool:
+    with on_stream(stream):
+        return is_captured(stream.device)
 
 
 class _Side:
@@ -127,6 +137,11 @@ class StepStreams:
         if device.type == "cpu":
             yield
             return
+        if is_captured(device):
+            self.producers.gather(device)
+            yield
+            self._recorded(device)  # the memory of gradients is theirs again
+            return
         side = self._sides.get(device)
         if side is None:
             side = self._sides[device] = _Side(torch.Stream(device), self.producers)
@@ -139,6 +154,16 @@ class StepStreams:
         with on_stream(side.stream):
             yield
 
+    def _recorded(self, device: torch.device) -> None:
+        """In a CUDA graph: all streams that make gradients wait for the current one."""
+        current = torch.accelerator.current_stream(device)
+        for stream in self.producers.of(device) - {current}:
+            stream.wait_stream(current)
+
+    def _running_sides(self) -> Iterator[tuple[torch.device, _Side]]:
+        """The side streams on which something of this step may be: none, of a device of which a graph is recorded."""
+        return ((device, side) for device, side in self._sides.items() if not is_captured(device))
+
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """Keep alive ``tensors``, which the side stream of their device has used, until the stream that was current
         before has waited for that: up to the next call, or to ``join``."""
@@ -148,13 +173,13 @@ class StepStreams:
         for tensor in tensors:
             by_device.setdefault(tensor.device, []).append(tensor)
         for device, of_device in by_device.items():
-            if (side := self._sides.get(device)) is not None:
+            if (side := self._sides.get(device)) is not None and not is_captured(device):
                 side.hold(of_device)
 
     def let_go(self, device: torch.device) -> None:
         """Have the stream that was current before wait for the side stream at once: an update has given back memory
         that it has read, and the next tensor that is made there may get it."""
-        if (side := self._sides.get(device)) is not None:
+        if (side := self._sides.get(device)) is not None and not is_captured(device):
             side.mark().order(*side.producers)
 
     def mark(self, device: torch.device) -> Mark:
@@ -172,14 +197,14 @@ class StepStreams:
 
     def follow(self) -> None:
         """Order the current streams after what the producers have waited for."""
-        for device, side in self._sides.items():
+        for device, side in self._running_sides():
             if side.ordered is not None:
                 torch.accelerator.current_stream(device).wait_event(side.ordered.event)
 
     def join(self) -> None:
         """Backward ends: order the current stream of each device, which is the loop's, and those that make gradients,
         after everything stepped."""
-        for device, side in self._sides.items():
+        for device, side in self._running_sides():
             self.producers.note_current(device)
             for stream in side.producers:
                 stream.wait_stream(side.stream)
@@ -187,7 +212,7 @@ class StepStreams:
 
     def join_all(self) -> None:
         """The same at any other time, when the current stream need not be one that makes gradients."""
-        for device, side in self._sides.items():
+        for device, side in self._running_sides():
             for stream in {torch.accelerator.current_stream(device), *side.producers}:
                 stream.wait_stream(side.stream)
             side.drop()
@@ -196,6 +221,6 @@ class StepStreams:
         """Return when the device has done everything stepped. An error leaves the loop on a stream that nobody knows:
         whatever it does next is ordered after this. Not after other streams: a collective there may wait for a rank
         that does not come."""
-        for side in self._sides.values():
+        for _, side in self._running_sides():
             side.stream.synchronize()
             side.drop()

@@ -15,6 +15,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.autograd import profiler
 from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 # What torch.compile sees of instep: it traces the hooks of modules and optimizers, and where a compiled function calls
 # ``backward()``, each function that autograd calls.
@@ -51,6 +53,39 @@ class Traced:
 def is_captured(device: torch.device) -> bool:
     """Whether a CUDA graph is being recorded: all that is launched for a step is to be in it, on the loop's stream."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def default_device() -> torch.device | None:
+    """The device of a tensor that this thread makes without naming one; ``None``: torch's own, the CPU.
+
+    Not in a hook of backward: torch takes its mode off the stack while ``Tensor.backward()`` runs, and an accelerator's
+    thread of the engine has never had one. ``torch.get_default_device()`` does not see a block of ``torch.device`` in
+    torch 2.6; the names of the stack are private.
+    """
+    modes = _get_current_function_mode_stack()
+    return next((mode.device for mode in reversed(modes) if isinstance(mode, DeviceContext)), None)
+
+
+def as_default_device(device: torch.device | None) -> AbstractContextManager[Any]:
+    """Make ``device``, as ``default_device`` has told it, this thread's."""
+    now = default_device()
+    if now == device:
+        return nullcontext()
+    # torch's own way also writes a variable that all threads share.
+    return _DefaultDevice(DeviceContext(device)) if now is None else device or torch.device("cpu")
+
+
+class _DefaultDevice:
+    """Puts torch's mode on this thread's stack, and takes it off again."""
+
+    def __init__(self, mode: Any) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        TorchFunctionMode.__enter__(self._mode)
+
+    def __exit__(self, *error: Any) -> None:
+        TorchFunctionMode.__exit__(self._mode, *error)
 
 
 @contextmanager

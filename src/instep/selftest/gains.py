@@ -158,7 +158,8 @@ class TimedLoop:
 
     def __init__(self, kind: Kind, job: Job) -> None:
         torch.manual_seed(0)
-        self.model = ByteGPT(job.shape).to(job.device, job.dtype)
+        with job.device:  # hundreds of millions of numbers, which one core would draw for minutes
+            self.model = ByteGPT(job.shape).to(job.dtype)
         self.optimizers = kind.optimizers(self.model)
         self.overlap: Attachment | None = None
         if kind.options is not None:

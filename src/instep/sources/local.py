@@ -29,12 +29,12 @@ from instep._optim.parameters import (
     fill_buckets,
     none_there,
 )
+from instep._optim.values import is_pinned
 from instep._step.state import gradient_of
 from instep._torch.engine import Phase, current, graph_task
 from instep._torch.hooks import UntracedHook
 from instep._torch.lifetime import weakly
 from instep._torch.placeholders import ZeroedGradient
-from instep._torch.versions import memory_of
 from instep.errors import InstepError
 from instep.sources import Sink, deliver
 
@@ -475,7 +475,7 @@ class LateFSDPGradients:
 def _is_being_copied(parameter: torch.Tensor) -> bool:
     """Whether FSDP2's ``CPUOffloadPolicy`` copies this gradient to the host beside what the host does. It waits for
     that where backward ends; in a torch before 2.13 or so for hooks of its parameters, too."""
-    return parameter.grad is not None and memory_of(parameter.grad).is_pinned()
+    return parameter.grad is not None and is_pinned(parameter.grad)
 
 
 class ForwardCounts:
