@@ -102,7 +102,8 @@ def _is_of_torch(thread: threading.Thread) -> bool:
     reads what its compiling processes say, and torch 2.13 those of a pool that compiles. An accelerator's own thread of
     backward is one as soon as a hook asks."""
     of_backward = isinstance(thread, threading._DummyThread)
-    compiles = thread.name == "tqdm_monitor" or thread.name.endswith("(_read_thread)")
+    compiles = thread.name in ("tqdm_monitor", "InductorSubproc", "subproc_worker_timer")
+    compiles = compiles or thread.name.endswith("(_read_thread)")
     return of_backward or compiles or thread.name.startswith("ThreadPoolExecutor")
 
 

@@ -189,7 +189,7 @@ def plan(
         int | None,
         typer.Option(
             help="bucket_bytes of instep.attach, on one device.",
-            show_default="a twentieth of the gradients, 16 MiB at most",
+            show_default="a twentieth of the gradients, on a CPU 16 MiB at most",
         ),
     ] = None,
     micro_batches: Annotated[

@@ -49,7 +49,8 @@ class Iteration:
     """One iteration of a loop, over the same input tensor each time."""
 
     def __init__(self, options: Mapping[str, Any] | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
+        self.model: Any = model
+        self.optimizer = optimizer
         self.overlap = None if options is None else instep.attach(model, optimizer, **options)
         self.x = torch.randn(32, 256)
 
@@ -166,7 +167,7 @@ class Lagging(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = _Late.apply(nn.functional.gelu(layer(x)))  # type: ignore[no-untyped-call]
+            x = _Late.apply(nn.functional.gelu(layer(x)))
         return x
 
 

@@ -2,13 +2,16 @@
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import instep
+from instep._optim.kernels import KernelCall
 from tests.accelerator import ACCELERATOR, EMULATED
 from tests.accelerator.comparing import compare
 from tests.accelerator.loops import CLIP, HAPPENINGS, MODELS, ONLY, OPTIMIZERS, READERS, WAYS, train
@@ -122,3 +125,53 @@ def test_a_step_right_after_another(way: str) -> None:
         found = twice(WAYS[way])
     assert all(map(torch.equal, expected, found))
     log.assert_ordered()
+
+
+class _TwoDtypes(nn.Module):
+    """Neighbours in one bucket have different dtypes, which no kernel of an accelerator takes in one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Linear(8, 8, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x.to(next(layer.parameters()).dtype))
+        return x
+
+
+@pytest.mark.parametrize("kind", ["one dtype", "two dtypes"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_fused_kernels_are_called_as_step_calls_them(
+    optimizer: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[Any] = []
+    run = KernelCall.run
+
+    def counted(self: KernelCall) -> None:
+        called.append(self.function)
+        run(self)
+
+    monkeypatch.setattr(KernelCall, "run", counted)
+
+    def learn(options: Mapping[str, Any] | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model: nn.Module = _TwoDtypes() if kind == "two dtypes" else nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        made: Any = torch.optim.AdamW if optimizer == "AdamW" else partial(torch.optim.SGD, momentum=0.9)
+        steps = made(model.parameters(), lr=1e-2, fused=True)
+        with nullcontext() if options is None else instep.attach(model, steps, **options):
+            for i in range(4):
+                model(torch.full((2, 8), float(i))).float().square().sum().backward()
+                steps.step()
+                steps.zero_grad()
+        return [p.detach().float().cpu() for p in model.parameters()]
+
+    expected = learn(None)
+    assert not called
+    with recorded() as log:
+        found = learn({"schedule": "backward", "bucket_bytes": 1 << 20})
+    assert all(map(torch.equal, expected, found))
+    log.assert_ordered()
+    assert len(called) == (3 if kind == "one dtype" else 0)  # the first step makes state

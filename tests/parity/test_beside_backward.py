@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import instep
-from instep._optim.kernels import KernelCall
+from instep._optim.kernels import Kernel, KernelCall
 from instep._optim.stepper import Stepper
 from instep._step.beside_backward import MOST, UpdatesBeside
 from instep._step.deferral import WARM_UP, DeferralTrial
@@ -555,15 +555,16 @@ def test_a_setting_that_changes_where_the_worker_has_read_it(monkeypatch: pytest
     """The step's settings are those of when its first bucket was handed over, and not of when the worker looks."""
     loop = beside()
     loop.train(2)
-    group, find, armed = loop.optimizers[0].param_groups[0], Stepper._find_kernel, [True]
+    group, calls, armed = loop.optimizers[0].param_groups[0], Kernel.calls, [True]
 
-    def changes(self: Stepper, *args: Any) -> None:
-        find(self, *args)
+    def changes(self: Kernel, *args: Any) -> Any:
+        found = calls(self, *args)
         if armed:
             armed.clear()
             group["lr"] = 0.5  # as a hook may, meanwhile
+        return found
 
-    monkeypatch.setattr(Stepper, "_find_kernel", changes)
+    monkeypatch.setattr(Kernel, "calls", changes)
     with pytest.raises(HyperparameterChangedError, match="lr"):
         loop.backward(2)
     group["lr"] = 1e-2

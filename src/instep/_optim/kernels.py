@@ -1,10 +1,11 @@
-"""torch's fused kernels on a CPU, called without the optimizer's own Python around them.
+"""torch's fused kernels, called without the optimizer's own Python around them.
 
 ``AdamW(fused=True).step()`` on 1,000 small tensors spends much of its time outside of its kernel: in a loop over the
 parameters that gathers the kernel's lists, in grouping those by device and dtype, and in adding a number to each step
-counter, which makes a tensor of the number each time. Here the lists are gathered by passes in C, nothing is grouped,
-since a kernel on a CPU takes tensor after tensor by itself, and the counters are added a tensor that is there. Every
-element is computed by the same kernel from the same values: the bits are the same.
+counter, which on a CPU makes a tensor of the number each time. Here the lists are gathered by passes in C, and nothing
+is grouped: a kernel on a CPU takes tensor after tensor by itself, and one on an accelerator is called here only for
+lists that make one group. On a CPU the counters are added a tensor that is there. Every element is computed by the same
+kernel from the same values: the bits are the same.
 
 The kernels have no public name (``torch._fused_adamw_``; ``torch.optim`` calls them so). They are called for what is
 known of them alone, exactly torch's classes with torch's own ``step``, plain tensors, state that is there and settings
@@ -14,7 +15,7 @@ that are plain numbers; everything else is left to ``step()``. ``tests/unit/test
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from instep._torch.versions import are_plain
 
 Tensors = list[torch.Tensor]
 Settings = Mapping[str, Any]
-_GRADIENT, _DTYPE, _LAYOUT = map(attrgetter, ("grad", "dtype", "layout"))
+_GRADIENT, _DEVICE, _DTYPE, _LAYOUT = map(attrgetter, ("grad", "device", "dtype", "layout"))
 _STRIDED = frozenset({torch.strided})
 _NUMBERS = frozenset({bool, int, float})
 
@@ -70,9 +71,20 @@ class KernelCall(NamedTuple):
     counters: Tensors
     options: Settings
 
+    @property
+    def is_one_group(self) -> bool:
+        """Whether ``step()`` would call the kernel once, with these lists: on an accelerator it takes no others."""
+        if self.lists[0][0].device.type == "cpu":
+            return True
+        counted = self.lists[:-1] if self.counters else self.lists  # a counter has a dtype of its own
+        every, alike = chain.from_iterable(self.lists), chain.from_iterable(counted)
+        return len(set(map(_DEVICE, every))) == 1 and len(set(map(_DTYPE, alike))) == 1
+
     def run(self) -> None:
-        if self.counters:
+        if self.counters and self.counters[0].device.type == "cpu":
             torch._foreach_add_(self.counters, list(repeat(_one(self.counters[0].dtype), len(self.counters))))
+        elif self.counters:
+            torch._foreach_add_(self.counters, 1)
         self.function(*self.lists, **self.options)
 
 
@@ -131,7 +143,7 @@ class Kernel:
             else:
                 some = [[of[i] for i in mine] for of in (tensors, gradients, entries)]
                 call = self._call(some[0], some[1], some[2], options, group)
-            if call is None:
+            if call is None or not call.is_one_group:
                 return None
             calls.append(call)
         return calls

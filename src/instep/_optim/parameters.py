@@ -103,11 +103,20 @@ def _span(names: list[str]) -> str:
 _LARGEST, _SMALLEST, _SHARE = 16 * MIB, 48 * 1024, 20
 
 
-def bucket_bytes_for(nbytes: Iterable[int]) -> int:
-    """The bytes of a bucket, where ``attach`` is not told: a twentieth of all gradients, whose sizes these are, and 16
-    MiB at most. What a bucket holds is not freed before it is full, so that a twentieth of what can be saved is not;
-    smaller ones would save hardly more, and each costs its time. See ``benchmarks/default_bucket.py``."""
-    return max(_SMALLEST, min(_LARGEST, sum(nbytes) // _SHARE))
+def bucket_bytes_for(parameters: Iterable[ParameterSpec]) -> int:
+    """The bytes of a bucket, where ``attach`` is not told: a twentieth of all gradients, and on a CPU 16 MiB at most.
+
+    What a bucket holds is not freed before it is full, so that a twentieth of what can be saved is not; smaller ones
+    would save hardly more, and each costs the host its time: on a CPU little beside the update of 16 MiB. An
+    accelerator updates those in some microseconds, while the host takes hundreds for any bucket, and then the device
+    waits for the host. See ``benchmarks/default_bucket.py``, and ``benchmarks/results`` for a GPU.
+    """
+    total, on_cpu = 0, True
+    for spec in parameters:
+        total += spec.nbytes
+        on_cpu = on_cpu and spec.device.type in ("cpu", "meta")
+    share = total // _SHARE
+    return max(_SMALLEST, min(_LARGEST, share) if on_cpu else share)
 
 
 def fill_buckets(source: str, parameters: Iterable[ParameterSpec], bucket_bytes: int) -> tuple[Bucket, ...]:

@@ -221,7 +221,8 @@ class Stepper:
     def _update(self, running: _RunningStep, update: Update) -> None:
         update.members = self._layout.members_of(update.owned)
         if running.kernel is not None and running.finds_own_state and update.shards is None:
-            self._find_kernel(running.kernel, update)
+            entries = list(map(update.optimizer.state.get, update.owned))
+            update.kernel = running.kernel.calls(update.optimizer, update.tensors, entries, update.members)
         if update.kernel is not None:
             for stage in running.over_parameters:
                 stage.before(update)
@@ -234,12 +235,6 @@ class Stepper:
         )
         run = partial(update.run, self._kind.step_copy, counts_writes=self._looks_back)
         _through(iter(stages), update, run)
-
-    def _find_kernel(self, kernel: Kernel, update: Update) -> None:
-        """Of parameters in host memory: a kernel of an accelerator's costs less than the lists' way there."""
-        if update.tensors[0].device.type == "cpu":
-            entries = list(map(update.optimizer.state.get, update.owned))
-            update.kernel = kernel.calls(update.optimizer, update.tensors, entries, update.members)
 
     def _take_in(self, optimizer: Optimizer) -> None:
         """Parameters were added to the groups since the step began, and ``step()`` has found gradients of them."""

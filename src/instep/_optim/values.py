@@ -315,8 +315,10 @@ def waits_for_host(value: Any) -> bool:
 def is_pinned(tensor: torch.Tensor) -> bool:
     """Whether its memory is pinned. A torch that is built for the CPU alone knows without asking the tensor; any other
     asks its class, and ``DTensor`` knows nothing of it, nor need another one."""
+    if tensor.device.type != "cpu":
+        return False
     try:
-        return memory_of(tensor).is_pinned()
+        return tensor.is_pinned() if type(tensor) is torch.Tensor else memory_of(tensor).is_pinned()
     except NotImplementedError:
         return False
 
@@ -396,20 +398,21 @@ class Contents:
 
 def copy_of(tensor: torch.Tensor, host: bool) -> torch.Tensor:
     if not host or tensor.device.type == "cpu":
-        _await_copies(tensor)
+        if is_pinned(tensor):
+            _await_copies()
         return tensor.detach().clone()
     kept = torch.empty_like(tensor, device="cpu", pin_memory=True)
     return kept.copy_(tensor.detach(), non_blocking=True)
 
 
-def _await_copies(tensor: torch.Tensor) -> None:
+def _await_copies() -> None:
     """Some optimizers keep state in pinned memory, from and to which an accelerator copies while the host goes on."""
-    if tensor.device.type == "cpu" and is_pinned(tensor):
-        torch.accelerator.current_stream().synchronize()
+    torch.accelerator.current_stream().synchronize()
 
 
 def restore(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    _await_copies(tensor)
+    if is_pinned(tensor):
+        _await_copies()
     if tensor.shape != values.shape:
         tensor.resize_(values.shape)
     tensor.detach().copy_(values, non_blocking=True)

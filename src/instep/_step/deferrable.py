@@ -124,7 +124,7 @@ class ReadOrder:
         place = self._order if as_read else {}
         ordered = sorted(parameters, key=lambda a: place.get(a.spec.index, len(place) + a.spec.index))
         specs = [attached.spec for attached in ordered]
-        size = self._bucket_bytes or min(self._most, bucket_bytes_for(spec.nbytes for spec in specs))
+        size = self._bucket_bytes or min(self._most, bucket_bytes_for(specs))
         return fill_buckets("forward", specs, size)
 
 

@@ -52,7 +52,10 @@ class ProducerStreams:
     def note_current(self, device: torch.device) -> None:
         """The device's current stream is one of them."""
         if device.type != "cpu":
-            self._streams.setdefault(device, set()).add(torch.accelerator.current_stream(device))
+            self.note(torch.accelerator.current_stream(device))
+
+    def note(self, stream: torch.Stream) -> None:
+        self._streams.setdefault(stream.device, set()).add(stream)
 
     def of(self, device: torch.device) -> Set[torch.Stream]:
         """Those of ``device``; while a CUDA graph is recorded, those that are in it."""
@@ -145,10 +148,11 @@ class StepStreams:
         side = self._sides.get(device)
         if side is None:
             side = self._sides[device] = _Side(torch.Stream(device), self.producers)
-        if torch.accelerator.current_stream(device) == side.stream:
+        current = torch.accelerator.current_stream(device)
+        if current == side.stream:
             yield
             return
-        self.producers.note_current(device)
+        self.producers.note(current)
         for stream in side.producers:
             side.stream.wait_stream(stream)
         with on_stream(side.stream):
@@ -159,10 +163,6 @@ class StepStreams:
         current = torch.accelerator.current_stream(device)
         for stream in self.producers.of(device) - {current}:
             stream.wait_stream(current)
-
-    def _running_sides(self) -> Iterator[tuple[torch.device, _Side]]:
-        """The side streams on which something of this step may be: none, of a device of which a graph is recorded."""
-        return ((device, side) for device, side in self._sides.items() if not is_captured(device))
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """Keep alive ``tensors``, which the side stream of their device has used, until the stream that was current
@@ -197,14 +197,16 @@ class StepStreams:
 
     def follow(self) -> None:
         """Order the current streams after what the producers have waited for."""
-        for device, side in self._running_sides():
-            if side.ordered is not None:
+        for device, side in self._sides.items():
+            if side.ordered is not None and not is_captured(device):
                 torch.accelerator.current_stream(device).wait_event(side.ordered.event)
 
     def join(self) -> None:
         """Backward ends: order the current stream of each device, which is the loop's, and those that make gradients,
         after everything stepped."""
-        for device, side in self._running_sides():
+        for device, side in self._sides.items():
+            if is_captured(device):
+                continue  # nothing of this step is on the side stream
             self.producers.note_current(device)
             for stream in side.producers:
                 stream.wait_stream(side.stream)
@@ -212,7 +214,9 @@ class StepStreams:
 
     def join_all(self) -> None:
         """The same at any other time, when the current stream need not be one that makes gradients."""
-        for device, side in self._running_sides():
+        for device, side in self._sides.items():
+            if is_captured(device):
+                continue
             for stream in {torch.accelerator.current_stream(device), *side.producers}:
                 stream.wait_stream(side.stream)
             side.drop()
@@ -221,6 +225,8 @@ class StepStreams:
         """Return when the device has done everything stepped. An error leaves the loop on a stream that nobody knows:
         whatever it does next is ordered after this. Not after other streams: a collective there may wait for a rank
         that does not come."""
-        for _, side in self._running_sides():
+        for device, side in self._sides.items():
+            if is_captured(device):
+                continue  # the error ends the recording, too
             side.stream.synchronize()
             side.drop()

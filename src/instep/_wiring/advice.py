@@ -184,9 +184,10 @@ def _communication(gains: Gains, ddps: Sequence[DistributedDataParallel]) -> Ite
 
 
 def _memory(gains: Gains, schedule: Schedule, options: Options) -> Iterator[str]:
-    sizes = [a.spec.nbytes for a in schedule.parameters if (p := a.peek()) is not None and p.requires_grad]
+    specs = [a.spec for a in schedule.parameters if (p := a.peek()) is not None and p.requires_grad]
+    sizes = [spec.nbytes for spec in specs]
     total = sum(sizes)
-    freed = total - max(*sizes, min(total, bucket_bytes_for(sizes))) if sizes else 0
+    freed = total - max(*sizes, min(total, bucket_bytes_for(specs))) if sizes else 0
     if gains.leaves_gradients and freed > 0:
         way, clip, cost = "schedule='backward'", options.clip, ""
         if isinstance(clip, ClipNorm) and clip.mode == "exact":

@@ -208,7 +208,7 @@ def offload(
     """
     state = HostState()
     # What is lent together is what the gradients are that backward frees together.
-    size = bucket_bytes or bucket_bytes_for(attached.spec.nbytes for attached in schedule.parameters)
+    size = bucket_bytes or bucket_bytes_for(attached.spec for attached in schedule.parameters)
     for optimizer, stepper in zip(optimizers, steppers, strict=True):
         parts = partial(_parts_of, weakref.ref(schedule), weakref.ref(stepper))
         stepper.offloaded = home = OffloadedState(state, optimizer, parts, size)

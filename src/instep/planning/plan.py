@@ -249,9 +249,7 @@ class _Planning:
             ParameterSpec(number, name, p.shape, p.dtype, p.device, p.nbytes)
             for number, (name, p) in enumerate(self._trained.items())
         ]
-        buckets = fill_buckets(
-            "forward", specs, self._job.bucket_bytes or bucket_bytes_for(spec.nbytes for spec in specs)
-        )
+        buckets = fill_buckets("forward", specs, self._job.bucket_bytes or bucket_bytes_for(specs))
         return [[self._trained[spec.name] for spec in bucket.parameters] for bucket in buckets]
 
     def _buckets(self, plain: Measured) -> tuple[PlannedBucket, ...]:

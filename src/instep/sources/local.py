@@ -348,7 +348,7 @@ class LocalLayout:
     def _fill(self, order: Iterable[AttachedParameter]) -> None:
         attached = {a.spec.index: a for a in order}
         specs = [a.spec for a in attached.values()]
-        size = self._bucket_bytes or bucket_bytes_for(spec.nbytes for spec in specs)
+        size = self._bucket_bytes or bucket_bytes_for(specs)
         self.buckets: tuple[Bucket, ...] = fill_buckets("local", specs, size)
         self.members = [AttachedParameters(attached[s.index] for s in bucket.parameters) for bucket in self.buckets]
         self.bucket_of = {a.spec.index: number for number, members in enumerate(self.members) for a in members}
