@@ -16,6 +16,7 @@ ZERO = "tests/distributed/test_zero.py"
 SOURCES = "tests/accelerator/test_sources.py"
 HOST = "tests/accelerator/test_host.py"
 OFFLOAD = "tests/accelerator/test_offload.py"
+CAPTURED = "tests/accelerator/test_captured.py"
 
 
 def _mutant(name: str, where: str, old: str, new: str, tests: str, picks: str) -> Mutant:
@@ -23,6 +24,46 @@ def _mutant(name: str, where: str, old: str, new: str, tests: str, picks: str) -
 
 
 MUTANTS = [
+    _mutant(
+        "in a graph: buckets go to the side stream",
+        "StepStreams.on",
+        "        if is_captured(device):\n",
+        "        if False:\n",
+        CAPTURED,
+        "backward",
+    ),
+    _mutant(
+        "in a graph: the loop waits for the side stream",
+        "StepStreams.join",
+        "            if is_captured(device):\n",
+        "            if False:\n",
+        CAPTURED,
+        "backward",
+    ),
+    _mutant(
+        "in a graph: buckets wait for streams of before",
+        "ProducerStreams.of",
+        "return found if not is_captured(device) else",
+        "return found if True else",
+        CAPTURED,
+        "backward",
+    ),
+    _mutant(
+        "in a graph: an update that was put off before is a part of it",
+        "DeferredBuckets._run",
+        "        if is_captured(bucket.device):\n",
+        "        if False:\n",
+        CAPTURED,
+        "put_off",
+    ),
+    _mutant(
+        "kernels: lists of two dtypes in one call",
+        "KernelCall.is_one_group",
+        "len(set(map(_DTYPE, alike))) == 1",
+        "True",
+        ONE_DEVICE,
+        "test_fused_kernels and two",
+    ),
     _mutant(
         "the side stream does not wait for gradients",
         "StepStreams.on",
@@ -82,7 +123,7 @@ MUTANTS = [
     _mutant(
         "the streams of gradients are not seen",
         "ProducerStreams.note_current",
-        "            self._streams.setdefault(device, set()).add(torch.accelerator.current_stream(device))\n",
+        "            self.note(torch.accelerator.current_stream(device))\n",
         "            pass\n",
         MAKERS,
         "towers and one and backward",
@@ -106,8 +147,8 @@ MUTANTS = [
     _mutant(
         "pinned state is copied while the device writes it",
         "_await_copies",
-        "        torch.accelerator.current_stream().synchronize()\n",
-        "        pass\n",
+        "    torch.accelerator.current_stream().synchronize()\n",
+        "    pass\n",
         GIVEN_BACK,
         "pinned and undo",
     ),
@@ -138,7 +179,7 @@ MUTANTS = [
     _mutant(
         "the stream of a step is not seen",
         "StepStreams.on",
-        "        self.producers.note_current(device)\n        for stream in side.producers:\n            side",
+        "        self.producers.note(current)\n        for stream in side.producers:\n            side",
         "        for stream in side.producers:\n            side",
         ORDERS,
         "test_step_on_another",

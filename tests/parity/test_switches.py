@@ -225,3 +225,38 @@ def backward_in_inference_mode(lane: Contender, i: int) -> torch.Tensor:
 @pytest.mark.parametrize("step", [by_hand, backward_in_inference_mode])
 def test_gradients_that_are_inference_tensors(way: str, step: Callable[[Contender, int], Any]) -> None:
     lockstep(way, build, step)
+
+
+# torch's default device, which a thread has for itself, and of which a hook of backward finds nothing.
+
+
+class MakesState(torch.optim.SGD):
+    """Keeps tensors beside each parameter that it makes without naming a device."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p].setdefault("device", str(torch.empty(0).device))
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("way", ["backward", *EXACT])
+def test_state_is_made_on_the_loops_default_device(way: str) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        with torch.device(here()):
+            model = Blocks(depth=2)
+        return model, MakesState(model.parameters(), lr=0.1)
+
+    def step(lane: Contender, i: int) -> torch.Tensor:
+        with torch.device(here()):
+            x, y = batch(i)
+        with torch.device("meta"):  # as the loop has "cuda"; there is no other one on every machine
+            loss = loss_of(lane.model(x), y)
+            lane.backward(loss)
+            lane.step()
+            lane.zero_grad()
+        return loss.detach()
+
+    lane = lockstep(way, build, step)
+    assert {entry["device"] for entry in lane.optimizer.state.values()} == {"meta"}

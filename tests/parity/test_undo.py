@@ -15,6 +15,7 @@ from torch import nn
 import instep
 from instep import ClipNorm
 from instep._optim import undo
+from instep._optim.values import Contents
 from instep.errors import HyperparameterChangedError, InstepError, UnsupportedOptimizerError
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch, optimizer_cases, two_groups
@@ -970,3 +971,21 @@ def test_who_is_interrupted_puts_back_the_rest_in_a_second_call(monkeypatch: pyt
         saved.restore(device)
     saved.restore(device)
     assert_same(model, optimizer, before)
+
+
+class _AsksNot(torch.Tensor):
+    """A tensor whose class does not know whether memory is pinned, as ``DTensor`` with a torch built for CUDA."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.is_pinned:
+            raise NotImplementedError("aten.is_pinned.default does not have a sharding strategy registered")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_state_of_a_class_that_does_not_know_of_pinned_memory() -> None:
+    held = torch.ones(3).as_subclass(_AsksNot)
+    saved = Contents(host=False).of(held)
+    held.add_(1)
+    assert saved() is held
+    assert held.tolist() == [1.0, 1.0, 1.0]

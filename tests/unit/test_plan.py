@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from instep._optim.parameters import ParameterSpec, Plan, fill_buckets
+from instep._optim.parameters import MIB, ParameterSpec, Plan, bucket_bytes_for, fill_buckets
 
 
 def specs(*sizes: int, device: str = "cpu") -> list[ParameterSpec]:
@@ -47,3 +47,12 @@ def test_the_table() -> None:
         "1       local            3  0.50  p1 … p3",
         "total                    4  1.50",
     ]
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", 16), ("meta", 16), ("cuda", 50)])
+def test_the_bytes_of_a_bucket_unless_told(device: str, expected: int) -> None:
+    specs = [
+        ParameterSpec(i, str(i), torch.Size([1]), torch.float32, torch.device(device), 100 * MIB) for i in range(10)
+    ]
+    assert bucket_bytes_for(specs) == expected * MIB
+    assert bucket_bytes_for(specs[:1]) == 5 * MIB
