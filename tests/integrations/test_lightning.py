@@ -134,6 +134,44 @@ def test_accumulated_gradients_are_freed() -> None:
     assert together.most < 0.5 * plain.most
 
 
+class KeepsLogs(pl.loggers.Logger):
+    """Of this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[dict[str, float]] = []
+
+    @property
+    def name(self) -> str:
+        return "keeps"
+
+    @property
+    def version(self) -> str:
+        return "0"
+
+    def log_hyperparams(self, *_: Any, **kwargs: Any) -> None: ...
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.kept.append(dict(metrics))
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_stats_in_the_log(every: int) -> None:
+    """At the Trainer's own rate; all else is as without."""
+    kept = []
+    for options in (None, {"schedule": "backward"}, {"schedule": "backward", "log_stats": True}):
+        logger = KeepsLogs()
+        fit(options, logger=logger, log_every_n_steps=every)
+        kept.append(logger.kept)
+    plain, silent, told = kept
+    assert plain == silent
+    with_stats = [entry for entry in told if "instep/steps" in entry]
+    assert len(with_stats) == 2 * BATCHES // every
+    assert [entry["instep/steps"] for entry in with_stats][:2] == [every, 2 * every]
+    assert with_stats[-1]["instep/freed_bytes"] > 0
+    assert [{k: v for k, v in one.items() if "instep/" not in k} for one in told] == plain
+
+
 class SpentBy(Classifier):
     def __init__(self) -> None:
         super().__init__()

@@ -325,6 +325,54 @@ def test_accumulated_gradients_are_freed(tmp_path: Path) -> None:
     assert most_gradients(together) < 0.5 * most
 
 
+class Reporter(TrainerCallback):  # type: ignore[misc]  # its types are skipped
+    """Writes logs, as that of TensorBoard, which a ``Trainer`` has before the callbacks that it is given."""
+
+    def __init__(self) -> None:
+        self.reported: list[dict[str, Any]] = []
+
+    def on_log(self, *_: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        self.reported.append(dict(logs))
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_stats_in_the_log(tmp_path: Path, way: str) -> None:
+    """Among what is logged of training, for those that write logs, too; all else is as without."""
+    settings: dict[str, Any] = {"eval_strategy": "epoch", "gradient_accumulation_steps": 2, "max_grad_norm": 0.0}
+    plain = trainer(tmp_path, None, **settings)
+    plain.train()
+    other = trainer(tmp_path, InstepCallback(schedule=way, log_stats=True), **settings)  # type: ignore[arg-type]
+    reporter = Reporter()
+    other.callback_handler.callbacks.insert(0, reporter)
+    other.train()
+    assert "log" not in vars(other)
+    entries = logged(other)
+    with_stats = [entry for entry in entries if "instep/steps" in entry]
+    assert [entry["instep/steps"] for entry in with_stats] == [entry["step"] for entry in with_stats]
+    assert all("loss" in entry for entry in with_stats)
+    assert len(with_stats) == sum("loss" in entry for entry in entries) > 1
+    assert (with_stats[-1]["instep/freed_bytes"] > 0) == (way == "backward")
+    assert [entry for entry in reporter.reported if "instep/steps" in entry]
+    for entry in entries:
+        for name in [name for name in entry if name.startswith("instep/")]:
+            del entry[name]
+    assert repr(logged(plain)) == repr(entries)
+
+
+def test_stats_beside_a_log_that_somebody_has_replaced(tmp_path: Path) -> None:
+    other = trainer(tmp_path, InstepCallback(log_stats=True))
+    log, seen = other.log, []
+
+    def replaced(logs: dict[str, float], *args: Any) -> None:
+        seen.append(logs)
+        log(logs, *args)
+
+    other.log = replaced
+    other.train()
+    assert other.log is replaced
+    assert any("instep/steps" in logs for logs in seen)
+
+
 class Stream(IterableDataset[dict[str, torch.Tensor]]):
     """Without a length, and ends within an accumulation."""
 

@@ -17,7 +17,7 @@ from instep._gradients.scaling import Policy
 from instep.attaching import attach
 from instep.attachment import Attachment
 from instep.errors import AttachError, InstepError
-from instep.integrations.together import require_backward
+from instep.integrations.callbacks import named_stats, require_backward
 from instep.options import Defer, Schedules
 from instep.sources.ddp.reducer import CommHook
 
@@ -60,6 +60,8 @@ class InstepCallback(Callback):
         comm_hook: as for ``instep.attach``, in place of ``DDPStrategy(ddp_comm_hook=…)``.
         cross_iteration: as for ``instep.attach``; with ``DDPStrategy(gradient_as_bucket_view=True)``.
         shard_state: as for ``instep.attach``, under DDP.
+        log_stats: log ``Attachment.stats()`` of this rank after each batch, each name behind ``instep/``. The Trainer's
+            ``log_every_n_steps`` decides which are written.
 
     Raises:
         AttachError: when ``fit`` begins: a setting of the Trainer does not go with these options, named in the message
@@ -80,11 +82,12 @@ class InstepCallback(Callback):
         comm_hook: CommHook | None = None,
         cross_iteration: bool = False,
         shard_state: bool = False,
+        log_stats: bool = False,
     ) -> None:
         require_backward(together, schedule)
         # For the settings of the Trainer that do not go with these.
         self._schedule, self._clip, self._undo, self._shard_state = schedule, clip, undo, shard_state
-        self._together = together
+        self._together, self._logs_stats = together, log_stats
         self._attach = partial(
             attach,
             schedule=schedule,
@@ -160,6 +163,12 @@ class InstepCallback(Callback):
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._accumulating.close()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._logs_stats and self._attachment is not None:
+            pl_module.log_dict(named_stats(self._attachment))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._detach()

@@ -2,12 +2,13 @@
 
 A ``Trainer`` does not give its callbacks the model as it has wrapped it, nor its ``Accelerator``. So ``_trainer_of``
 looks for the ``Trainer``, which has both. Where instep clips, or micro-batches have one backward, two methods of that
-``Accelerator`` are replaced while training runs. Apart from that, only documented names of both libraries are used.
+``Accelerator`` are replaced while training runs, and with ``log_stats`` the ``Trainer``'s ``log``: a callback is told
+of logs after those that write them. Apart from that, only documented names of both libraries are used.
 """
 
 import gc
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal
 
@@ -28,7 +29,7 @@ from instep._gradients.scaling import Policy
 from instep.attaching import attach
 from instep.attachment import Attachment, attached
 from instep.errors import AttachError, InstepError
-from instep.integrations.together import require_backward
+from instep.integrations.callbacks import named_stats, require_backward
 from instep.options import Defer, Schedules
 
 __all__ = ["InstepCallback"]
@@ -58,6 +59,7 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
             for all micro-batches at once. It pays with short micro-batches, or with ``gradient_checkpointing``. See
             ``Attachment.backward(more=True)``.
         nonfinite: what becomes of a step with a gradient that holds NaN or infinity, as for ``instep.attach``.
+        log_stats: add ``Attachment.stats()``, each name behind ``instep/``, to what the ``Trainer`` logs of training.
 
     Attributes:
         overlap: the ``instep.Attachment``; ``None`` before training and after it.
@@ -77,6 +79,7 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
         undo: bool | Literal["host"] = False,
         together: bool = False,
         nonfinite: Policy = "allow",
+        log_stats: bool = False,
     ) -> None:
         if clip is not None and not isinstance(clip, ClipNorm):
             raise AttachError(f"clip must be an instep.ClipNorm or None, not {clip!r}: the Trainer clips by norm")
@@ -87,6 +90,9 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
         self._attach = partial(
             attach, schedule=schedule, defer=defer, bucket_bytes=bucket_bytes, undo=undo, nonfinite=nonfinite
         )
+        self._logs_stats = log_stats
+        self._trainer: Any = None  # while its log() is replaced
+        self._log: Any = None
         self._accelerator: Any = None
         self._grad_norm: torch.Tensor | None = None
 
@@ -126,6 +132,9 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
             accelerator.clip_grad_norm_ = self._norm_after_step
         if self._together or (clip is not None and clip.mode == "two_pass"):
             accelerator.backward = partial(_backward, overlap, accelerator, self._together)
+        if self._logs_stats:
+            self._trainer, self._log = trainer, vars(trainer).get("log")
+            trainer.log = partial(_log_with_stats, overlap, trainer.log)
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -148,6 +157,11 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
             vars(self._accelerator).pop("clip_grad_norm_", None)
             vars(self._accelerator).pop("backward", None)
             self._accelerator = None
+        if self._trainer is not None:
+            vars(self._trainer).pop("log", None)
+            if self._log is not None:  # one that somebody else has put there
+                self._trainer.log = self._log
+            self._trainer = self._log = None
         if self.overlap is not None:
             self.overlap.detach()
             self.overlap = None
@@ -244,6 +258,13 @@ def _backward(overlap: Attachment, accelerator: Any, together: bool, loss: torch
         )
     more = together and not accelerator.sync_gradients
     overlap.backward(loss / accelerator.gradient_accumulation_steps, more=more)
+
+
+def _log_with_stats(
+    overlap: Attachment, log: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any
+) -> None:
+    """In place of ``Trainer.log``, which also logs evaluations, and at the end the speed of all of training."""
+    log({**logs, **named_stats(overlap)} if "loss" in logs else logs, *args, **kwargs)
 
 
 def _trainer_of(state: TrainerState) -> Trainer:

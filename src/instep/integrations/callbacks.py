@@ -1,5 +1,6 @@
-"""``together=True`` of the callbacks: one backward for all micro-batches of a step."""
+"""What the callbacks of several frameworks take and give alike."""
 
+from instep.attachment import Attachment
 from instep.errors import AttachError
 from instep.options import Schedules
 
@@ -11,3 +12,8 @@ def require_backward(together: bool, schedule: Schedules) -> None:
             f"together=True is one backward that frees gradients, and schedule={schedule!r} frees none: write "
             "InstepCallback(schedule='backward', together=True, …), or leave it out"
         )
+
+
+def named_stats(overlap: Attachment) -> dict[str, float]:
+    """``overlap.stats()`` for a framework's log, among the names of others."""
+    return {f"instep/{name}": float(value) for name, value in overlap.stats().items()}
