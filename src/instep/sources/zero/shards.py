@@ -22,6 +22,7 @@ from instep._optim.kinds import is_elementwise
 from instep._optim.parameters import AttachedParameter
 from instep._ranks.collectives import broadcast_entries
 from instep._ranks.process_groups import communicating
+from instep.errors import AttachError
 
 
 class RowShard:
@@ -178,7 +179,14 @@ class StateShards:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.group: dist.ProcessGroup = ddp.process_group
-        self.mesh = DeviceMesh.from_group(self.group, ddp.device_type)
+        try:
+            self.mesh = DeviceMesh.from_group(self.group, ddp.device_type)
+        except KeyError as error:  # torch.distributed asks for the group's ranks
+            raise AttachError(
+                "shard_state=True is for a process group of torch.distributed (init_process_group, new_group), and "
+                f"that of this DistributedDataParallel, a {type(self.group).__name__}, is not known there. Leave out "
+                "shard_state"
+            ) from error
         self.world_size = dist.get_world_size(self.group)
         self._rank = dist.get_rank(self.group)
         self._is_gloo = dist.get_backend(self.group) == "gloo"
