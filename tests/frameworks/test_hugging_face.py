@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from instep import ClipNorm
 from instep.integrations.transformers import InstepCallback
 from tests.frameworks.comparing import Trained, optional, require_equal, without_times
+from tests.integrations.hugging_face import most_gradients
 
 pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]
 
@@ -113,6 +114,32 @@ def test_sft(tmp_path: Path, way: str, settings: dict[str, Any]) -> None:
         return trl.SFTTrainer(model(), arguments, train_dataset=rows, processing_class=tokenizer(), callbacks=callbacks)
 
     compared(make, way)
+
+
+def test_sft_with_accumulated_gradients_freed(tmp_path: Path) -> None:
+    """One line more: the Trainer's weights and logs, with accumulation and clipping, in less than half of the memory
+    of its gradients."""
+    trl = optional("datasets", "trl")
+    rows = optional("datasets").Dataset.from_list([{"text": text(seed)} for seed in range(40)])
+    most: list[int] = []
+
+    def run(attached: bool) -> Trained:
+        inside = WAYS["together"]()
+        counting = Counting(inside)
+        trainer = trl.SFTTrainer(
+            model(),
+            trl.SFTConfig(str(tmp_path), **{**SETTINGS, "gradient_accumulation_steps": 8}),
+            train_dataset=rows,
+            processing_class=tokenizer(),
+            callbacks=[inside, counting] if attached else [],
+        )
+        most.append(most_gradients(trainer))
+        steps = counting.steps if attached else None
+        return Trained(trainer.model, trainer.optimizer.optimizer, without_times(trainer.state.log_history), steps)
+
+    require_equal(run)
+    plain, freed = most
+    assert freed < 0.5 * plain
 
 
 @in_every_way

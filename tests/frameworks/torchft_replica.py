@@ -1,7 +1,7 @@
 """One replica group of torchft, of one rank: ``python -m tests.frameworks.torchft_replica NUMBER WAY LIGHTHOUSE``.
 
-It prints what becomes of training: which steps it has taken, and its weights and state, as JSON. The first replica loses
-a collective once: it leaves out that step, and then gets the other's weights and state, as one that comes later.
+It prints what becomes of training: which steps it has taken, and its weights and state, as JSON. The first replica
+loses a collective once: it leaves out that step, and then gets the other's weights and state, as one that comes later.
 """
 
 import hashlib

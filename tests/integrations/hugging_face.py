@@ -1,5 +1,7 @@
 """A tiny model of transformers', and data for it."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -45,3 +47,18 @@ def hooks_of(module: nn.Module) -> dict[str, int]:
             if name.endswith("_hooks") and value:
                 found[name] = found.get(name, 0) + len(value)
     return found
+
+
+def most_gradients(of: Any) -> int:
+    """The most bytes of gradients that are there when one is complete, while ``of`` trains."""
+    most = 0
+
+    def seen(_: torch.Tensor) -> None:
+        nonlocal most
+        most = max(most, sum(p.grad.nbytes for p in of.model.parameters() if type(p.grad) is torch.Tensor))
+
+    handles = [p.register_post_accumulate_grad_hook(seen) for p in of.model.parameters()]
+    of.train()
+    for handle in handles:
+        handle.remove()
+    return most

@@ -23,7 +23,7 @@ from instep.errors import AttachError, TornStepError, UncommittedStepError
 from instep.integrations.transformers import InstepCallback
 from instep.verification import first_difference, training_state
 from tests.distributed.pool import RankPool
-from tests.integrations.hugging_face import hooks_of, sentences, tiny
+from tests.integrations.hugging_face import hooks_of, most_gradients, sentences, tiny
 from tests.integrations.ranks import as_torchrun
 
 SMALL = 16_000  # bytes: several buckets
@@ -298,21 +298,6 @@ def test_a_trainer_trains_twice(tmp_path: Path) -> None:
             made.append((one, logged(one), dict(training_state(copy.deepcopy(one.model), one.optimizer.optimizer))))
     require_same(plain[-1][0], other[-1][0])
     assert [entry for _, entry, _ in plain] == [entry for _, entry, _ in other]
-
-
-def most_gradients(of: Trainer) -> int:
-    """The most bytes of gradients that are there when one is complete, while ``of`` trains."""
-    most = 0
-
-    def seen(_: torch.Tensor) -> None:
-        nonlocal most
-        most = max(most, sum(p.grad.nbytes for p in of.model.parameters() if type(p.grad) is torch.Tensor))
-
-    handles = [p.register_post_accumulate_grad_hook(seen) for p in of.model.parameters()]
-    of.train()
-    for handle in handles:
-        handle.remove()
-    return most
 
 
 def test_accumulated_gradients_are_freed(tmp_path: Path) -> None:
