@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from instep import ClipNorm
 from instep.integrations.transformers import InstepCallback
 from tests.frameworks.comparing import optional, without_times
-from tests.frameworks.test_hugging_face import WORDS, model, tokenizer
+from tests.frameworks.tiny_llama import WORDS, model, tokenizer
 
 pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]
 WAYS: dict[str, dict[str, Any]] = {
