@@ -24,7 +24,7 @@ from instep.integrations.transformers import InstepCallback
 from instep.verification import first_difference, training_state
 from tests.distributed.pool import RankPool
 from tests.integrations.hugging_face import hooks_of, most_gradients, sentences, tiny
-from tests.integrations.ranks import as_torchrun
+from tests.integrations.ranks import as_torchrun, sharded_by_accelerate
 
 SMALL = 16_000  # bytes: several buckets
 LIMIT = 1.5
@@ -83,7 +83,10 @@ def trainer(directory: Path, inside: InstepCallback | None, kind: type[Trainer] 
     callbacks = [] if inside is None else [inside, Witness(inside)]
     data = sentences(ROWS + 4)
     arguments = TrainingArguments(str(directory), **copy.deepcopy({**SETTINGS, **settings}))  # it writes to them
-    made = kind(tiny(), arguments, train_dataset=data[:ROWS], eval_dataset=data[ROWS:], callbacks=callbacks)
+    model = tiny()
+    if settings.get("fsdp") and arguments.save_strategy == "steps":
+        del model.never_used  # torch's distributed checkpoints want state of every parameter
+    made = kind(model, arguments, train_dataset=data[:ROWS], eval_dataset=data[ROWS:], callbacks=callbacks)
     made.remove_callback(PrinterCallback)
     return made
 
@@ -105,7 +108,7 @@ def require_was_attached(of: Trainer, way: str) -> None:
     [inside] = [one for one in of.callback_handler.callbacks if isinstance(one, InstepCallback)]
     [witness] = [one for one in of.callback_handler.callbacks if isinstance(one, Witness)]
     kind = type(of.model_wrapped).__name__
-    assert (kind == "DistributedDataParallel") == (of.args.world_size > 1)
+    assert (kind == "DistributedDataParallel" or kind.startswith("FSDP")) == (of.args.world_size > 1)
     assert (
         f"Attachment {kind} with AdamW: schedule='{'forward' if way == 'forward' else 'backward'}'" in witness.seen[-1]
     )
@@ -137,6 +140,8 @@ def trains_as_without(directory: Path, way: str, settings: dict[str, Any]) -> No
     plain = trainer(directory, None, **settings)
     before = hooks_of(plain.model)
     plain.train()
+    if plain.is_fsdp_enabled:
+        before = hooks_of(plain.model)  # with FSDP2's
     limit = settings.get("max_grad_norm", LIMIT)
     other = trainer(directory, callback(way, limit, plain.args.world_size), **settings)
     other.train()
@@ -150,21 +155,25 @@ def trains_as_without(directory: Path, way: str, settings: dict[str, Any]) -> No
     assert witness.redone <= (1 + sum(norm > LIMIT for norm in norms) * (limit > 0) if way == "undo" else 0)
 
 
-def resumes_as_without(directory: Path, way: str) -> None:
+def resumes_as_without(directory: Path, way: str, more: dict[str, Any]) -> None:
     """Checkpoints in the middle of an epoch, written and read with and without instep, in all four ways."""
     settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
-    settings["load_best_model_at_end"] = True
+    settings |= {"load_best_model_at_end": not more, **more}
+    limit = more.get("max_grad_norm", LIMIT)
     whole: dict[str, Trainer] = {}
     world = dist.get_world_size() if dist.is_initialized() else 1
     for kind in KINDS:  # each trained before the next is made, which seeds
-        whole[kind] = trainer(directory / kind, callback(way, world=world) if kind == "instep" else None, **settings)
+        whole[kind] = trainer(directory / kind, callback(way, limit, world) if kind == "instep" else None, **settings)
         whole[kind].train()
     require_same(whole["plain"], whole["instep"])
     require_was_attached(whole["instep"], way)
-    assert whole["plain"].state.best_global_step < whole["plain"].state.global_step  # an earlier one was loaded
+    if not more:
+        assert whole["plain"].state.best_global_step < whole["plain"].state.global_step  # an earlier one was loaded
     for written in KINDS:
         for read in KINDS:
-            resumed = trainer(directory / "again", callback(way, world=world) if read == "instep" else None, **settings)
+            resumed = trainer(
+                directory / "again", callback(way, limit, world) if read == "instep" else None, **settings
+            )
             resumed.train(resume_from_checkpoint=str(directory / written / "checkpoint-2"))
             states = [training_state(one.model, one.optimizer.optimizer) for one in (whole["plain"], resumed)]
             assert first_difference(*states) is None, (written, read)
@@ -205,7 +214,7 @@ def test_bf16(tmp_path: Path, ranks: RankPool, way: str, world: int) -> None:
 @on_one_and_two_ranks
 @in_every_way
 def test_checkpoints_evaluation_and_the_best_model(tmp_path: Path, ranks: RankPool, way: str, world: int) -> None:
-    on_each(ranks, world, resumes_as_without, tmp_path, way)
+    on_each(ranks, world, resumes_as_without, tmp_path, way, {})
 
 
 EACH: dict[str, Any] = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
@@ -220,6 +229,65 @@ def reduces_each_micro_batch(directory: Path) -> None:
         require_same(found[0], other)
     with pytest.raises(AttachError, match=r"sync_each_batch=True.*schedule='forward'"):
         trainer(directory, InstepCallback(schedule="backward"), **EACH)
+
+
+SHARDED: dict[str, Any] = {
+    "fsdp": True,
+    "fsdp_config": {
+        "fsdp_version": 2,
+        "version": 2,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": ["GPT2Block"],
+        "reshard_after_forward": True,
+        "cpu_ram_efficient_loading": False,
+    },
+}
+
+
+def sharded_trains_as_without(directory: Path, way: str, settings: dict[str, Any]) -> None:
+    with sharded_by_accelerate():
+        trains_as_without(directory, way, {**SHARDED, **settings})
+
+
+@pytest.mark.parametrize(("way", "limit"), [("forward", LIMIT), ("undo", LIMIT), ("backward", 0.0), ("together", 0.0)])
+def test_sharded_by_fsdp2(tmp_path: Path, ranks: RankPool, way: str, limit: float) -> None:
+    ranks.run(as_torchrun, sharded_trains_as_without, tmp_path, way, {"max_grad_norm": limit})
+
+
+def sharded_does_not_fit(directory: Path) -> None:
+    with sharded_by_accelerate():
+        inside = InstepCallback(schedule="backward", clip=ClipNorm(LIMIT, mode="two_pass"))
+        one = trainer(directory, inside, **SHARDED)
+        with pytest.raises(AttachError, match="two_pass"):
+            one.train()
+        assert inside.overlap is None
+        inside = InstepCallback(schedule="backward")
+        one = trainer(directory, inside, **{**SHARDED, "max_grad_norm": 0.0})
+        prepare = one.accelerator.prepare
+
+        def prepare_and_add(*given: Any) -> Any:
+            made = prepare(*given)
+            one.model.register_module("plain", nn.Linear(2, 2))  # as an adapter that is added to a sharded model
+            return made
+
+        one.accelerator.prepare = prepare_and_add
+        with pytest.raises(AttachError, match="2 device meshes, or some over none"):
+            one.train()
+        assert inside.overlap is None
+
+
+def test_shards_that_do_not_fit(tmp_path: Path, ranks: RankPool) -> None:
+    ranks.run(as_torchrun, sharded_does_not_fit, tmp_path)
+
+
+def sharded_resumes_as_without(directory: Path, way: str) -> None:
+    with sharded_by_accelerate():
+        resumes_as_without(directory, way, {**SHARDED, "max_grad_norm": 0.0})
+
+
+@pytest.mark.parametrize("way", ["forward", "together"])
+def test_checkpoints_of_fsdp2(tmp_path: Path, ranks: RankPool, way: str) -> None:
+    ranks.run(as_torchrun, sharded_resumes_as_without, tmp_path, way)
 
 
 def test_every_micro_batch_is_reduced(tmp_path: Path, ranks: RankPool) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 try:
@@ -113,6 +114,8 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
         trainer = _trainer_of(state)
         model, accelerator = trainer.model_wrapped, trainer.accelerator
         self._refuse_placement(model, accelerator)
+        if self._writes_in_backward:
+            _tell_meshes(trainer)
         if self.overlap is not None:
             if self._writes_in_backward and state.global_step == 0 and attached(model) is self.overlap:
                 self.overlap.require_committed()
@@ -227,10 +230,11 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
 
     def _refuse_placement(self, model: nn.Module, accelerator: Any) -> None:
         placed = accelerator.distributed_type.value
-        if placed != "NO" and not placed.startswith("MULTI_"):
+        if placed != "NO" and not placed.startswith("MULTI_") and not getattr(accelerator, "is_fsdp2", False):
+            kind = f"{placed} of version 1" if placed == "FSDP" else placed
             raise AttachError(
-                f"InstepCallback is for one device and DistributedDataParallel, and the Trainer uses {placed}. Leave "
-                "out fsdp and deepspeed, or the callback"
+                f"InstepCallback is for one device, DistributedDataParallel and FSDP2, and the Trainer uses {kind}. "
+                "With fsdp write fsdp_config={'fsdp_version': 2, …}; leave out deepspeed, or the callback"
             )
         if isinstance(model, nn.DataParallel):
             raise AttachError(
@@ -258,6 +262,21 @@ def _backward(overlap: Attachment, accelerator: Any, together: bool, loss: torch
         )
     more = together and not accelerator.sync_gradients
     overlap.backward(loss / accelerator.gradient_accumulation_steps, more=more)
+
+
+def _tell_meshes(trainer: Trainer) -> None:
+    """Newer versions ask before the first step, of gradients, whether they are spread over several device meshes: their
+    norm is taken in another way then. Those of FSDP2 that backward has freed do not tell."""
+    if getattr(trainer, "_mixed_mesh_grads", False) is not None:
+        return
+    parameters = [p for p in trainer.model.parameters() if p.requires_grad]
+    meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in parameters}
+    if len(meshes) > 1:
+        raise AttachError(
+            f"the model's parameters are spread over {len(meshes)} device meshes, or some over none, and with "
+            "schedule='backward' the Trainer cannot tell their norm. Use InstepCallback(schedule='forward')"
+        )
+    trainer._mixed_mesh_grads = False
 
 
 def _log_with_stats(
