@@ -417,6 +417,27 @@ MUTANTS = [
         "tests/unit/test_plan.py",
     ),
     Mutant(
+        "rest: a torn step wakes nobody",
+        "Ledger.tear",
+        "        self.when_torn()\n",
+        "",
+        "tests/unit/test_deferring.py",
+    ),
+    Mutant(
+        "rest: while updates are due",
+        "ForwardSchedule.before_forward",
+        "if never and not self._deferred and",
+        "if",
+        "tests/unit/test_deferring.py",
+    ),
+    Mutant(
+        "rest: detach leaves those that have been woken",
+        "ReadHook.remove",
+        "        self._handle.remove()\n",
+        "",
+        "tests/unit/test_deferring.py",
+    ),
+    Mutant(
         "make buckets of 16 MiB at most on an accelerator",
         "bucket_bytes_for",
         "if on_cpu else share",

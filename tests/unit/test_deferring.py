@@ -4,8 +4,14 @@ import logging
 from collections.abc import Callable
 
 import pytest
+import torch
+from torch import nn
 
+import instep
 from instep._step.deferral import ASKED, PAIRS, WARM_UP, Always, DeferralTrial, Never, Others
+from instep.errors import TornStepError
+from tests.cases import Blocks, batch
+from tests.inside import schedule_of
 
 OF_ONE_RANK = WARM_UP + 2 * PAIRS + 2
 
@@ -199,3 +205,61 @@ def test_asked_for() -> None:
         assert asked.puts_off is puts_off
         assert asked.never is not puts_off
         assert asked.why == f"defer={puts_off}"
+
+
+# Modules are watched for as long as there may be something to wait for.
+
+
+def watched(model: nn.Module) -> int:
+    """The modules that have hooks, without the model itself."""
+    return sum(bool(part._forward_pre_hooks) for part in model.modules() if part is not model)
+
+
+def resting() -> tuple[nn.Module, torch.optim.Optimizer, instep.Attachment]:
+    torch.manual_seed(0)
+    model = Blocks(depth=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    overlap = instep.attach(model, optimizer, defer=False)
+    return model, optimizer, overlap
+
+
+def iterate(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    nn.functional.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_hooks_rest_while_no_step_is_put_off() -> None:
+    model, optimizer, overlap = resting()
+    assert watched(model) > 3
+    iterate(model, optimizer)
+    assert watched(model) == 0
+    overlap.detach()
+
+
+def test_hooks_stay_while_steps_are_put_off() -> None:
+    torch.manual_seed(0)
+    model = Blocks(depth=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with instep.attach(model, optimizer, defer=True):
+        for _ in range(2):
+            iterate(model, optimizer)
+        assert watched(model) > 3
+
+
+def test_a_torn_step_wakes_them() -> None:
+    """A module that is called by itself tells, too; and they rest again when the loop has accepted it."""
+    model, optimizer, overlap = resting()
+    iterate(model, optimizer)
+    schedule_of(overlap)._step.tear_last(RuntimeError("another rank"))
+    with pytest.raises(TornStepError):
+        model.get_submodule("inner")(batch(0)[0])
+    overlap.accept_torn()
+    iterate(model, optimizer)
+    assert watched(model) == 0
+    schedule_of(overlap)._step.tear_last(RuntimeError("another rank"))
+    overlap.accept_torn()
+    overlap.detach()
+    assert watched(model) == 0
+    schedule_of(overlap)._step.ledger.when_torn()
+    assert watched(model) == 0

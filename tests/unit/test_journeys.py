@@ -20,7 +20,7 @@ BOUNDS = {
     "bucket": (15, 113),
     "backward": (26, 420),
     "forward": (30, 776),
-    "default": (18, 225),
+    "default": (17, 204),
     "undo": (31, 922),
 }
 ATTACH = {"backward": 39, "forward": 42, "default": 43, "undo": 40}

@@ -1,11 +1,13 @@
 """``schedule="forward"``: which parameters can wait, and in which order the model reads them."""
 
+import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from instep._optim.guards import DEFAULT_DTYPE, switched, switches
@@ -33,6 +35,7 @@ from instep._optim.stepper import Stepper
 from instep._step.deferred_buckets import gradients_in, in_grad
 from instep._step.schedule import InFlightBucket
 from instep._torch.engine import graph_task
+from instep._torch.hooks import BoundHook
 from instep._torch.lifetime import WeakMethod
 from instep._torch.placeholders import HeldGradient, Placeholder
 from instep._torch.versions import are_plain, memory_of
@@ -41,24 +44,50 @@ from instep._torch.watch import plain_type
 # ``schedule="forward"``: in which order the model reads its parameters, and under which of torch's switches.
 
 
-class ReadHook:
-    """The forward pre-hook of a module that reads parameters.
+class ReadHook(BoundHook):
+    """The forward pre-hook of a module that reads parameters. It can rest: a module without hooks is called sooner.
 
     Attributes:
         parameters: those that its forward reads.
         traced: whether it was compiled together with the module: then it does not run, and cannot wait.
     """
 
-    def __init__(self, parameters: Sequence[AttachedParameter], before_read: Callable[..., None]) -> None:
+    __slots__ = ("_before_read", "_handle", "_module", "parameters", "traced")
+
+    def __init__(
+        self, module: nn.Module, parameters: Sequence[AttachedParameter], before_read: Callable[..., None]
+    ) -> None:
+        super().__init__(None)
         self.parameters = tuple(parameters)
         self.traced = False
         self._before_read = WeakMethod(before_read)  # its owner has this in a list
+        self._module: Callable[[], nn.Module | None] = weakref.ref(module)
+        self._handle = module.register_forward_pre_hook(self)
 
-    def __call__(self, module: object, args: object) -> None:
+    def __call__(self, *_: object) -> None:
         if torch.compiler.is_compiling():
             self.traced = True
         elif graph_task() is None and (before_read := self._before_read()) is not None:
             before_read(self.parameters)
+
+    def rest(self) -> None:
+        """Until ``wake``. Not where it was traced: what was compiled would be compiled anew."""
+        if not self.traced:
+            self._handle.remove()
+
+    def wake(self) -> None:
+        module = self._module()
+        if module is not None and not self.traced:
+            self._handle = module.register_forward_pre_hook(self)
+
+    def remove(self) -> None:
+        """For good."""
+        self._handle.remove()
+        self._module = _gone
+
+
+def _gone() -> None:
+    return None
 
 
 class ReadOrder:

@@ -5,6 +5,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from instep._gradients.clipping import Clip
@@ -38,6 +39,7 @@ from instep._step.state import Event, State
 from instep._step.step import Agreement, RunningStep
 from instep._step.step_calls import StepCalls
 from instep._torch.engine import is_captured
+from instep._torch.lifetime import weakly
 from instep._torch.placeholders import HeldGradient
 from instep._torch.versions import version_of
 from instep._torch.watch import GET_GRAD, SET_GRAD
@@ -601,6 +603,9 @@ class ForwardSchedule(Schedule):
             self._step, self._deferred, self._reading, can_wait, agreement, deferring
         )
         self._deferring = deferring
+        self._all_readers: list[ReadHook] = []
+        self._readers_rest = False  # while nothing is due, nothing will be, and no step is torn
+        self._step.ledger.when_torn = weakly(self._wake_readers)
         self._compiles = 0  # so often torch.compile has begun while an update was due
         self.observed = Observed(self._step.members.living)
         self.calls: ForwardCalls = ForwardCalls(
@@ -650,11 +655,16 @@ class ForwardSchedule(Schedule):
         step = self._step
         step.backwards.drain_failed()
         self.observed.let_go()
-        if not self._deferring.never:
+        never = self._deferring.never  # and so for good
+        if not never:
             self._reading.forward_begins()
         self.calls.end_commit()
         self.calls.end_unless_it_evaluates_again()
         self.before_read(())  # of no module yet: order this forward's stream, and raise if the last step is torn
+        if never and not self._deferred and not self._readers_rest:
+            self._readers_rest = True  # first, for Ctrl-C: hooks too many do nothing
+            for reader in self._all_readers:
+                reader.rest()
         if step.accumulation.distributed:
             # DDP may lay out its buckets anew now, and copy the gradients that are in .grad.
             held = (b for b in self._deferred.all() if any(isinstance(t.grad, HeldGradient) for t in b.tensors))
@@ -793,6 +803,19 @@ class ForwardSchedule(Schedule):
     def state(self) -> str:
         """``"idle"``, ``"pending"`` or ``"torn"``."""
         return "torn" if self._step.ledger.torn is not None else "pending" if self._deferred else "idle"
+
+    def watch_reader(self, module: nn.Module, parameters: Sequence[AttachedParameter]) -> ReadHook:
+        """``module`` reads these: wait for them before its forward."""
+        reader = ReadHook(module, parameters, self.before_read)
+        self._all_readers.append(reader)
+        return reader
+
+    def _wake_readers(self) -> None:
+        """A step is torn, which a module that is called by itself is to tell, too."""
+        if self._readers_rest:
+            self._readers_rest = False
+            for reader in self._all_readers:
+                reader.wake()
 
     @property
     def readers(self) -> list[ReadHook]:

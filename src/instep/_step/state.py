@@ -236,6 +236,9 @@ def without_frames(error: BaseException | None) -> BaseException | None:
 # What has become of each step: its state, how many there were, and which one does not stand.
 
 
+def _nothing() -> None: ...
+
+
 class Ledger:
     """Of one attachment.
 
@@ -246,10 +249,12 @@ class Ledger:
         skip_count: how many steps were left out, for a gradient that was not finite.
         torn: the step that stands in part, until that is accepted.
         votes: what the ranks say of each step.
+        when_torn: called then: whoever is about to read a weight is to be told.
     """
 
     def __init__(self, votes: StepVotes) -> None:
         self.machine = Machine()
+        self.when_torn: Callable[[], object] = _nothing
         self.step_count = 0
         self.redo_count = 0
         self.skip_count = 0
@@ -279,6 +284,7 @@ class Ledger:
         accepted = number if accepted is None else accepted
         rank, in_part = self.votes.rank(), in_part or bool(unsure)
         self.torn = Torn(number, applied, pending, rank, cause, accepted, in_part, graph_task(), unsure)
+        self.when_torn()
         self.happened(Event.TORE)
 
     def torn_error(self, error: Exception) -> Exception:

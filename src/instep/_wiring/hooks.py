@@ -21,7 +21,6 @@ from instep._optim.parameters import AttachedParameter, Attribute, ParameterSpec
 from instep._optim.stepper import Stepper
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
-from instep._step.deferrable import ReadHook
 from instep._step.deferred import ForwardSchedule
 from instep._step.in_backward import BackwardSchedule
 from instep._step.schedule import Schedule
@@ -727,11 +726,12 @@ class WaitingReaders:
         for wrapper in compiled:
             below = {id(p) for p in wrapper.parameters()}
             mine = [a for a in schedule.parameters if id(a.get()) in below]
-            handles.append(wrapper.register_forward_pre_hook(BoundHook(ReadHook(mine, schedule.before_read))))
+            handles.append(schedule.watch_reader(wrapper, mine))
         for owner, mine in owners:
             if owner not in inside:
-                schedule.readers.append(ReadHook(mine, schedule.before_read))
-                handles.append(owner.register_forward_pre_hook(BoundHook(schedule.readers[-1])))
+                reader = schedule.watch_reader(owner, mine)
+                schedule.readers.append(reader)
+                handles.append(reader)
 
     def watch_fsdp1(self, wrapper: nn.Module, mine: Sequence[AttachedParameter], handles: Handles) -> None:
         before_read = BoundHook(functools.partial(self._schedule.before_read, mine))
