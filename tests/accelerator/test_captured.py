@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 import instep
-from instep._step import deferred, deferred_buckets, streams
-from instep.errors import UncommittedStepError
+from instep._optim import kernels, undo
+from instep._step import deferred, deferred_buckets, in_backward, streams
+from instep.errors import UncommittedStepError, UnsupportedOptimizerError
 from tests.accelerator.recording import recorded
 
 pytestmark = pytest.mark.accelerator
@@ -44,8 +45,8 @@ def learn(model: nn.Module, optimizer: Any, steps: int, first: int = 0) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"schedule": "backward"}, {"schedule": "backward", "undo": True}, {"schedule": "forward", "defer": True}],
-    ids=["backward", "undo", "forward"],
+    [{"schedule": "backward"}, {"schedule": "forward", "defer": True}],
+    ids=["backward", "forward"],
 )
 def test_all_is_on_the_loops_stream(options: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """And waits for none of before: neither the side stream nor one that made gradients then."""
@@ -74,3 +75,48 @@ def test_what_was_put_off_before_is_not_recorded(monkeypatch: pytest.MonkeyPatch
     overlap.synchronize()
     learn(model, optimizer, 1)
     overlap.detach()
+
+
+def test_undo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copies would be written when the graph is replayed, and put back before. Nothing is written."""
+    model, optimizer, overlap = train({"schedule": "backward", "undo": True}, 3)
+    before = [p.detach().clone() for p in model.parameters()]
+    recording(monkeypatch)
+    monkeypatch.setattr(undo, "is_captured", lambda device: True)
+    with pytest.raises(UnsupportedOptimizerError, match="without undo"):
+        model(torch.ones(2, 16)).sum().backward()
+    monkeypatch.undo()
+    assert all(map(torch.equal, before, model.parameters()))
+    optimizer.zero_grad()
+    learn(model, optimizer, 1)
+    overlap.detach()
+
+
+def test_a_step_outside_of_the_graph_of_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, overlap = train({"schedule": "backward"}, 3)
+    recording(monkeypatch)
+    monkeypatch.setattr(in_backward, "is_captured", lambda device: True)
+    model(torch.ones(2, 16)).sum().backward()
+    monkeypatch.setattr(in_backward, "is_captured", lambda device: False)
+    with pytest.raises(UncommittedStepError, match="the same graph"):
+        optimizer.step()
+    monkeypatch.undo()
+    overlap.accept_torn()
+    optimizer.zero_grad()
+    learn(model, optimizer, 1)
+    overlap.detach()
+
+
+def test_torch_is_asked_whether_the_step_may_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that is called directly would not ask for ``capturable=True``."""
+    called: list[Any] = []
+    monkeypatch.setattr(kernels.KernelCall, "run", lambda self: called.append(self))
+    monkeypatch.setattr(kernels, "is_captured", lambda device: True)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with instep.attach(model, optimizer, schedule="backward"):
+        for _ in range(3):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not called

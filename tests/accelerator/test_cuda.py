@@ -84,7 +84,7 @@ def warmed_up(iteration: Iteration) -> None:
     torch.cuda.current_stream().wait_stream(stream)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "undo"])
 def test_a_graph_of_a_whole_iteration(way: str) -> None:
     def train(options: Mapping[str, Any] | None) -> list[torch.Tensor]:
         iteration = capturable(options)

@@ -172,6 +172,20 @@ def test_stats_in_the_log(every: int) -> None:
     assert [{k: v for k, v in one.items() if "instep/" not in k} for one in told] == plain
 
 
+class Iterates(Classifier):
+    """Takes its batches itself."""
+
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        batch, _, _ = next(dataloader_iter)
+        return self.loss_of(batch)
+
+
+def test_stats_of_a_step_that_takes_its_batches() -> None:
+    logger = KeepsLogs()
+    fit({"schedule": "forward", "log_stats": True}, Iterates, logger=logger, log_every_n_steps=1)
+    assert sum("instep/steps" in entry for entry in logger.kept) > 1
+
+
 class SpentBy(Classifier):
     def __init__(self) -> None:
         super().__init__()

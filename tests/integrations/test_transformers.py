@@ -412,6 +412,48 @@ def test_stats_in_the_log(tmp_path: Path, way: str) -> None:
     assert repr(logged(plain)) == repr(entries)
 
 
+@pytest.mark.parametrize("name", ["backward", "clip_grad_norm_"])
+def test_methods_of_somebody_else_are_refused_or_left(tmp_path: Path, name: str) -> None:
+    """Of the Accelerator, where instep would run in their place; where it replaces nothing they run, and stay."""
+
+    def trained(inside: InstepCallback | None) -> tuple[Trainer, list[str], Any]:
+        one, called = trainer(tmp_path, inside), list[str]()
+        method = getattr(one.accelerator, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            called.append(name)
+            return method(*args, **kwargs)
+
+        setattr(one.accelerator, name, counted)
+        one.train()
+        return one, called, counted
+
+    plain, often, _ = trained(None)
+    other, as_often, counted = trained(InstepCallback())
+    require_same(plain, other)
+    assert len(often) == len(as_often) > 1
+    assert vars(other.accelerator)[name] is counted
+    with pytest.raises(AttachError, match=rf"a {name}\(\) of its own"):
+        trained(callback("together"))
+
+
+def test_a_log_that_is_replaced_after(tmp_path: Path) -> None:
+    """By a callback that comes later, and keeps it: it stays, and passes on what is logged afterwards."""
+
+    class Later(TrainerCallback):  # type: ignore[misc]  # its types are skipped
+        def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
+            before = other.log
+            other.log = lambda logs, *args: before({**logs, "later": 1.0}, *args)
+
+    other = trainer(tmp_path, InstepCallback(log_stats=True))
+    other.add_callback(Later())
+    other.train()
+    assert all("instep/steps" in entry and "later" in entry for entry in logged(other) if "loss" in entry)
+    other.log({"loss": 1.0})
+    assert "later" in other.state.log_history[-1]
+    assert "instep/steps" not in other.state.log_history[-1]
+
+
 def test_stats_beside_a_log_that_somebody_has_replaced(tmp_path: Path) -> None:
     other = trainer(tmp_path, InstepCallback(log_stats=True))
     log, seen = other.log, []

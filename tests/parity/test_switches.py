@@ -241,22 +241,37 @@ class MakesState(torch.optim.SGD):
         return super().step(closure)
 
 
+def made_on(lane: Contender) -> set[str]:
+    return {entry["device"] for entry in lane.optimizer.state.values()}
+
+
+def on_meta(lane: Contender, i: int, around: str) -> torch.Tensor:
+    """An iteration with another default device, as a loop has "cuda"; there is no other one on every machine."""
+    with torch.device(here()):
+        x, y = batch(i)
+    if around == "set for all":
+        torch.set_default_device("meta")
+    try:
+        with torch.device("meta") if around == "a block" else nullcontext():
+            loss = loss_of(lane.model.forward(x) if around == "set for all" else lane.model(x), y)
+            with torch.no_grad(), torch.device("cpu"):
+                lane.model(x)  # an evaluation with one of its own
+            lane.backward(loss)
+            lane.step()
+            lane.zero_grad()
+    finally:
+        if around == "set for all":
+            torch.set_default_device(None)
+    return loss.detach()
+
+
+@pytest.mark.parametrize("around", ["a block", "set for all"])
 @pytest.mark.parametrize("way", ["backward", *EXACT])
-def test_state_is_made_on_the_loops_default_device(way: str) -> None:
+def test_state_is_made_on_the_loops_default_device(way: str, around: str) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         with torch.device(here()):
             model = Blocks(depth=2)
         return model, MakesState(model.parameters(), lr=0.1)
 
-    def step(lane: Contender, i: int) -> torch.Tensor:
-        with torch.device(here()):
-            x, y = batch(i)
-        with torch.device("meta"):  # as the loop has "cuda"; there is no other one on every machine
-            loss = loss_of(lane.model(x), y)
-            lane.backward(loss)
-            lane.step()
-            lane.zero_grad()
-        return loss.detach()
-
-    lane = lockstep(way, build, step)
-    assert {entry["device"] for entry in lane.optimizer.state.values()} == {"meta"}
+    lane = lockstep(way, build, partial(on_meta, around=around))
+    assert made_on(lane) == {"meta"}

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from instep._optim.kinds import replaced_step
 from instep._optim.shadow import Members
+from instep._torch.engine import is_captured
 from instep._torch.versions import are_plain
 
 Tensors = list[torch.Tensor]
@@ -122,6 +123,8 @@ class Kernel:
             entries: the state of each.
             members: by group, where they stand.
         """
+        if is_captured(tensors[0].device):
+            return None  # step() asks whether it may be recorded
         scaler = vars(optimizer)  # GradScaler says there what the kernel is to do with its scale
         if scaler.get("grad_scale") is not None or scaler.get("found_inf") is not None:
             return None

@@ -14,6 +14,7 @@ from instep._optim.kinds import held_by_classes, is_torchs_own, read_by_update
 from instep._optim.shadow import GroupLayout
 from instep._optim.stages import Stage, Update
 from instep._optim.values import PER_PARAMETER, Contents, OutsideState, Restore, copy_of, restore, same_bits
+from instep._torch.engine import is_captured
 from instep._torch.versions import version_of
 from instep.errors import UnsupportedOptimizerError
 
@@ -126,6 +127,11 @@ class UndoCopies(Stage):
 
     @contextmanager
     def around(self, update: Update) -> Iterator[None]:
+        if is_captured(update.tensors[0].device):
+            raise UnsupportedOptimizerError(
+                "a CUDA graph is being recorded, and undo=True keeps copies that nothing has written before the graph "
+                "is replayed: they could not be put back. Attach without undo before you record"
+            )
         outside = self._look_outside(update) if self._is_foreign else None
         self._copies.save([*update.owned, *self._reached], update.optimizer)
         yield

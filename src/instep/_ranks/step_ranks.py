@@ -72,13 +72,23 @@ def neighbours_of(wrapped: Sequence[Any], parameters: Iterable[torch.Tensor]) ->
     groups: dict[dist.ProcessGroup, None] = dict.fromkeys(one.process_group for one in wrapped)
     # FSDP1 keeps the other dimension of HYBRID_SHARD in a private attribute.
     groups.update(dict.fromkeys(group for one in wrapped if (group := getattr(one, "_inter_node_pg", None))))
-    sets = [frozenset(dist.get_process_group_ranks(group)) for group in groups]
+    ranks_of = {group: ranks for group in groups if (ranks := _ranks_of(group)) is not None}
+    groups, sets = dict.fromkeys(ranks_of), list(ranks_of.values())
     meshes = dict.fromkeys(mesh for p in parameters if (mesh := getattr(p, "device_mesh", None)) is not None)
     for mesh in meshes:
         groups.update(dict.fromkeys(mesh.get_all_groups()))
         sets.append(frozenset(mesh.mesh.flatten().tolist()))
     shared = [group for group in groups if dist.get_world_size(group) > 1]
     return Neighbours(shared[0], tuple(sets)) if shared else None
+
+
+def _ranks_of(group: dist.ProcessGroup) -> frozenset[int] | None:
+    """``None``: torch.distributed does not know the group, and nothing can be said over it but by its owner, who makes
+    replicas of a step of his own, as torchft does."""
+    try:
+        return frozenset(dist.get_process_group_ranks(group))
+    except KeyError:
+        return None
 
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.1

@@ -31,10 +31,17 @@ from instep._step.state import Event, FirstError, gradient_of
 from instep._step.step import Agreement, RunningStep
 from instep._step.step_calls import StepCalls
 from instep._step.writes import FinalWrites, Writes, owed_steps
-from instep._torch.engine import as_default_device, default_device, graph_task, profiled
+from instep._torch.engine import (
+    as_default_device,
+    default_device,
+    graph_task,
+    is_captured,
+    profiled,
+    set_default_device,
+)
 from instep._torch.lifetime import WeakMethod, owe, settled
 from instep._torch.placeholders import ACCUMULATE, CONVERSION, DETACH, ZERO, ZeroedGradient
-from instep.errors import AccumulationError, InstepError
+from instep.errors import AccumulationError, InstepError, UncommittedStepError
 
 # ``schedule="backward"``, as sources of gradients see it: they offer final gradients, and hand over full buckets.
 
@@ -134,13 +141,17 @@ class BucketSink(Schedule):
             try:
                 for stepper in step.members.steppers:
                     stepper.optimizer()  # raises, before anything is written, if one is gone
-                with step.streams.on(bucket[0].spec.device), as_default_device(step.default_device):
+                with (
+                    step.streams.on(bucket[0].spec.device),
+                    as_default_device(step.default_device or set_default_device()),
+                ):
                     if fetch is not None:
                         fetch()
                     members, parameters, gradients = _with_gradient(AttachedParameters.of(bucket))
                     if not members:
                         return True
                     require_in_place(members, parameters)
+                    step.in_graph = is_captured(bucket[0].spec.device)
                     started = perf_counter()
                     with profiled("update", members[0].spec.name):
                         if not writes.update(members, parameters, gradients, final=final):
@@ -594,7 +605,8 @@ class BackwardSchedule(BucketSink):
     def after_forward(self) -> None:
         """The model's forward has returned: its streams have read weights."""
         self.streams.see(self._step.members.all[0].spec.device)
-        self._step.default_device = default_device()
+        if torch.is_grad_enabled():  # an evaluation in between may have another one
+            self._step.default_device = default_device()
 
     def before_gather(self, parameters: Sequence[AttachedParameter]) -> None:
         """FSDP is about to gather these parameters: raise, or roll back, if backward has updated one of them."""
@@ -662,6 +674,7 @@ class BackwardCalls(StepCalls):
         step.accumulation.require_reduced()
         step.hear(writes.release, wait=True)  # for a backward that nobody has seen to begin
         self.require_not_torn()
+        self._require_one_graph()
         writes.finish_rollback()
         left = step.members.left_by(stepper)
         for attached in left:
@@ -670,6 +683,16 @@ class BackwardCalls(StepCalls):
         if not step.round.steppers_left:
             step.count_gradients(stepper, writes.real_gradient)
         writes.before_step(stepper, left)
+
+    def _require_one_graph(self) -> None:
+        """``step()`` is recorded with the backward that has stepped, or neither is."""
+        step = self._step
+        if step.in_graph and step.members.applied and not is_captured(step.members.all[0].spec.device):
+            raise UncommittedStepError(
+                "backward was recorded in a CUDA graph, with the updates of its buckets, and optimizer.step() is "
+                "called outside of it: each replay would step by itself. Record optimizer.step() and zero_grad() in "
+                "the same graph, or attach with schedule='forward'. To go on without the graph: overlap.accept_torn()"
+            )
 
     def _finish(self, stepper: Stepper) -> None:
         self._writes.require_at_rest(stepper)

@@ -62,7 +62,8 @@ class RunningStep:
         backwards: those that were seen to begin.
         check: the comparison with a plain step, in the first ones; ``None``: none was asked for.
         times: how long it takes the loop.
-        default_device: of the loop, when its last forward returned: a hook of backward finds none.
+        default_device: of the loop, when its last forward with gradients returned: a hook of backward finds none.
+        in_graph: whether what was applied is in a CUDA graph that was being recorded.
         freed_bytes: of gradients that backward has freed before ``optimizer.step()``, in all steps.
         has_gradients: whether sources have offered gradients since the last step, or, with ``schedule="forward"``, a
             backward was seen to begin.
@@ -92,6 +93,7 @@ class RunningStep:
                 stepper.add(CheckedSteps(check, stepper))
         self.times = StepTimes()
         self.default_device: torch.device | None = None
+        self.in_graph = False
         self.freed_bytes = 0
         self.has_gradients = False
         self.gather: Gather | None = None

@@ -16,6 +16,7 @@ import torch
 from torch.autograd import profiler
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import _device
 from torch.utils._device import DeviceContext
 
 # What torch.compile sees of instep: it traces the hooks of modules and optimizers, and where a compiled function calls
@@ -64,6 +65,12 @@ def default_device() -> torch.device | None:
     """
     modes = _get_current_function_mode_stack()
     return next((mode.device for mode in reversed(modes) if isinstance(mode, DeviceContext)), None)
+
+
+def set_default_device() -> torch.device | None:
+    """What ``torch.set_default_device`` was told, also in a hook of backward; no block of ``torch.device``. It is a
+    private variable, of all threads."""
+    return _device.CURRENT_DEVICE
 
 
 def as_default_device(device: torch.device | None) -> AbstractContextManager[Any]:

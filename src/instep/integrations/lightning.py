@@ -168,7 +168,8 @@ class InstepCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._logs_stats and self._attachment is not None:
-            pl_module.log_dict(named_stats(self._attachment))
+            # Lightning asks for a size where the step has the iterator. It weighs epochs by it, which are not logged.
+            pl_module.log_dict(named_stats(self._attachment), on_step=True, on_epoch=False, batch_size=1)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._detach()
@@ -261,7 +262,8 @@ class InstepCallback(Callback):
             )
 
     def _refuse_backward(self, module: LightningModule) -> None:
-        if (self._together or self._has_two_passes) and type(module).backward is not LightningModule.backward:
+        own = type(module).backward is not LightningModule.backward or "backward" in vars(module)
+        if (self._together or self._has_two_passes) and own:
             option = "together=True" if self._together else "ClipNorm(mode='two_pass')"
             raise AttachError(
                 f"{type(module).__name__} has a backward() of its own, and InstepCallback({option}) runs backward in "

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 try:
+    from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 except ImportError as error:
@@ -92,8 +93,8 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
             attach, schedule=schedule, defer=defer, bucket_bytes=bucket_bytes, undo=undo, nonfinite=nonfinite
         )
         self._logs_stats = log_stats
-        self._trainer: Any = None  # while its log() is replaced
-        self._log: Any = None
+        # While it trains: objects, names of methods that are replaced on them, by what, and what was there on them.
+        self._replaced: list[tuple[object, str, Any, Any]] = []
         self._accelerator: Any = None
         self._grad_norm: torch.Tensor | None = None
 
@@ -114,6 +115,7 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
         trainer = _trainer_of(state)
         model, accelerator = trainer.model_wrapped, trainer.accelerator
         self._refuse_placement(model, accelerator)
+        self._refuse_methods(accelerator, clip)
         if self._writes_in_backward:
             _tell_meshes(trainer)
         if self.overlap is not None:
@@ -130,14 +132,12 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
         )
         self.overlap = overlap
         self._accelerator = accelerator
-        # On the instance: detach() takes them off, and the class's own are there again.
         if clip is not None:
-            accelerator.clip_grad_norm_ = self._norm_after_step
-        if self._together or (clip is not None and clip.mode == "two_pass"):
-            accelerator.backward = partial(_backward, overlap, accelerator, self._together)
+            self._replace(accelerator, "clip_grad_norm_", self._norm_after_step)
+        if self._runs_backward(clip):
+            self._replace(accelerator, "backward", partial(_backward, overlap, accelerator, self._together))
         if self._logs_stats:
-            self._trainer, self._log = trainer, vars(trainer).get("log")
-            trainer.log = partial(_log_with_stats, overlap, trainer.log)
+            self._replace(trainer, "log", partial(_log_with_stats, self, overlap, trainer.log))
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -156,18 +156,39 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
     def detach(self) -> None:
         """Give model, optimizer and ``Accelerator`` back as they came. Called when training ends. Call it yourself to
         use the model outside of the ``Trainer`` after training that has failed. Safe to call twice."""
-        if self._accelerator is not None:
-            vars(self._accelerator).pop("clip_grad_norm_", None)
-            vars(self._accelerator).pop("backward", None)
-            self._accelerator = None
-        if self._trainer is not None:
-            vars(self._trainer).pop("log", None)
-            if self._log is not None:  # one that somebody else has put there
-                self._trainer.log = self._log
-            self._trainer = self._log = None
+        for of, name, ours, before in self._replaced:
+            if vars(of).get(name) is not ours:
+                continue  # somebody has replaced it since, who may give it back to us: then it passes on
+            del vars(of)[name]
+            if before is not None:
+                setattr(of, name, before)
+        self._replaced = []
+        self._accelerator = None
         if self.overlap is not None:
             self.overlap.detach()
             self.overlap = None
+
+    def _replace(self, of: object, name: str, ours: Any) -> None:
+        """On the instance: ``detach`` takes it off. Then the class's own is there again, or what somebody had put
+        there."""
+        self._replaced.append((of, name, ours, vars(of).get(name)))
+        setattr(of, name, ours)
+
+    def _runs_backward(self, clip: ClipNorm | None) -> bool:
+        return self._together or (clip is not None and clip.mode == "two_pass")
+
+    def _refuse_methods(self, accelerator: Any, clip: ClipNorm | None) -> None:
+        """Of somebody else's, in whose place instep's would run."""
+        named = {"clip_grad_norm_": clip is not None, "backward": self._runs_backward(clip)}
+        for name in (name for name, is_replaced in named.items() if is_replaced):
+            found = vars(accelerator).get(name)
+            is_ours = any(found is ours for _, _, ours, _ in self._replaced)  # after training that has failed
+            own = getattr(type(accelerator), name) is not getattr(Accelerator, name)
+            if own or not (found is None or is_ours):
+                raise AttachError(
+                    f"the Trainer's Accelerator has a {name}() of its own, and InstepCallback would run in its place. "
+                    "Leave it out, or use InstepCallback(schedule='forward'), which replaces nothing"
+                )
 
     @property
     def _writes_in_backward(self) -> bool:
@@ -280,10 +301,16 @@ def _tell_meshes(trainer: Trainer) -> None:
 
 
 def _log_with_stats(
-    overlap: Attachment, log: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any
+    callback: InstepCallback,
+    overlap: Attachment,
+    log: Callable[..., None],
+    logs: dict[str, float],
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     """In place of ``Trainer.log``, which also logs evaluations, and at the end the speed of all of training."""
-    log({**logs, **named_stats(overlap)} if "loss" in logs else logs, *args, **kwargs)
+    is_of_training = "loss" in logs and callback.overlap is overlap  # and not of what somebody calls afterwards
+    log({**logs, **named_stats(overlap)} if is_of_training else logs, *args, **kwargs)
 
 
 def _trainer_of(state: TrainerState) -> Trainer:

@@ -75,7 +75,8 @@ def _connect_listener(
             raise AttachError(
                 "this DistributedDataParallel already has a communication hook, and DDP takes only one. Build it "
                 "again without register_comm_hook, and give the hook to attach(…, comm_hook=(state, hook)), which "
-                "runs it before the step. Where its class registers one, as torchft's does, use schedule='forward'"
+                "runs it before the step. Where its class registers one, as torchft's does, use schedule='forward', "
+                "without shard_state and cross_iteration"
             ) from error
         _slots[ddp] = slot
     elif slot.source is not None:
