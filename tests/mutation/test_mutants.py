@@ -447,7 +447,7 @@ MUTANTS = [
     Mutant(
         "default device: hooks of backward find none",
         "BucketSink.apply",
-        "as_default_device(step.default_device or set_default_device())",
+        "as_default_device(default)",
         "as_default_device(None)",
         "tests/parity/test_switches.py",
     ),

@@ -65,6 +65,9 @@ class BucketSink(Schedule):
         self._deferring = deferring
         self._beside: UpdatesBeside | None = None
         self._failure = FirstError()  # raised where the running backward ends
+        # The loop's, when its last forward with gradients returned: a hook of backward finds none.
+        self._default_device: torch.device | None = None
+        self._has_default_device = False
 
     def arrive(self, parameters: Sequence[AttachedParameter]) -> bool:
         """Final gradients are offered. ``False``: they stay in ``.grad``, this step must not be written now.
@@ -141,17 +144,16 @@ class BucketSink(Schedule):
             try:
                 for stepper in step.members.steppers:
                     stepper.optimizer()  # raises, before anything is written, if one is gone
-                with (
-                    step.streams.on(bucket[0].spec.device),
-                    as_default_device(step.default_device or set_default_device()),
-                ):
+                default = self._default_device if self._has_default_device else set_default_device()
+                with step.streams.on(bucket[0].spec.device), as_default_device(default):
                     if fetch is not None:
                         fetch()
                     members, parameters, gradients = _with_gradient(AttachedParameters.of(bucket))
                     if not members:
                         return True
                     require_in_place(members, parameters)
-                    step.in_graph = is_captured(bucket[0].spec.device)
+                    device = bucket[0].spec.device
+                    writes.in_graph = device.type != "cpu" and is_captured(device)
                     started = perf_counter()
                     with profiled("update", members[0].spec.name):
                         if not writes.update(members, parameters, gradients, final=final):
@@ -606,7 +608,7 @@ class BackwardSchedule(BucketSink):
         """The model's forward has returned: its streams have read weights."""
         self.streams.see(self._step.members.all[0].spec.device)
         if torch.is_grad_enabled():  # an evaluation in between may have another one
-            self._step.default_device = default_device()
+            self._default_device, self._has_default_device = default_device(), True
 
     def before_gather(self, parameters: Sequence[AttachedParameter]) -> None:
         """FSDP is about to gather these parameters: raise, or roll back, if backward has updated one of them."""
@@ -674,7 +676,8 @@ class BackwardCalls(StepCalls):
         step.accumulation.require_reduced()
         step.hear(writes.release, wait=True)  # for a backward that nobody has seen to begin
         self.require_not_torn()
-        self._require_one_graph()
+        if writes.in_graph:
+            self._require_one_graph()
         writes.finish_rollback()
         left = step.members.left_by(stepper)
         for attached in left:
@@ -687,7 +690,7 @@ class BackwardCalls(StepCalls):
     def _require_one_graph(self) -> None:
         """``step()`` is recorded with the backward that has stepped, or neither is."""
         step = self._step
-        if step.in_graph and step.members.applied and not is_captured(step.members.all[0].spec.device):
+        if step.members.applied and not is_captured(step.members.all[0].spec.device):
             raise UncommittedStepError(
                 "backward was recorded in a CUDA graph, with the updates of its buckets, and optimizer.step() is "
                 "called outside of it: each replay would step by itself. Record optimizer.step() and zero_grad() in "

@@ -3,8 +3,6 @@
 import threading
 from collections.abc import Callable
 
-import torch
-
 from instep._gradients.clipping import Clipping
 from instep._gradients.scaling import Named, Policy, ask_if_finite, nonfinite_error
 from instep._optim.shadow import asks_for_state
@@ -62,8 +60,6 @@ class RunningStep:
         backwards: those that were seen to begin.
         check: the comparison with a plain step, in the first ones; ``None``: none was asked for.
         times: how long it takes the loop.
-        default_device: of the loop, when its last forward with gradients returned: a hook of backward finds none.
-        in_graph: whether what was applied is in a CUDA graph that was being recorded.
         freed_bytes: of gradients that backward has freed before ``optimizer.step()``, in all steps.
         has_gradients: whether sources have offered gradients since the last step, or, with ``schedule="forward"``, a
             backward was seen to begin.
@@ -92,8 +88,6 @@ class RunningStep:
             for stepper in members.steppers:
                 stepper.add(CheckedSteps(check, stepper))
         self.times = StepTimes()
-        self.default_device: torch.device | None = None
-        self.in_graph = False
         self.freed_bytes = 0
         self.has_gradients = False
         self.gather: Gather | None = None

@@ -41,12 +41,14 @@ class Writes(ABC):
     Attributes:
         frees_gradients: whether applied gradients are not needed any more.
         begun: parameters of the running bucket whose update has begun to write.
+        in_graph: whether the last bucket's update is in a CUDA graph that was being recorded.
     """
 
     frees_gradients: bool
 
     def __init__(self, step: RunningStep) -> None:
         self.begun = AttachedParameters()
+        self.in_graph = False
         self._step = step
         # Parameters that step() is not to write, since backward has, with their version then.
         self._at_rest = _NONE
