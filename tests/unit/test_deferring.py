@@ -247,6 +247,21 @@ def test_hooks_stay_while_steps_are_put_off() -> None:
         assert watched(model) > 3
 
 
+def test_a_module_that_is_added_while_they_rest() -> None:
+    model, optimizer, overlap = resting()
+    iterate(model, optimizer)
+    added = nn.Linear(10, 10)
+    model.register_module("added", added)
+    optimizer.add_param_group({"params": list(added.parameters())})
+    iterate(model, optimizer)
+    iterate(model, optimizer)
+    schedule_of(overlap)._step.tear_last(RuntimeError("another rank"))
+    assert all(len(part._forward_pre_hooks) <= 1 for part in model.modules())
+    overlap.accept_torn()
+    overlap.detach()
+    assert watched(model) == 0
+
+
 def test_a_torn_step_wakes_them() -> None:
     """A module that is called by itself tells, too; and they rest again when the loop has accepted it."""
     model, optimizer, overlap = resting()

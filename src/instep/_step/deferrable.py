@@ -52,7 +52,7 @@ class ReadHook(BoundHook):
         traced: whether it was compiled together with the module: then it does not run, and cannot wait.
     """
 
-    __slots__ = ("_before_read", "_handle", "_module", "parameters", "traced")
+    __slots__ = ("_before_read", "_handle", "_module", "_rests", "parameters", "traced")
 
     def __init__(
         self, module: nn.Module, parameters: Sequence[AttachedParameter], before_read: Callable[..., None]
@@ -60,6 +60,7 @@ class ReadHook(BoundHook):
         super().__init__(None)
         self.parameters = tuple(parameters)
         self.traced = False
+        self._rests = False
         self._before_read = WeakMethod(before_read)  # its owner has this in a list
         self._module: Callable[[], nn.Module | None] = weakref.ref(module)
         self._handle = module.register_forward_pre_hook(self)
@@ -73,11 +74,14 @@ class ReadHook(BoundHook):
     def rest(self) -> None:
         """Until ``wake``. Not where it was traced: what was compiled would be compiled anew."""
         if not self.traced:
+            self._rests = True
             self._handle.remove()
 
     def wake(self) -> None:
+        """If it rests: a module that was added meanwhile has one that does not."""
         module = self._module()
-        if module is not None and not self.traced:
+        if module is not None and self._rests:
+            self._rests = False
             self._handle = module.register_forward_pre_hook(self)
 
     def remove(self) -> None:
