@@ -40,12 +40,12 @@ __all__ = ["InstepCallback"]
 class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not follow this import
     """Attach a ``Trainer``'s model and optimizer while it trains: ``Trainer(…, callbacks=[InstepCallback()])``.
 
-    Attached is what the ``Trainer`` trains with, after it has made, wrapped and prepared both: under ``torchrun`` the
-    ``DistributedDataParallel``, or what FSDP2 has sharded. Accumulation, clipping (``max_grad_norm``), schedulers, evaluation, checkpoints and
-    ``resume_from_checkpoint`` stay the ``Trainer``'s; weights, optimizer state and what is logged are bit for bit those
-    without the callback. When training ends the model and the optimizer are given back as they came. After training
-    that has failed they stay attached, so that nobody uses a step that was applied in part without being told; the next
-    ``train()`` attaches anew.
+    Attached is what the ``Trainer`` trains with, after it has made, wrapped and prepared both: under ``torchrun``
+    the ``DistributedDataParallel``, or what FSDP2 has sharded. Accumulation, clipping (``max_grad_norm``),
+    schedulers, evaluation, checkpoints and ``resume_from_checkpoint`` stay the ``Trainer``'s; weights, optimizer
+    state and what is logged are bit for bit those without the callback. When training ends the model and the
+    optimizer are given back as they came. After training that has failed they stay attached, so that nobody uses a
+    step that was applied in part without being told; the next ``train()`` attaches anew.
 
     Args:
         schedule: when a bucket steps, as for ``instep.attach``. ``"forward"``, the default here, goes with every
