@@ -247,18 +247,17 @@ def test_hooks_stay_while_steps_are_put_off() -> None:
         assert watched(model) > 3
 
 
-def test_a_module_that_is_added_while_they_rest() -> None:
+def test_a_module_that_is_watched_while_they_rest() -> None:
     model, optimizer, overlap = resting()
     iterate(model, optimizer)
-    added = nn.Linear(10, 10)
-    model.register_module("added", added)
-    optimizer.add_param_group({"params": list(added.parameters())})
-    iterate(model, optimizer)
-    iterate(model, optimizer)
-    schedule_of(overlap)._step.tear_last(RuntimeError("another rank"))
-    assert all(len(part._forward_pre_hooks) <= 1 for part in model.modules())
+    schedule, part = schedule_of(overlap), model.get_submodule("inner")
+    later = schedule.watch_reader(part, [])
+    assert len(part._forward_pre_hooks) == 1
+    schedule._step.tear_last(RuntimeError("another rank"))
+    assert len(part._forward_pre_hooks) == 2  # its own, which has rested, and the later one
     overlap.accept_torn()
     overlap.detach()
+    later.remove()
     assert watched(model) == 0
 
 
