@@ -10,7 +10,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from instep._arguments import models_of, optimizers_of, torchs_of, unlike_torchs
+from instep._arguments import models_of, optimizers_of, pipeline_of, torchs_of, unlike_torchs
 from instep._gradients.clipping import ClipNorm, ClipValue
 from instep._gradients.scaling import Policy
 from instep._refusals.rules import DISABLED, LEFT_TO_TORCH, MODEL, OPTIONS, PARAMETERS, left_to_torch, refuse
@@ -23,6 +23,8 @@ from instep.target import Target, as_one
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from instep._torch.pipelining import PipelineSchedule
 
 _logger = logging.getLogger("instep")
 _said: set[str] = set()
@@ -51,6 +53,7 @@ def attach(
     check_steps: int = 0,
     random: Literal["keyed"] | None = None,
     seed: int | None = None,
+    pipeline: "PipelineSchedule | None" = None,
 ) -> Attachment:
     """Step the parameters of ``model`` behind backward, or behind the next forward, with the user's ``optimizer``.
 
@@ -136,6 +139,11 @@ def attach(
             nor on the schedule or the number of ranks, and those of the loop stay as if the optimizer drew none. They
             are not the draws of the plain loop. torch's own optimizers draw nothing, and are stepped as ever.
         seed: a number from 0 to 2**63 - 1, the same on all ranks.
+        pipeline: the schedule of ``torch.distributed.pipelining`` that trains ``model``, which is then the module of
+            this rank's stage, or a list of those of all its stages. With ``schedule="backward"`` a stage is stepped
+            when its last micro-batch is through and torch has scaled its gradients, in the bubble behind its last
+            backward. ``clip=ClipNorm(…)`` takes the norm of the gradients of all stages, and ``nonfinite`` asks the
+            ranks of all.
 
     Returns:
         The attachment. It lives as long as the model does, or any of several, whether or not it is kept.
@@ -167,6 +175,7 @@ def attach(
         offload,
         check_steps,
         Randomness(random, seed),
+        None if pipeline is None else pipeline_of(pipeline, AttachError),
         left_to_torch=BY_ENVIRONMENT if os.environ.get("INSTEP_DISABLE", "") not in ("", "0") else None,
     )
     unlike = unlike_torchs(optimizer) if options.takes_any_loop else None

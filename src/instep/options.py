@@ -15,6 +15,7 @@ from instep._gradients.clipping import ClipNorm, ClipValue
 from instep._gradients.scaling import Policy
 from instep._optim.kinds import ONLY_DEFER
 from instep._optim.parameters import MIB
+from instep._torch.pipelining import Pipeline
 from instep.sources.ddp.reducer import CommHook
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Options:
     offload: Offload | None = None
     check_steps: int = 0
     randomness: Randomness = field(default_factory=Randomness)
+    pipeline: Pipeline | None = None
     steps_itself: bool = False
     left_to_torch: str | None = None
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Literal, cast, get_args
 
 import torch
+import torch.distributed as dist
 from torch.utils import _foreach_utils
 
 from instep._optim.parameters import AttachedParameter
@@ -96,6 +97,7 @@ class Clipping:
 
     Attributes:
         policy: what was asked for; ``None`` does nothing.
+        over_stages: takes the norm of all stages of a pipeline, given this rank's; ``None``: there are no others.
         grad_norm: the norm of all gradients of the last step, before they were clipped, 0-dim; ``None`` before the
             first, and unless ``policy`` is a ``ClipNorm``.
         total: the same for the running step, once it is known.
@@ -105,6 +107,7 @@ class Clipping:
 
     def __init__(self, policy: ClipNorm | ClipValue | None) -> None:
         self.policy = policy
+        self.over_stages: Callable[[torch.Tensor, float], torch.Tensor] | None = None
         self.grad_norm: torch.Tensor | None = None
         self.total: torch.Tensor | None = None
         self.clipped_count = 0
@@ -169,12 +172,13 @@ class Clipping:
         rest = [(a, g) for a in parameters if not self.is_measured(a) and (g := gradient(a)) is not None]
         self.measure([a for a, _ in rest], [g for _, g in rest])
         known = [a for a in parameters if self.is_measured(a)]
-        self.total = total_norm(
-            [a.get() for a in known],
-            [self._norms[a.spec.index] for a in known],
-            self.policy.norm_type,
-            self.policy.error_if_nonfinite,
-        )
+        norm_type = self.policy.norm_type
+        total = total_norm([a.get() for a in known], [self._norms[a.spec.index] for a in known], norm_type)
+        if self.over_stages is not None:
+            total = self.over_stages(total.to(parameters[0].spec.device), norm_type)
+        if self.policy.error_if_nonfinite:
+            _require_finite(total, norm_type)
+        self.total = total
         self.grad_norm = self.total
         self._steppers_left = {a.stepper for a in known}
 
@@ -223,7 +227,7 @@ def _clip(policy: ClipNorm | ClipValue | None, total: torch.Tensor | None, param
             torch.nn.utils.clip_grad_value_([parameters[i] for i in members], policy.clip_value)
     elif isinstance(policy, ClipNorm) and policy.mode == "per_bucket":
         gradients = [p.grad for p in parameters if p.grad is not None]
-        own = total_norm(gradients, norms_of(gradients, policy.norm_type), policy.norm_type, False)
+        own = total_norm(gradients, norms_of(gradients, policy.norm_type), policy.norm_type)
         clip_by(parameters, policy.max_norm, own)
     elif isinstance(policy, ClipNorm) and total is not None:
         clip_by(parameters, policy.max_norm, total)
@@ -252,9 +256,7 @@ def norms_of(gradients: Sequence[torch.Tensor], norm_type: float) -> list[torch.
 
 
 @torch.no_grad()
-def total_norm(
-    like: Sequence[torch.Tensor], norms: Sequence[torch.Tensor], norm_type: float, error_if_nonfinite: bool
-) -> torch.Tensor:
+def total_norm(like: Sequence[torch.Tensor], norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     """The norm of ``norms``, in torch's order: a plain 0-dim tensor.
 
     Norms of gradients that are spread over ranks are reduced as torch reduces them: all ranks must call this. torch
@@ -262,9 +264,6 @@ def total_norm(
 
     Args:
         like: tensors of the devices and dtypes of the gradients: the gradients, or their parameters.
-
-    Raises:
-        RuntimeError: as torch raises it, where ``error_if_nonfinite`` is set.
     """
     if not norms:
         return torch.tensor(0.0)
@@ -273,13 +272,33 @@ def total_norm(
         ordered = [norms[members[i]] for ([_], places) in _grouped([like[m] for m in members]).values() for i in places]
         total = torch.linalg.vector_norm(torch.stack([norm.to(like[0].device) for norm in ordered]), norm_type)
         totals.append(total.full_tensor() if hasattr(total, "full_tensor") else total)
-    total = totals[0] if len(totals) == 1 else torch.linalg.vector_norm(torch.stack(totals), norm_type)
-    if error_if_nonfinite and not bool(total.isfinite()):
+    return totals[0] if len(totals) == 1 else torch.linalg.vector_norm(torch.stack(totals), norm_type)
+
+
+@torch.no_grad()
+def norm_over_stages(total: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:
+    """The norm of the gradients of all stages of a pipeline, given ``total``, that of this rank's stages: the p-th root
+    of the sum of p-th powers, as a loop by hand takes it (torchtitan, ``distributed/utils.py``, ``clip_grad_norm_``).
+    All ranks of ``group`` must call this; it waits for them."""
+    total = total.clone()
+    if math.isinf(norm_type):
+        dist.all_reduce(total, op=dist.ReduceOp.MAX, group=group)
+        return total
+    total.pow_(norm_type)
+    dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
+    return total.pow_(1.0 / norm_type)
+
+
+def _require_finite(total: torch.Tensor, norm_type: float) -> None:
+    """
+    Raises:
+        RuntimeError: as torch raises it.
+    """
+    if not bool(total.isfinite()):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped. "
             "Nothing was updated. With ClipNorm(error_if_nonfinite=False) they would be scaled by it anyway"
         )
-    return total
 
 
 def scales_down(max_norm: float, total: torch.Tensor) -> bool:

@@ -62,14 +62,19 @@ class Neighbours(NamedTuple):
         return frozenset(self.ranks) in self.sets
 
 
-def neighbours_of(wrapped: Sequence[Any], parameters: Iterable[torch.Tensor]) -> Neighbours | None:
+def neighbours_of(
+    wrapped: Sequence[Any], parameters: Iterable[torch.Tensor], stages: dist.ProcessGroup | None = None
+) -> Neighbours | None:
     """The ranks with whom this one takes its steps; ``None``: it takes them alone.
 
     Args:
         wrapped: objects with a ``process_group``: ``DistributedDataParallel``, ``FullyShardedDataParallel`` and so on.
         parameters: each ``DTensor`` among them has a device mesh.
+        stages: the ranks of a pipeline.
     """
     groups: dict[dist.ProcessGroup, None] = dict.fromkeys(one.process_group for one in wrapped)
+    if stages is not None:
+        groups[stages] = None
     # FSDP1 keeps the other dimension of HYBRID_SHARD in a private attribute.
     groups.update(dict.fromkeys(group for one in wrapped if (group := getattr(one, "_inter_node_pg", None))))
     ranks_of = {group: ranks for group in groups if (ranks := _ranks_of(group)) is not None}

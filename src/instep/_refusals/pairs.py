@@ -7,7 +7,7 @@ as any other rule is. ``rules.py`` says in which order, so that a row may rely o
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -17,7 +17,7 @@ from instep._refusals.model import kind_of
 from instep._refusals.optimizers import drawing_by_key
 from instep._torch.versions import memory_of
 from instep.errors import AttachError
-from instep.options import BY_ENVIRONMENT, Options
+from instep.options import BY_ENVIRONMENT, Communication, Options
 from instep.sources.replicate.source import Replicated
 from instep.target import Target, reduced_by
 
@@ -81,6 +81,7 @@ _OFFLOAD = Choice('`offload="host"`', lambda t, o: o.offload is not None)
 _CHECK_STEPS = Choice("`check_steps`", lambda t, o: o.check_steps > 0)
 _KEYED = Choice('`random="keyed"` and an optimizer that is not torch\'s own', lambda t, o: bool(drawing_by_key(t, o)))
 _NOT_ONE_DDP = Choice("a model without exactly one `DistributedDataParallel`", lambda t, o: len(t.ddps) != 1)
+_PIPELINE = Choice("`pipeline`", lambda t, o: o.pipeline is not None)
 _FSDP1 = Choice("`FullyShardedDataParallel`", lambda t, o: bool(t.fsdp1))
 _FSDP = Choice("`fully_shard` or `FullyShardedDataParallel`", lambda t, o: bool(t.fsdp1 or t.fsdp2))
 _DISABLED = Choice("`INSTEP_DISABLE=1`", lambda t, o: o.left_to_torch == BY_ENVIRONMENT)
@@ -344,6 +345,61 @@ def _outside_of_ddp(target: Target) -> str | None:
     optimized = {id(p) for p in target.optimized()}
     outside = [places[0].name for key, (_, places) in target.names.items() if key in optimized - reduced]
     return outside[0] if outside and optimized & reduced else None
+
+
+# Pipelines, whose micro-batches and communication are the schedule's.
+
+PIPELINE_WITH_ACCUMULATION_STEPS = Pair(
+    Choice("`accumulation_steps`", lambda t, o: o.accumulation_steps > 1),
+    _PIPELINE,
+    "the schedule has micro-batches of its own",
+    lambda t, o: (
+        f"accumulation_steps={o.accumulation_steps} does not go with pipeline=, which has {_micro_batches(o)} in each "
+        "schedule.step(…). Leave it out; to add up several of these calls, put `with overlap.accumulate():` around all "
+        "but the last"
+    ),
+)
+PIPELINE_WITH_TWO_PASS = Pair(
+    _TWO_PASS,
+    _PIPELINE,
+    "the schedule runs backward once",
+    "clip=ClipNorm(mode='two_pass') does not go with pipeline=, whose schedule runs each backward once. Leave out "
+    "mode, and use undo=True or schedule='forward'",
+)
+PIPELINE_WITH_COMMUNICATION = Pair(
+    Choice(
+        "`comm_hook`, `mixed_precision`, `cross_iteration` or `shard_state`",
+        lambda t, o: o.communication != Communication(),
+    ),
+    _PIPELINE,
+    "the schedule says when gradients are sent",
+    lambda t, o: (
+        f"{' and '.join(_of_communication(o))} does not go with pipeline=, whose schedule says when a stage computes, "
+        "and when it sends. Leave it out"
+    ),
+)
+PIPELINE_WITH_FSDP1 = Pair(
+    _PIPELINE,
+    Choice("`FullyShardedDataParallel` or `replicate`", lambda t, o: bool(t.fsdp1) or len(t.ddps) < len(t.wrapped)),
+    "torch's stages know of DDP and `fully_shard`",
+    lambda t, o: (
+        f"pipeline= does not go with {'FullyShardedDataParallel' if t.fsdp1 else 'instep.replicate'}, of which torch's "
+        "stages know nothing: each of their backwards would reduce gradients. Use DistributedDataParallel, or "
+        "fully_shard"
+    ),
+)
+
+
+def _micro_batches(options: Options) -> str:
+    assert options.pipeline is not None
+    count = options.pipeline.micro_batches
+    return f"{count} micro-{'batch' if count == 1 else 'batches'}"
+
+
+def _of_communication(options: Options) -> list[str]:
+    usual = Communication()
+    names = (one.name for one in fields(usual))
+    return [name for name in names if getattr(options.communication, name) != getattr(usual, name)]
 
 
 # FSDP.

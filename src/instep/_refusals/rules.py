@@ -55,6 +55,11 @@ MODEL: Sequence[Rule] = (
     optimizers.unsupported,
     optimizers.without_calls_around_the_step,
     optimizers.keyed_without_hooks,
+    model.other_than_the_stages,
+    pairs.PIPELINE_WITH_ACCUMULATION_STEPS,
+    pairs.PIPELINE_WITH_TWO_PASS,
+    pairs.PIPELINE_WITH_COMMUNICATION,
+    pairs.PIPELINE_WITH_FSDP1,
     model.sharded_among_several,
     pairs.MIXED_PRECISION_WITH_SEVERAL_MODELS,
     model.fsdp1_with_flat_parameters,
@@ -137,6 +142,7 @@ LEFT_TO_TORCH: Sequence[Rule] = _WRONG
 """Of such a model, in place of ``MODEL`` and ``PARAMETERS``."""
 DISABLED: Sequence[Rule] = (
     optimizers.unsupported,
+    model.other_than_the_stages,
     model.sharded_among_several,
     pairs.PER_BUCKET_WITH_DISABLE,
     pairs.COMM_HOOK_WITH_DISABLE,

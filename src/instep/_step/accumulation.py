@@ -29,6 +29,9 @@ class Accumulation:
         sharded: whether they are FSDP models.
 
     Attributes:
+        in_pipeline: whether the model is in a pipeline, whose runs say when gradients are final.
+        runs_stages: whether a run of the pipeline is under way, in which each stage only adds up the gradients of its
+            micro-batches.
         waiting: returns how many micro-batches of the step wait, after their forward, for the last one's backward.
         finish: runs one backward for those, if no last one comes.
     """
@@ -37,6 +40,8 @@ class Accumulation:
         self, steps: int, wrapped: Callable[[], Sequence[Syncing]], votes: StepVotes, *, sharded: bool
     ) -> None:
         self.steps = steps
+        self.in_pipeline = False
+        self.runs_stages = False
         self.waiting: Callable[[], int] = int
         self.finish: Callable[[], object] = int
         self._sharded = sharded
@@ -53,7 +58,7 @@ class Accumulation:
     @property
     def is_in_hold(self) -> bool:
         """Whether this is inside of ``hold``, or of the loop's ``no_sync``."""
-        if self._held > 0:
+        if self._held > 0 or self.runs_stages:
             return True
         wrapped = self._wrapped()
         return bool(wrapped) and any(
@@ -99,6 +104,16 @@ class Accumulation:
                 yield
             finally:
                 self._held -= 1
+
+    @contextmanager
+    def in_run(self, *, stages: bool = True) -> Iterator[None]:
+        """Around a run of the pipeline, whose stages only add to gradients: torch tells DDP and FSDP which backward
+        reduces them. Within it, ``stages=False``: around what is done when one of them is through."""
+        before, self.runs_stages = self.runs_stages, stages
+        try:
+            yield
+        finally:
+            self.runs_stages = before
 
     @contextmanager
     def keep(self) -> Iterator[None]:

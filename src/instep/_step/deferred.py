@@ -712,11 +712,14 @@ class ForwardSchedule(Schedule):
         step.accumulation.begin()
         self.calls.drop_round()  # of a step that not all of its optimizers have taken
         if not step.accumulation.next_only_adds:
-            self._deferring.backward_begins()
-            step.ledger.votes.begin_backward(step.ledger.step_count)
-            step.hear(_nothing, wait=True)
+            self.begin_final_backward()
         self._update_deferral.begin_norms()
         return True
+
+    def begin_final_backward(self) -> None:
+        self._deferring.backward_begins()
+        self._step.ledger.votes.begin_backward(self._step.ledger.step_count)
+        self._step.hear(_nothing, wait=True)
 
     def end_backward(self) -> None:
         """Nothing was written in it."""

@@ -98,7 +98,8 @@ class BucketSink(Schedule):
             step.backwards.gives_gradients()
             step.backwards.begin(parameters[0].spec.device)
             self._offer(AttachedParameters.of(parameters))
-            return self._writes.accepts_update(seen=step.backwards.running is not None)
+            seen = step.backwards.running is not None or step.accumulation.in_pipeline
+            return self._writes.accepts_update(seen=seen)
 
     def _open(self) -> None:
         if self._clips and self._step.passes.running is None:
@@ -395,12 +396,18 @@ class BackwardSchedule(BucketSink):
         step = self._step
         if not step.backwards.is_new():
             return False
+        if step.accumulation.runs_stages:
+            return True  # other stages of this rank may be stepped by now; the source says when this one is through
         self._writes.before_backward()
         step.accumulation.begin()
-        if step.accumulation.next_only_adds:
-            return True
+        if not step.accumulation.next_only_adds:
+            self.begin_final_backward()
+        return True
+
+    def begin_final_backward(self) -> None:
+        step = self._step
         step.ledger.votes.begin_backward(step.ledger.step_count)
-        self._step.hear(self._writes.release, wait=True)
+        step.hear(self._writes.release, wait=True)
         if step.members.applied:
             raise AccumulationError(
                 f"a second backward began before {owed_steps(step)}, but the first has already updated the weights. "
@@ -408,7 +415,6 @@ class BackwardSchedule(BucketSink):
             )
         step.backwards.begins_step()
         self._begin_beside()
-        return True
 
     def backward_failed(self) -> None:
         """Ctrl-C may have come when a gradient was offered, and before its source had asked for the end of backward. If

@@ -177,8 +177,11 @@ class PlainSchedule(Schedule):
         self._step.accumulation.begin()
         self.calls.drop()
         if not self._step.accumulation.next_only_adds:
-            self._step.ledger.votes.begin_backward(self._step.ledger.step_count)
+            self.begin_final_backward()
         return True
+
+    def begin_final_backward(self) -> None:
+        self._step.ledger.votes.begin_backward(self._step.ledger.step_count)
 
     # Nothing is put off, and no step of its own is ever torn.
 

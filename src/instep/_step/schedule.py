@@ -130,6 +130,11 @@ class Schedule:
         running backward."""
         raise NotImplementedError
 
+    def begin_final_backward(self) -> None:
+        """From now on gradients are final: ``begin_backward`` calls this for a backward that does not only add to them,
+        and the source of a pipeline when its first stage is through."""
+        raise NotImplementedError
+
     def end_backward(self) -> None:
         """The backward has ended, or raised."""
         self.backwards.running = None

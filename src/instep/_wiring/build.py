@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from instep._gradients.clipping import ClipNorm, Clipping
+from instep._gradients.clipping import ClipNorm, Clipping, norm_over_stages
 from instep._gradients.scaling import LossScale
 from instep._optim.kinds import STEPPED_WHOLE, ToldStep, is_torchs_own, steps_as_tested, steps_one, takes_hooks
 from instep._optim.offload import HostLoading, HostState, OffloadedState, Part
@@ -37,6 +37,7 @@ from instep._torch.engine import Traced, graph_task
 from instep._torch.hooks import BoundHook, PlainPickles, UntracedHook, first_of_post_hooks, last_of_pre_hooks
 from instep._torch.lifetime import Owners, weakly
 from instep._torch.mixed_precision import LowPrecision
+from instep._torch.pipelining import Pipeline
 from instep._wiring.advice import deferring_of, steps_inside_step
 from instep._wiring.hooks import (
     AddedParameters,
@@ -64,6 +65,7 @@ from instep.sources.ddp.source import DDPSource
 from instep.sources.fsdp.fsdp1 import FSDP1Source
 from instep.sources.fsdp.modules import FSDP1Sync, FSDP2Sync, fsdp2_reading_streams
 from instep.sources.local import ForwardCounts, LocalSource
+from instep.sources.pipeline import PipelineSource
 from instep.sources.replicate.source import Replicated, ReplicatedSource
 from instep.target import Target, Wrapped, reduced_by
 
@@ -138,6 +140,8 @@ def make_sources(
     uses: ForwardCounts,
 ) -> list[Source]:
     """The sources of the schedule's parameters, not connected yet."""
+    if options.pipeline is not None:
+        return [_in_pipeline(target, options, options.pipeline, chosen, accumulation)]
     if chosen.sink is None:
         return []
     sink, communication, dtype = chosen.sink, options.communication, options.communication.reduce_dtype
@@ -174,6 +178,17 @@ def _reducing(wrapper: Wrapped, mine: Sequence[AttachedParameter], sink: Sink, c
     if isinstance(wrapper, Replicated):
         return ReplicatedSource(sink, mine, wrapper, communication.reduce_dtype)
     return DDPSource(sink, mine, wrapper, communication.comm_hook, communication.reduce_dtype)
+
+
+def _in_pipeline(
+    target: Target, options: Options, pipeline: Pipeline, chosen: Chosen, accumulation: Accumulation
+) -> Source:
+    """``optimizer.step()`` takes norms itself: only with ``schedule="backward"`` anything is done with gradients."""
+    accumulation.in_pipeline = True
+    sink = chosen.sink if isinstance(chosen.sink, BackwardSchedule) else None
+    of_each = [frozenset(map(id, stage.parameters())) for stage in pipeline.modules]
+    schedule, size = chosen.schedule, options.bucket_bytes
+    return PipelineSource(schedule, sink, schedule.parameters, of_each, pipeline, accumulation, size)
 
 
 def _unwrapped(
@@ -329,6 +344,8 @@ def build(target: Target, options: Options) -> Parts:
     refs = WeakRefs(target)
     clipping, votes = Clipping(options.clip), StepVotes(rank)
     is_sharded = bool(target.groups)
+    if options.pipeline is not None:
+        clipping.over_stages = partial(norm_over_stages, group=options.pipeline.group)
     accumulation = Accumulation(options.accumulation_steps, _synced(refs.wrapped, target), votes, sharded=is_sharded)
     in_backward, on_trial = options.schedule == "backward", bool(options.undo)
     if options.splits_steps or options.check_steps:
@@ -465,22 +482,24 @@ def connect(parts: Parts, target: Target, options: Options) -> None:
     handles.append(Owners(target.optimizers, weakly(parts.schedule.abandon)))
     handles.append(Owners([*target.called, *target.optimizers], weakly(parts.abandon)))
     handles.append(PlainPickles(model.modules()))
-    _meet_ranks(parts, target)
+    _meet_ranks(parts, target, options)
 
 
 def _connect_plainly(parts: Parts, target: Target, options: Options) -> None:
+    for source in parts.sources:  # of a pipeline, whose micro-batches count as one
+        source.connect()
     _watch_forwards(parts, target, prepend=parts.sharding is not None)  # as others do: what a rank says comes first
     _watch_steps(parts, target)
     parts.handles.append(PlainPickles(target.model.modules()))
     _count_in_no_sync(parts, target, options)
-    _meet_ranks(parts, target)
+    _meet_ranks(parts, target, options)
 
 
-def _meet_ranks(parts: Parts, target: Target) -> None:
+def _meet_ranks(parts: Parts, target: Target, options: Options) -> None:
     votes, ddps = parts.votes, target.ddps
     if votes.ranks is None:
         return
-    if not target.groups:  # FSDP gathers the weights for autograd.grad, too
+    if not target.groups and options.pipeline is None:  # FSDP gathers the weights for autograd.grad, too
         votes.communicates = partial(communicates, weakref.ref(parts.schedule))
     votes.stand_aside = partial(stand_aside, parts.sources, [weakref.ref(ddp) for ddp in ddps])
     parts.handles.extend(Joining(ddp, votes, parts.schedule) for ddp in ddps)

@@ -39,10 +39,15 @@ def ranks_of(target: Target, options: Options) -> StepRanks | None:
     """The ranks that share the model; ``None``: there is one."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    neighbours = neighbours_of([*target.wrapped, *target.fsdp1], target.optimized())
+    pipeline = options.pipeline
+    stages = None if pipeline is None else pipeline.group
+    neighbours = neighbours_of([*target.wrapped, *target.fsdp1], target.optimized(), stages)
     if neighbours is None:
         return None
-    meets = options.votes or options.communication != Communication()
+    meets = options.votes or options.communication != Communication() or pipeline is not None
+    if pipeline is not None:
+        # Each rank has parameters of its own. The pipelines that data is divided among have one name.
+        return StepRanks(neighbours, [options.in_words()], digest_of(repr(pipeline)), waits=meets, matters=meets)
     parameters = dict(_parameters_in_words(target, with_optimizers=meets))
     return StepRanks(
         neighbours,

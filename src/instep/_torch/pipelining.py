@@ -1,0 +1,167 @@
+"""``torch.distributed.pipelining``: which stages a schedule has here, and when the gradients of a stage are final.
+
+torch calls nobody when a stage is through. So the stage's own methods are put behind ``StageCall``s: those that run a
+backward (``backward_one_chunk``, ``backward_weight_one_chunk``), and those that come after the last of them, which
+reduce gradients over FSDP's ranks and divide them by the number of micro-batches (``perform_reduce_grad``,
+``scale_grads``, ``wait_for_gradient_reduction``). The schedules call these on the stage object, so that an attribute of
+that object is met first. Hooks of parameters would not do: zero-bubble schedules compute the gradients of weights with
+``torch.autograd.grad``, and add them to ``.grad`` themselves.
+
+The names of these methods, ``_stage``, ``_stages`` and ``_n_microbatches`` are what is private here;
+``tests/unit/test_pipelining.py`` fails clearly when torch changes one.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch.distributed as dist
+from torch import nn
+
+from instep._torch.hooks import BoundHook
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+    PipelineSchedule = PipelineScheduleSingle | PipelineScheduleMulti
+
+BACKWARDS = ("backward_one_chunk", "backward_weight_one_chunk")
+"""Of a stage: each runs one backward of a micro-batch, or of its weights alone."""
+FINISHES = ("perform_reduce_grad", "scale_grads", "wait_for_gradient_reduction")
+"""Of a stage: after the last backward of a run, with final gradients when the outermost of them returns. torch has the
+first since 2.8 or so, and the last since 2.15. Before that, a run that returns has finished."""
+
+
+class Pipeline:
+    """A pipeline schedule, as ``attach`` is given it. Nobody here keeps it alive: it has the model.
+
+    Attributes:
+        kind: the class of the schedule.
+        group: the process group of the stages' ranks.
+        count: how many stages the pipeline has, on all ranks.
+        micro_batches: how many one run has.
+    """
+
+    def __init__(self, schedule: "PipelineSchedule") -> None:
+        stages = _stages_of(schedule)
+        self.kind = type(schedule).__name__
+        group = stages[0].group or dist.group.WORLD
+        assert group is not None, "the stage has asked for its rank"
+        self.group: dist.ProcessGroup = group
+        self.count: int = stages[0].num_stages
+        self.micro_batches: int = schedule._n_microbatches
+        self._schedule = weakref.ref(schedule)
+
+    def __repr__(self) -> str:
+        """The same on all ranks, which compare it."""
+        return f"{self.kind} of {self.count} stages and {self.micro_batches} micro-batches"
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Those of this rank's stages, first stage first."""
+        schedule = self._schedule()
+        return [] if schedule is None else [stage.submod for stage in _stages_of(schedule)]
+
+    def watch(self, runs: "Runs") -> "list[StageCall]":
+        """Have ``runs`` told of each run, until what is returned is removed."""
+        schedule, ref = self._schedule(), weakref.ref(runs)
+        assert schedule is not None, "it was just attached"
+        calls = [StageCall(schedule, "step", lambda call, _: _around_run(ref, call))]
+        for number, stage in enumerate(_stages_of(schedule)):
+            watched = _WatchedStage(ref, number, ends_with_run=not hasattr(stage, FINISHES[0]))
+            calls += [StageCall(stage, name, watched.backward) for name in BACKWARDS]
+            calls += [StageCall(stage, name, watched.finish) for name in FINISHES if hasattr(stage, name)]
+        return calls
+
+
+def is_schedule(found: object) -> bool:
+    """Whether ``found`` is a schedule whose stages can be watched."""
+    if "torch.distributed.pipelining.schedules" not in sys.modules:
+        return False  # nobody has made one, and the import takes a while
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+    return isinstance(found, (PipelineScheduleSingle, PipelineScheduleMulti))
+
+
+def _stages_of(schedule: Any) -> Sequence[Any]:
+    """This rank's, by their place in the pipeline."""
+    stages = getattr(schedule, "_stages", None) or [schedule._stage]
+    return sorted(stages, key=lambda stage: int(stage.stage_index))
+
+
+class Runs(Protocol):
+    """What is told of the runs of a pipeline, that is of each ``schedule.step(…)``."""
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Make ``call``, which is one run, and return what it returns."""
+
+    def stage_is_through(self, number: int) -> None:
+        """The gradients of this rank's stage ``number`` are final, unless the loop goes on to add to them."""
+
+    def stage_ends_with_run(self, number: int) -> None:
+        """They will be when the run returns."""
+
+
+def _around_run(runs: "weakref.ref[Runs]", call: Callable[[], Any]) -> Any:
+    found = runs()
+    return call() if found is None else found.run(call)
+
+
+class _WatchedStage:
+    """One stage in its runs. ``runs`` is referred to weakly: the stage is the model's, and must not keep parameters."""
+
+    def __init__(self, runs: "weakref.ref[Runs]", number: int, *, ends_with_run: bool) -> None:
+        self._runs = runs
+        self._number = number
+        self._ends_with_run = ends_with_run
+        self._depth = 0  # one of ``FINISHES`` calls another
+        self.has_ended = False  # whether the last backward of the run has been
+
+    def backward(self, call: Callable[[], Any], options: Mapping[str, Any]) -> Any:
+        found, runs, is_last = call(), self._runs(), bool(options.get("last_backward"))
+        self.has_ended = is_last and not self._ends_with_run
+        if is_last and self._ends_with_run and runs is not None:
+            runs.stage_ends_with_run(self._number)
+        return found
+
+    def finish(self, call: Callable[[], Any], options: object) -> Any:
+        self._depth += 1
+        try:
+            found = call()
+        finally:
+            self._depth -= 1
+        runs = self._runs()
+        if self.has_ended and not self._depth and runs is not None:
+            self.has_ended = False
+            runs.stage_is_through(self._number)
+        return found
+
+
+class StageCall(BoundHook):
+    """A method of a stage or schedule with something around it, as an attribute of the object, until it is removed.
+    Copies of the object do without.
+
+    Args:
+        around: given the call of the method, and the options it is called with. It must not lead to ``owner``.
+    """
+
+    __slots__ = ("_around", "_name", "_owner")
+
+    def __init__(self, owner: Any, name: str, around: Callable[[Callable[[], Any], Mapping[str, Any]], Any]) -> None:
+        super().__init__(None)
+        self._owner = weakref.ref(owner)
+        self._name = name
+        self._around = around
+        setattr(owner, name, self)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        owner = self._owner()
+        assert owner is not None, "it is its attribute"
+        return self._around(partial(getattr(type(owner), self._name), owner, *args, **options), options)
+
+    def remove(self) -> None:
+        owner = self._owner()
+        if owner is not None and vars(owner).get(self._name) is self:
+            delattr(owner, self._name)

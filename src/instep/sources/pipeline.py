@@ -1,0 +1,162 @@
+"""Gradients of ``torch.distributed.pipelining``: those of a stage are final when its last micro-batch is through.
+
+A run of the pipeline is a call of ``schedule.step(…)``. In it each stage runs one backward for each micro-batch, whose
+gradients only add up. After the last one torch reduces them over the ranks of FSDP, and divides them by the number of
+micro-batches: from then on they are what the plain loop finds, and the stage is stepped, bucket by bucket. What it has
+to send to the stage before it is on its way by then, so that the update fills the bubble behind a stage's last
+backward. An update inside of that backward would hold up all stages before it.
+
+An error of an update waits until the run is over on this rank: the other ranks need what this one still has to send.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from instep._optim.parameters import AttachedParameter, AttachedParameters, Bucket, bucket_bytes_for, fill_buckets
+from instep._step.accumulation import Accumulation
+from instep._torch.pipelining import Pipeline, StageCall
+from instep.sources import ErrorsKept, Sink
+
+
+class Steps(Protocol):
+    """The schedule of ``attach``, as a run sees it."""
+
+    def begin_final_backward(self) -> None:
+        """All gradients of a step that come from now on are final."""
+
+
+class PipelineSource:
+    """The runs of one pipeline on this rank.
+
+    Args:
+        sink: takes final gradients; ``None``: ``optimizer.step()`` finds them in ``.grad``.
+        parameters: those of all stages of this rank.
+        of_each: for each stage, the ``id``s of its parameters. A parameter of two stages is final when both are
+            through.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        sink: Sink | None,
+        parameters: Sequence[AttachedParameter],
+        of_each: Sequence[frozenset[int]],
+        pipeline: Pipeline,
+        accumulation: Accumulation,
+        bucket_bytes: int | None,
+    ) -> None:
+        self._steps = steps
+        self._sink = sink
+        self._pipeline = pipeline
+        self._accumulation = accumulation
+        self._bucket_bytes = bucket_bytes
+        self._of_each = [{a.spec.index for a in parameters if id(a.get()) in ids} for ids in of_each]
+        self._parameters = {a.spec.index: a for a in parameters}
+        self._members = [self._buckets_of(number) for number in range(len(of_each))]
+        self._calls: list[StageCall] = []
+        # Of the running step: whether one of its stages is through, and which are not.
+        self._has_begun = False
+        self._left = set(range(len(of_each)))
+        self._at_end: list[int] = []  # stages that will be through when this run returns
+
+    def _buckets_of(self, number: int) -> list[AttachedParameters]:
+        """Of a stage without the parameters that it shares with another one of this rank, last layer first."""
+        mine = [self._parameters[i] for i in sorted(self._of_each[number], reverse=True) if not self._is_shared(i)]
+        specs = [attached.spec for attached in mine]
+        size = self._bucket_bytes or bucket_bytes_for(a.spec for a in self._parameters.values())
+        buckets = fill_buckets("pipeline", specs, size)
+        return [AttachedParameters(self._parameters[spec.index] for spec in bucket.parameters) for bucket in buckets]
+
+    def _is_shared(self, index: int) -> bool:
+        return sum(index in of_stage for of_stage in self._of_each) > 1
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The last stage's first, which is through first."""
+        return tuple(
+            Bucket("pipeline", tuple(attached.spec for attached in members))
+            for buckets in reversed(self._members)
+            for members in buckets
+        )
+
+    def connect(self) -> None:
+        self._calls = self._pipeline.watch(self)
+
+    def refresh(self) -> None: ...
+
+    def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
+        return parameters
+
+    def before_backward(self) -> None: ...
+
+    def begin_step(self) -> None: ...
+
+    def disconnect(self) -> None:
+        for call in self._calls:
+            call.remove()
+        self._calls.clear()
+
+    # In a run.
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        try:
+            with self._accumulation.in_run():  # gradients only add up
+                found = call()
+        except BaseException:
+            self._forget()
+            if self._sink is not None:
+                self._sink.backward_raised()  # what the stages before the error have written is put back, or torn
+            raise
+        at_end, self._at_end = self._at_end, []
+        for number in at_end:
+            self.stage_is_through(number)
+        if self._sink is not None:
+            self._sink.join()
+            self._sink.raise_failure()
+        return found
+
+    def stage_ends_with_run(self, number: int) -> None:
+        self._at_end.append(number)
+
+    def stage_is_through(self, number: int) -> None:
+        with self._accumulation.in_run(stages=False):
+            if not self._accumulation.is_in_hold:  # else the loop adds up the gradients of several runs
+                self._deliver(number)
+
+    def _deliver(self, number: int) -> None:
+        if self._sink is None:
+            self._begin()
+            self._end(number)
+            return
+        with ErrorsKept(self._sink):
+            self._begin()
+            final = self._end(number)
+            for members in final:
+                self._step(self._sink, members)
+
+    def _begin(self) -> None:
+        """The first stage of this rank is through: all ranks know of the step by now, since each has sent something to
+        its neighbours."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._steps.begin_final_backward()
+
+    def _end(self, number: int) -> list[AttachedParameters]:
+        """Returns the buckets that are final now."""
+        self._left.discard(number)
+        waited_for = {index for other in self._left for index in self._of_each[other]}
+        shared = [self._parameters[i] for i in self._of_each[number] if self._is_shared(i) and i not in waited_for]
+        if not self._left:
+            self._forget()
+        return [*self._members[number], *([AttachedParameters(shared)] if shared else [])]
+
+    def _step(self, sink: Sink, members: AttachedParameters) -> None:
+        there = AttachedParameters(a for a in members if a.get().grad is not None)
+        if there and sink.arrive(there):
+            sink.apply_and_free(there)
+
+    def _forget(self) -> None:
+        """The step's gradients are complete, or an error has ended the run."""
+        self._has_begun = False
+        self._left = set(range(len(self._of_each)))
+        self._at_end.clear()
