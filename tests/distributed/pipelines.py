@@ -61,9 +61,13 @@ def as_it_is(stage: nn.Module) -> nn.Module:
     return stage
 
 
+def parameters_in(stages: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """Each once."""
+    return list(dict.fromkeys(p for stage in stages for p in stage.parameters()))
+
+
 def one_optimizer(stages: Sequence[nn.Module]) -> list[torch.optim.Optimizer]:
-    parameters = [p for stage in stages for p in stage.parameters()]
-    return [torch.optim.AdamW(parameters, lr=1e-2, foreach=True)]
+    return [torch.optim.AdamW(parameters_in(stages), lr=1e-2, foreach=True)]
 
 
 def one_of_each(stages: Sequence[nn.Module]) -> list[torch.optim.Optimizer]:
@@ -72,8 +76,7 @@ def one_of_each(stages: Sequence[nn.Module]) -> list[torch.optim.Optimizer]:
 
 
 def by_momentum(stages: Sequence[nn.Module]) -> list[torch.optim.Optimizer]:
-    parameters = [p for stage in stages for p in stage.parameters()]
-    return [torch.optim.SGD(parameters, lr=0.1, momentum=0.9)]
+    return [torch.optim.SGD(parameters_in(stages), lr=0.1, momentum=0.9)]
 
 
 @dataclass
@@ -168,8 +171,8 @@ def learn(loop: Loop, i: int) -> Any:
 
 def clip_over_stages(loop: Loop, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """As torchtitan's loop clips by the norm of all stages."""
-    parameters = [p for model in loop.models for p in model.parameters()]
-    gradients = [p.grad for p in dict.fromkeys(parameters) if p.grad is not None]
+    parameters = parameters_in(loop.models)
+    gradients = [p.grad for p in parameters if p.grad is not None]
     total = torch.nn.utils.get_total_norm(gradients, norm_type)
     if hasattr(total, "full_tensor"):
         total = total.full_tensor()
@@ -179,7 +182,7 @@ def clip_over_stages(loop: Loop, max_norm: float, norm_type: float = 2.0) -> tor
         total **= norm_type
         dist.all_reduce(total, op=dist.ReduceOp.SUM, group=loop.group)
         total **= 1.0 / norm_type
-    torch.nn.utils.clip_grads_with_norm_(dict.fromkeys(parameters), max_norm, total)
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
     return total
 
 
@@ -208,6 +211,11 @@ def pipelines_of(kind: Kind) -> "dist.ProcessGroup | None":
 
 def both(kind: Kind, way: str = "backward", iteration: Iteration = learn, steps: int = 4, **options: Any) -> None:
     """Train plain and attached, and compare bit for bit after every step what this rank holds."""
+    train_both(kind, way, iteration, steps, **options)
+
+
+def train_both(kind: Kind, way: str, iteration: Iteration = learn, steps: int = 4, **options: Any) -> Loop:
+    """The same, and return the attached loop."""
     group = pipelines_of(kind)
     plain, loop = Loop(kind, group), Loop(kind, group)
     models: Any = loop.models if len(loop.models) > 1 else loop.models[0]
@@ -221,6 +229,7 @@ def both(kind: Kind, way: str = "backward", iteration: Iteration = learn, steps:
             assert difference is None, f"rank {dist.get_rank()}, step {i}: {difference}"
             _require_same(expected, found)
     assert loop.overlap.step_count == steps
+    return loop
 
 
 def _require_same(expected: Any, found: Any) -> None:
@@ -231,3 +240,32 @@ def _require_same(expected: Any, found: Any) -> None:
             _require_same(one, other)
     else:
         assert expected == found
+
+
+def accumulated(loop: Loop, i: int) -> Any:
+    """Two runs of the pipeline in one step."""
+    holding = nullcontext() if loop.overlap is None else loop.overlap.accumulate()
+    with holding:
+        first = loop.run(2 * i)
+    second = loop.run(2 * i + 1)
+    loop.step()
+    return first, second
+
+
+def with_nan(loop: Loop, i: int) -> Any:
+    raise NotImplementedError
+
+
+def scaled(loop: Loop, i: int) -> Any:
+    raise NotImplementedError
+
+
+def data_groups(ranks: int) -> dist.ProcessGroup:
+    """The group of those that train this rank's stage, in pipelines of so many ranks."""
+    found = None
+    for stage in range(ranks):
+        members = list(range(stage, dist.get_world_size(), ranks))
+        group = dist.new_group(members)
+        found = group if dist.get_rank() in members else found
+    assert found is not None
+    return found
