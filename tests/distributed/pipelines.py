@@ -10,12 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.tensor import DTensor
 
 import instep
 from instep.verification import first_difference
 from tests.devices import here
-from tests.distributed.sharded import parameters_of
 from tests.late import late_updates
 
 WIDTH, CLASSES, ROWS = 8, 5, 2
@@ -48,9 +49,12 @@ class Stage(nn.Module):
         self.second = nn.Linear(WIDTH, out)
         self.unused = nn.Parameter(torch.ones(3))
         self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.poisoned = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.norm(self.first(x * self.frozen))))  # type: ignore[no-any-return]
+        y: torch.Tensor = self.second(torch.tanh(self.norm(self.first(x * self.frozen))))
+        # The derivative of a root is infinite at zero, and nothing else of the model hears of it.
+        return y + 0 * (self.unused - 1).sqrt().sum() if self.poisoned else y
 
 
 Wrap = Callable[[nn.Module], nn.Module]
@@ -88,6 +92,7 @@ class Kind:
         per_rank: how many stages a rank has.
         scale: whether torch divides gradients by the number of micro-batches.
         tied: whether a rank's first and last stage share a weight.
+        scales_loss: whether the loop has a scaler for its loss.
     """
 
     schedule: str = "Schedule1F1B"
@@ -96,6 +101,7 @@ class Kind:
     micro_batches: int = 4
     scale: bool = True
     tied: bool = False
+    scales_loss: bool = False
     wrap: Wrap = as_it_is
     optimizers: Optimizers = one_optimizer
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = nn.functional.cross_entropy
@@ -127,6 +133,9 @@ class Loop:
         self.optimizers = kind.optimizers(self.models)
         self.is_first, self.is_last = 0 in mine, kind.count - 1 in mine
         self.scaler: Any = None
+        if kind.scales_loss:
+            self.scaler = ShardedGradScaler(here().type, init_scale=64.0, growth_interval=2, process_group=group)  # type: ignore[arg-type]
+            self.scaler.scale(torch.zeros(1, device=here()))  # the stages that see no loss have the scale, too
         self.overlap: Any = None
 
     def _loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -151,6 +160,11 @@ class Loop:
             optimizer.zero_grad()
 
     def state(self) -> Iterator[tuple[str, Any]]:
+        """What this rank holds."""
+        for name, value in self._state():
+            yield name, value.to_local() if isinstance(value, DTensor) else value
+
+    def _state(self) -> Iterator[tuple[str, Any]]:
         for number, model in enumerate(self.models):
             for name, value in model.state_dict().items():
                 yield f"{number}.{name}", value
@@ -209,17 +223,20 @@ def pipelines_of(kind: Kind) -> "dist.ProcessGroup | None":
     return found
 
 
-def both(kind: Kind, way: str = "backward", iteration: Iteration = learn, steps: int = 4, **options: Any) -> None:
+def both(kind: Kind, way: str = "backward", iteration: Iteration = learn, steps: int = 5, **options: Any) -> None:
     """Train plain and attached, and compare bit for bit after every step what this rank holds."""
     train_both(kind, way, iteration, steps, **options)
 
 
-def train_both(kind: Kind, way: str, iteration: Iteration = learn, steps: int = 4, **options: Any) -> Loop:
+def train_both(kind: Kind, way: str, iteration: Iteration = learn, steps: int = 5, **options: Any) -> Loop:
     """The same, and return the attached loop."""
     group = pipelines_of(kind)
     plain, loop = Loop(kind, group), Loop(kind, group)
     models: Any = loop.models if len(loop.models) > 1 else loop.models[0]
-    loop.overlap = instep.attach(models, loop.optimizers, pipeline=loop.pipeline, **{**WAYS[way], **options})
+    given = {**WAYS[way], **options}
+    if loop.scaler is not None and given.get("undo"):
+        given["scaler"] = loop.scaler
+    loop.overlap = instep.attach(models, loop.optimizers, pipeline=loop.pipeline, **given)
     with late_updates() if way == "late" else nullcontext():
         for i in range(steps):
             expected, found = iteration(plain, i), iteration(loop, i)
@@ -228,7 +245,6 @@ def train_both(kind: Kind, way: str, iteration: Iteration = learn, steps: int = 
             difference = first_difference(named, list(loop.state()))
             assert difference is None, f"rank {dist.get_rank()}, step {i}: {difference}"
             _require_same(expected, found)
-    assert loop.overlap.step_count == steps
     return loop
 
 
@@ -252,12 +268,35 @@ def accumulated(loop: Loop, i: int) -> Any:
     return first, second
 
 
-def with_nan(loop: Loop, i: int) -> Any:
-    raise NotImplementedError
+def poison(loop: Loop, rank: int, on: bool) -> None:
+    """Only in one stage of one rank."""
+    if dist.get_rank() == rank:
+        stage = next(m for m in loop.models[-1].modules() if isinstance(m, Stage))
+        stage.poisoned = on
 
 
-def scaled(loop: Loop, i: int) -> Any:
-    raise NotImplementedError
+def skipping(rank: int, loop: Loop, i: int) -> Any:
+    """The plain loop leaves the step out on all ranks, where a gradient of any is not finite."""
+    poison(loop, rank, i == 2)
+    losses = loop.run(i)
+    if loop.overlap is None and i == 2:
+        for optimizer in loop.optimizers:
+            optimizer.zero_grad()
+    else:
+        loop.step()
+    return losses
+
+
+def scaled(rank: int, loop: Loop, i: int) -> Any:
+    """With a scaler that hears of all stages."""
+    poison(loop, rank, i == 2)
+    losses = loop.run(i)
+    for optimizer in loop.optimizers:
+        loop.scaler.step(optimizer)
+    loop.scaler.update()
+    for optimizer in loop.optimizers:
+        optimizer.zero_grad()
+    return losses, loop.scaler.get_scale()
 
 
 def data_groups(ranks: int) -> dist.ProcessGroup:

@@ -1,18 +1,18 @@
 """``attach(…, pipeline=)``: the weights, state, losses and norms of the schedule followed by ``optimizer.step()``."""
 
 import math
+import os
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from instep import ClipNorm, ClipValue
+from instep import ClipNorm
 from tests.devices import here
 from tests.distributed.pipelines import (
     MULTI,
@@ -28,8 +28,8 @@ from tests.distributed.pipelines import (
     learn,
     one_of_each,
     scaled,
+    skipping,
     train_both,
-    with_nan,
 )
 from tests.distributed.pool import RankPool
 
@@ -61,7 +61,7 @@ def learn_and_look(loop: Loop, i: int) -> Any:
 def freed(kind: Kind) -> None:
     loop = train_both(kind, "backward", learn_and_look)
     trained = [p for optimizer in loop.optimizers for p in optimizer.state]
-    assert loop.overlap.stats()["freed_bytes"] == 4 * sum(p.numel() * p.element_size() for p in trained)
+    assert loop.overlap.stats()["freed_bytes"] == 5 * sum(p.numel() * p.element_size() for p in trained)
 
 
 @by_schedule
@@ -126,7 +126,13 @@ def test_more_ranks(request: pytest.FixtureRequest, ranks: int) -> None:
     pool = request.getfixturevalue("three_ranks" if ranks == 3 else "four_ranks")
     for name in ("ScheduleGPipe", "Schedule1F1B"):
         pool.run(both, Kind(name, ranks, micro_batches=5), "backward")
-    pool.run(both, Kind("ScheduleInterleaved1F1B", ranks, 2, micro_batches=ranks), "undo", partial(clipped, 0.7), clip=ClipNorm(0.7))
+    pool.run(
+        both,
+        Kind("ScheduleInterleaved1F1B", ranks, 2, micro_batches=ranks),
+        "undo",
+        partial(clipped, 0.7),
+        clip=ClipNorm(0.7),
+    )
 
 
 # Data parallelism in each stage: two pipelines of two ranks.
@@ -147,3 +153,48 @@ def sharded(stage: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("name", SINGLE)
 def test_data_parallel_stages(four_ranks: RankPool, name: str, wrap: Any, way: str) -> None:
     four_ranks.run(both, Kind(name, wrap=wrap), way)
+
+
+@pytest.mark.parametrize("wrap", [ddp, sharded], ids=lambda wrap: wrap.__name__)
+@pytest.mark.parametrize("way", ["default", "undo"])
+def test_clipping_over_stages_and_shards(four_ranks: RankPool, wrap: Any, way: str) -> None:
+    four_ranks.run(both, Kind(wrap=wrap), way, partial(clipped, 0.7), clip=ClipNorm(0.7))
+
+
+@pytest.mark.parametrize("name", MULTI[1:4])
+@pytest.mark.parametrize("way", ["default", *STEPPING])
+def test_several_sharded_stages_of_a_rank(four_ranks: RankPool, name: str, way: str) -> None:
+    four_ranks.run(both, Kind(name, per_rank=2, wrap=sharded), way)
+
+
+# Decisions that all stages hear.
+
+
+@in_every_way
+@by_few
+@pytest.mark.parametrize("rank", [0, 1])
+def test_steps_that_are_left_out(two_ranks: RankPool, kind: Kind, way: str, rank: int) -> None:
+    if way == "backward":
+        pytest.skip("weights are written before the ranks know")
+    two_ranks.run(both, kind, way, partial(skipping, rank), nonfinite="skip")
+
+
+@pytest.mark.parametrize("way", ["default", "forward", "undo"])
+@by_few
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_scaler_that_hears_of_all_stages(two_ranks: RankPool, kind: Kind, way: str, rank: int) -> None:
+    two_ranks.run(both, replace(kind, scales_loss=True), way, partial(scaled, rank))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_without_overlap(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(disabled, way)
+
+
+def disabled(way: str) -> None:
+    os.environ["INSTEP_DISABLE"] = "1"
+    try:
+        clip = {} if way == "backward" else {"clip": ClipNorm(0.7)}
+        both(KINDS[3], way, partial(clipped, 0.7) if clip else learn, **clip)
+    finally:
+        del os.environ["INSTEP_DISABLE"]
