@@ -241,6 +241,8 @@ class Attachment:
         """
         if not isinstance(loss, torch.Tensor):
             raise InstepError(f"loss must be the tensor that backward() begins from, not {type(loss).__name__}")
+        if more:
+            self._require_no_pipeline("overlap.backward(more=True)")
         waiting = self._waiting
         if gradient is not None and (more or (waiting is not None and waiting.count())):
             raise InstepError("gradient was given for one of several micro-batches: give a loss of one number alone")
@@ -278,7 +280,16 @@ class Attachment:
                 step is torn.
             InstepError: ``loss_of`` returned no loss; or an argument is missing.
         """
+        self._require_no_pipeline("overlap.micro_batches()")
         return micro_batches(self._parts, loss_of, batches, together=self._frees_in_backward)
+
+    def _require_no_pipeline(self, call: str) -> None:
+        pipeline = self._options.pipeline
+        if pipeline is not None:
+            raise InstepError(
+                f"{call} does not go with pipeline=: {pipeline.kind} runs {pipeline.micro_batches} micro-batches in "
+                "each schedule.step(…). Call that"
+            )
 
     @property
     def _frees_in_backward(self) -> bool:

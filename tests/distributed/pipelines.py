@@ -118,10 +118,8 @@ class Loop:
         torch.manual_seed(0)
         whole = [Stage(CLASSES if number == kind.count - 1 else WIDTH) for number in range(kind.count)]
         rank = dist.get_rank(group)
-        if kind.schedule in V_SHAPED:
-            mine = [rank, kind.count - 1 - rank]
-        else:
-            mine = list(range(rank, kind.count, kind.ranks))
+        looped, v_shaped = list(range(rank, kind.count, kind.ranks)), [rank, kind.count - 1 - rank]
+        mine = v_shaped if kind.schedule in V_SHAPED else looped
         if kind.tied:
             whole[mine[-1]].first.weight = whole[mine[0]].first.weight
         self.kind, self.group = kind, group
@@ -134,7 +132,7 @@ class Loop:
         self.is_first, self.is_last = 0 in mine, kind.count - 1 in mine
         self.scaler: Any = None
         if kind.scales_loss:
-            self.scaler = ShardedGradScaler(here().type, init_scale=64.0, growth_interval=2, process_group=group)  # type: ignore[arg-type]
+            self.scaler = ShardedGradScaler(here().type, init_scale=64.0, growth_interval=2, process_group=group)
             self.scaler.scale(torch.zeros(1, device=here()))  # the stages that see no loss have the scale, too
         self.overlap: Any = None
 
@@ -228,21 +226,25 @@ def both(kind: Kind, way: str = "backward", iteration: Iteration = learn, steps:
     train_both(kind, way, iteration, steps, **options)
 
 
-def train_both(kind: Kind, way: str, iteration: Iteration = learn, steps: int = 5, **options: Any) -> Loop:
-    """The same, and return the attached loop."""
-    group = pipelines_of(kind)
-    plain, loop = Loop(kind, group), Loop(kind, group)
+def attach_to(loop: Loop, way: str, **options: Any) -> Any:
     models: Any = loop.models if len(loop.models) > 1 else loop.models[0]
     given = {**WAYS[way], **options}
     if loop.scaler is not None and given.get("undo"):
         given["scaler"] = loop.scaler
-    loop.overlap = instep.attach(models, loop.optimizers, pipeline=loop.pipeline, **given)
+    return instep.attach(models, loop.optimizers, pipeline=loop.pipeline, **given)
+
+
+def train_both(kind: Kind, way: str, iteration: Iteration = learn, steps: int = 5, **options: Any) -> Loop:
+    """The same, and return the attached loop."""
+    group = pipelines_of(kind)
+    plain, loop = Loop(kind, group), Loop(kind, group)
+    loop.overlap = attach_to(loop, way, **options)
     with late_updates() if way == "late" else nullcontext():
         for i in range(steps):
             expected, found = iteration(plain, i), iteration(loop, i)
             loop.overlap.synchronize()
             named = [(name, copy.copy(value)) for name, value in plain.state()]
-            difference = first_difference(named, list(loop.state()))
+            difference = first_difference(iter(named), loop.state())
             assert difference is None, f"rank {dist.get_rank()}, step {i}: {difference}"
             _require_same(expected, found)
     return loop

@@ -1,32 +1,47 @@
 """``attach(…, pipeline=)``: the weights, state, losses and norms of the schedule followed by ``optimizer.step()``."""
 
+import gc
 import math
 import os
+import signal
+import time
+import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import instep
 from instep import ClipNorm
+from instep._torch import pipelining
+from instep.errors import AttachError, InstepError
+from instep.verification import first_difference
 from tests.devices import here
 from tests.distributed.pipelines import (
     MULTI,
+    ROWS,
     SINGLE,
     WAYS,
+    WIDTH,
     Kind,
     Loop,
     accumulated,
+    attach_to,
     both,
     by_momentum,
     clipped,
     data_groups,
     learn,
     one_of_each,
+    parameters_in,
     scaled,
     skipping,
     train_both,
@@ -142,10 +157,10 @@ def ddp(stage: nn.Module, **options: Any) -> nn.Module:
     return DistributedDataParallel(stage, process_group=data_groups(2), find_unused_parameters=True, **options)
 
 
-def sharded(stage: nn.Module) -> nn.Module:
-    for one in (stage.first, stage.second):
-        fully_shard(one, mesh=DeviceMesh.from_group(data_groups(2), here().type))  # type: ignore[arg-type]
-    return fully_shard(stage, mesh=DeviceMesh.from_group(data_groups(2), here().type))
+def sharded(stage: Any) -> Any:
+    for one in (stage.first, stage.second, stage):
+        fully_shard(one, mesh=DeviceMesh.from_group(data_groups(2), here().type))
+    return stage
 
 
 @in_every_way
@@ -194,7 +209,231 @@ def test_without_overlap(two_ranks: RankPool, way: str) -> None:
 def disabled(way: str) -> None:
     os.environ["INSTEP_DISABLE"] = "1"
     try:
-        clip = {} if way == "backward" else {"clip": ClipNorm(0.7)}
-        both(KINDS[3], way, partial(clipped, 0.7) if clip else learn, **clip)
+        if way == "backward":
+            both(KINDS[3], way)
+        else:
+            both(KINDS[3], way, partial(clipped, 0.7), clip=ClipNorm(0.7))
     finally:
         del os.environ["INSTEP_DISABLE"]
+
+
+# Errors: every rank that goes on knows.
+
+
+class RaisesAt(torch.optim.SGD):
+    """Gradient descent, one step of which raises on one rank."""
+
+    def __init__(self, parameters: Any, rank: int, at: int) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.rank, self.at = rank, at
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                if dist.get_rank() == self.rank and state.get("steps") == self.at:
+                    raise MemoryError("in the update")
+                state["steps"] = state.get("steps", 0) + 1
+                parameter.add_(parameter.grad, alpha=-0.1)
+
+
+def raising(rank: int, stages: Any) -> list[torch.optim.Optimizer]:
+    return [RaisesAt(parameters_in(stages), rank, 2)]
+
+
+def one_update_raises(kind: Kind, way: str, rank: int) -> tuple[str, str]:
+    """What the loop of this rank hears, in the step that fails or in the one after it, and its state then."""
+    loop = Loop(replace(kind, optimizers=partial(raising, rank)))
+    loop.overlap = attach_to(loop, way)
+    for i in range(5):
+        try:
+            learn(loop, i)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", loop.overlap.state
+    return "nothing", loop.overlap.state
+
+
+@by_few
+@pytest.mark.parametrize("way", ["backward"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_update_that_raises_is_heard_of_on_all_ranks(kind: Kind, way: str, rank: int) -> None:
+    pool = RankPool(2, group_seconds=20)
+    try:
+        heard = pool.run(one_update_raises, kind, way, rank)
+    finally:
+        pool.stop()
+    (failed, failed_state), (other, other_state) = heard[rank], heard[1 - rank]
+    assert failed.startswith("MemoryError"), heard
+    assert other.startswith("TornStepError"), heard
+    assert f"rank {rank}" in other, heard
+    assert (failed_state, other_state) == ("torn", "torn"), heard
+
+
+def a_rank_is_killed(kind: Kind, way: str) -> tuple[str, float]:
+    loop = Loop(kind)
+    loop.overlap = attach_to(loop, way)
+    for i in range(2):
+        learn(loop, i)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    try:
+        for i in range(2, 5):
+            learn(loop, i)
+    except Exception as error:
+        return type(error).__name__, time.monotonic() - started
+    return "nothing", 0.0
+
+
+@by_few
+@pytest.mark.parametrize("way", ["backward", "undo"])
+def test_a_rank_that_dies_is_heard_of(kind: Kind, way: str) -> None:
+    error, seconds = RankPool(2, group_seconds=60).run_until_a_rank_dies(0, a_rank_is_killed, kind, way)
+    assert error != "nothing"
+    assert seconds < 50
+
+
+# What is refused, and what a user is told.
+
+
+def refusals() -> None:
+    loop = Loop(KINDS[3])
+    first, second = loop.models
+    optimizer = loop.optimizers[0]
+
+    def refused(match: str, model: Any, **options: Any) -> None:
+        with pytest.raises(AttachError, match=match):
+            instep.attach(model, optimizer, **{"pipeline": loop.pipeline, **options})
+
+    refused(r"must be a schedule of torch\.distributed\.pipelining", [first, second], pipeline=loop)
+    refused(r"has 2 stages on this rank, and model is 1: .*\[stage\.submod for stage in stages\]", first)
+    refused("Linear is none of them", [first, second, nn.Linear(2, 2)])
+    refused("accumulation_steps=2 does not go with pipeline=, which has 4", loop.models, accumulation_steps=2)
+    two_pass = ClipNorm(1.0, mode="two_pass")
+    refused("two_pass.*runs each backward once", loop.models, schedule="backward", clip=two_pass)
+    refused("cross_iteration does not go with pipeline=", loop.models, cross_iteration=True)
+    refused(r"undo=True \(exact: [^;]*; or, as other", loop.models, schedule="backward", clip=ClipNorm(1.0))
+    overlap = instep.attach(loop.models, optimizer, schedule="backward", pipeline=loop.pipeline)
+    for call in (overlap.micro_batches, lambda: overlap.backward(torch.ones(1, requires_grad=True).sum(), more=True)):
+        with pytest.raises(InstepError, match=r"does not go with pipeline=: ScheduleInterleaved1F1B runs 4"):
+            call()
+
+
+def test_what_is_refused(two_ranks: RankPool) -> None:
+    two_ranks.run(refusals)
+
+
+def without_the_schedule(kind: Kind) -> str:
+    loop = Loop(kind)
+    instep.attach(loop.models, loop.optimizers, schedule="backward")
+    try:
+        loop.run(0)
+    except Exception as error:
+        return "; ".join(map(str, causes_of(error)))
+    return "nothing"
+
+
+def causes_of(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and those behind it: torch has one of its own around each that a stage raises."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[1]], ids=lambda kind: kind.schedule)
+def test_without_the_schedule_the_error_names_it(kind: Kind) -> None:
+    pool = RankPool(2, group_seconds=5)
+    try:
+        said = pool.run(without_the_schedule, kind)
+    finally:
+        pool.stop()
+    assert any("attach(…, pipeline=…)" in one for one in said), said
+
+
+# The life of an attachment.
+
+
+def detached_and_attached_again(kind: Kind) -> None:
+    plain, loop = Loop(kind), Loop(kind)
+    for i in range(6):
+        if i % 2 == 0:
+            loop.overlap = attach_to(loop, "undo" if i == 2 else "backward")
+        learn(plain, i)
+        learn(loop, i)
+        if i % 2:
+            loop.overlap.detach()
+            methods = (*pipelining.RECEIVES, *pipelining.BACKWARDS, *pipelining.FINISHES)
+            left = [name for stage in pipelining._stages_of(loop.pipeline) for name in methods if name in vars(stage)]
+            assert not left
+            assert "step" not in vars(loop.pipeline)
+        difference = first_difference(plain.state(), loop.state())
+        assert difference is None, difference
+
+
+@by_few
+def test_detached_and_attached_again(two_ranks: RankPool, kind: Kind) -> None:
+    two_ranks.run(detached_and_attached_again, kind)
+
+
+def evaluated_in_between(loop: Loop, i: int) -> Any:
+    losses = learn(loop, i)
+    if i == 1:
+        x = torch.ones(ROWS * loop.kind.micro_batches, WIDTH, device=here())
+        target = torch.zeros(len(x), dtype=torch.int64, device=here())
+        losses = loop.pipeline.eval(*([x] if loop.is_first else []), **({"target": target} if loop.is_last else {}))
+    return losses
+
+
+@in_every_way
+@pytest.mark.parametrize("kind", FEW[:2], ids=lambda kind: kind.schedule)  # torch cannot evaluate the V-shaped ones
+def test_evaluations(two_ranks: RankPool, kind: Kind, way: str) -> None:
+    two_ranks.run(both, kind, way, evaluated_in_between)
+
+
+def nothing_is_kept(kind: Kind) -> None:
+    loop = Loop(kind)
+    loop.overlap = attach_to(loop, "backward")
+    for i in range(3):
+        learn(loop, i)
+    weights = [weakref.ref(p) for model in loop.models for p in model.parameters()]
+    loop.overlap = None
+    del loop
+    gc.collect()  # torch's own schedule and stages refer to each other
+    assert not [ref for ref in weights if ref() is not None]
+
+
+@by_few
+def test_nothing_keeps_the_model(two_ranks: RankPool, kind: Kind) -> None:
+    two_ranks.run(nothing_is_kept, kind)
+
+
+def names_of_torch(kind: Kind) -> None:
+    """What ``_torch/pipelining.py`` relies on, which has no public name."""
+    loop = Loop(kind)
+    stages = pipelining._stages_of(loop.pipeline)
+    assert [stage.submod for stage in stages] == loop.models
+    assert loop.pipeline._n_microbatches == kind.micro_batches
+    calls: list[tuple[str, bool]] = []
+
+    def noted(name: str, call: Any, options: Any) -> Any:
+        calls.append((name, bool(options.get("last_backward"))))
+        return call()
+
+    for stage in stages:
+        for name in (*pipelining.RECEIVES, *pipelining.BACKWARDS):
+            assert callable(getattr(stage, name)), f"a stage of torch has no {name}"
+        for name in (*pipelining.RECEIVES, *pipelining.BACKWARDS, *pipelining.FINISHES):
+            if hasattr(stage, name):
+                pipelining.StageCall(stage, name, partial(noted, name))
+    loop.run(0)
+    last = [number for number, (_, is_last) in enumerate(calls) if is_last]
+    assert len(last) == len(stages), "last_backward=True comes once for each stage, by name"
+    if hasattr(stages[0], pipelining.FINISHES[0]):
+        finished = [number for number, (name, _) in enumerate(calls) if name in pipelining.FINISHES]
+        assert all(any(after > number for after in finished) for number in last), "nothing comes after it"
+
+
+@by_schedule
+def test_the_names_of_torch(two_ranks: RankPool, kind: Kind) -> None:
+    two_ranks.run(names_of_torch, kind)

@@ -192,7 +192,7 @@ def _ways_to_clip(target: Target, options: Options) -> str:
     ways = ["schedule='forward' (exact)"]
     if not shards:
         ways.append("undo=True (exact: a step that turns out to need clipping is put back and done again)")
-    if not (shards or target.fsdp2 or scales):
+    if not (shards or target.fsdp2 or scales or options.pipeline is not None):
         ways.append(
             "ClipNorm(mode='two_pass') (exact: two backwards, by overlap.backward(loss) or "
             "overlap.micro_batches(loss_of, batches))"

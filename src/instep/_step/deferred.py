@@ -716,10 +716,13 @@ class ForwardSchedule(Schedule):
         self._update_deferral.begin_norms()
         return True
 
+    def hear_of_last_step(self) -> None:
+        self._step.hear(_nothing, wait=True)
+
     def begin_final_backward(self) -> None:
         self._deferring.backward_begins()
         self._step.ledger.votes.begin_backward(self._step.ledger.step_count)
-        self._step.hear(_nothing, wait=True)
+        self.hear_of_last_step()
 
     def end_backward(self) -> None:
         """Nothing was written in it."""

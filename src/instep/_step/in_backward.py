@@ -25,7 +25,7 @@ from instep._step.checking import Check
 from instep._step.deferral import Deferring
 from instep._step.norms import Losses
 from instep._step.on_trial import TrialWrites
-from instep._step.remedies import KEEP_ALL, MICRO_BATCHES, after_update, never_cleared, while_measuring
+from instep._step.remedies import KEEP_ALL, after_update, never_cleared, several_backwards, while_measuring
 from instep._step.schedule import Schedule
 from instep._step.state import Event, FirstError, gradient_of
 from instep._step.step import Agreement, RunningStep
@@ -404,14 +404,17 @@ class BackwardSchedule(BucketSink):
             self.begin_final_backward()
         return True
 
+    def hear_of_last_step(self) -> None:
+        self._step.hear(self._writes.release, wait=True)
+
     def begin_final_backward(self) -> None:
         step = self._step
         step.ledger.votes.begin_backward(step.ledger.step_count)
-        step.hear(self._writes.release, wait=True)
+        self.hear_of_last_step()
         if step.members.applied:
             raise AccumulationError(
                 f"a second backward began before {owed_steps(step)}, but the first has already updated the weights. "
-                f"{MICRO_BATCHES}, or add the losses and call backward() once. {KEEP_ALL}"
+                f"{several_backwards()}, or add the losses and call backward() once. {KEEP_ALL}"
             )
         step.backwards.begins_step()
         self._begin_beside()

@@ -2,6 +2,7 @@
 
 from instep._torch.engine import graph_task
 from instep._torch.hooks import user_call
+from instep._torch.pipelining import is_used
 from instep._torch.placeholders import ACCUMULATE
 from instep.errors import AccumulationError, InstepError, SpentGradientError
 
@@ -21,7 +22,13 @@ KEEP_ALL = f"Or put {KEEP} around all backwards of the step, which leaves them t
 WRITE_LATER = f"Or put {KEEP} around that backward, or attach with schedule='forward': nothing is written before step()"
 """For writes of which nobody is told, and which ``undo`` does not know of in time."""
 
-MICRO_BATCHES = "Wrap all but the last micro-batch in `with overlap.accumulate():` (DDP: no_sync())"
+
+def several_backwards() -> str:
+    """For a step of several backwards."""
+    in_loop = "Wrap all but the last micro-batch in `with overlap.accumulate():` (DDP: no_sync())"
+    if not is_used():
+        return in_loop
+    return f"{in_loop}, or give the schedule of torch.distributed.pipelining that runs them to attach(…, pipeline=…)"
 
 
 # Errors for uses of a gradient that backward has applied and freed.
@@ -60,8 +67,8 @@ def after_update(name: str, operation: str, *, clips: bool) -> tuple[InstepError
     if graph_task() is not None and operation in ACCUMULATE:
         return AccumulationError(
             f"the gradient of {name!r} arrived again before optimizer.step(), but this step has already "
-            f"applied it. {MICRO_BATCHES}. Losses that share a graph: add them and call backward() once. A parameter "
-            f"that reentrant checkpointing visits twice needs use_reentrant=False. {KEEP_ALL}"
+            f"applied it. {several_backwards()}. Losses that share a graph: add them and call backward() once. A "
+            f"parameter that reentrant checkpointing visits twice needs use_reentrant=False. {KEEP_ALL}"
         ), True
     call = user_call(operation)
     if "unscale" in operation:

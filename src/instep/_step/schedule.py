@@ -130,6 +130,9 @@ class Schedule:
         running backward."""
         raise NotImplementedError
 
+    def hear_of_last_step(self) -> None:
+        """Wait for what the ranks say of the last step; raise, if it does not stand on all of them."""
+
     def begin_final_backward(self) -> None:
         """From now on gradients are final: ``begin_backward`` calls this for a backward that does not only add to them,
         and the source of a pipeline when its first stage is through."""

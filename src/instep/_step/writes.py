@@ -14,7 +14,7 @@ from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParame
 from instep._optim.stepper import Stepper, writes_without_gradient
 from instep._step.checking import Check
 from instep._step.norms import changed_after_measuring
-from instep._step.remedies import ANY_LOOP, KEEP_ALL, MICRO_BATCHES, WRITE_LATER, never_cleared
+from instep._step.remedies import ANY_LOOP, KEEP_ALL, WRITE_LATER, never_cleared, several_backwards
 from instep._step.state import Event, Gathered, first_written, gradient_of
 from instep._step.step import RunningStep
 from instep._torch.engine import graph_task, is_compiled
@@ -368,8 +368,8 @@ class FinalWrites(Writes):
 
     def second_gradient(self, attached: AttachedParameter) -> InstepError | None:
         return AccumulationError(
-            f"a second gradient for {attached.spec.name!r} arrived before optimizer.step(). {MICRO_BATCHES}. Reentrant "
-            f"checkpointing that visits a parameter twice needs use_reentrant=False. {KEEP_ALL}"
+            f"a second gradient for {attached.spec.name!r} arrived before optimizer.step(). {several_backwards()}. "
+            f"Reentrant checkpointing that visits a parameter twice needs use_reentrant=False. {KEEP_ALL}"
         )
 
     def accepts_update(self, *, seen: bool) -> bool:
@@ -442,9 +442,9 @@ class FinalWrites(Writes):
             raise UncommittedStepError(
                 f"backward has updated {len(self._step.members.applied)} parameters, and {owed_steps(self._step)} has "
                 "not been called since: the plain loop would still read the old weights here. Call step() of every "
-                f"attached optimizer after each backward. To accumulate: {MICRO_BATCHES}. For a loss that only passes "
-                "through this model, as an actor's through its critic: model.requires_grad_(False) around it; or, if "
-                "the model's own loss comes first, zero_grad() before its backward() and not after step(). "
+                f"attached optimizer after each backward. To accumulate: {several_backwards()}. For a loss that only "
+                "passes through this model, as an actor's through its critic: model.requires_grad_(False) around it; "
+                "or, if the model's own loss comes first, zero_grad() before its backward() and not after step(). "
                 f"{KEEP_ALL}. {GIVE_UP}"
             )
 

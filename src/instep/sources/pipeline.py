@@ -15,11 +15,15 @@ from typing import Any, Protocol
 from instep._optim.parameters import AttachedParameter, AttachedParameters, Bucket, bucket_bytes_for, fill_buckets
 from instep._step.accumulation import Accumulation
 from instep._torch.pipelining import Pipeline, StageCall
+from instep.errors import InstepError
 from instep.sources import ErrorsKept, Sink
 
 
 class Steps(Protocol):
     """The schedule of ``attach``, as a run sees it."""
+
+    def hear_of_last_step(self) -> None:
+        """Wait for what the ranks say of the last step; raise, if it does not stand on all of them."""
 
     def begin_final_backward(self) -> None:
         """All gradients of a step that come from now on are final."""
@@ -54,6 +58,7 @@ class PipelineSource:
         self._parameters = {a.spec.index: a for a in parameters}
         self._members = [self._buckets_of(number) for number in range(len(of_each))]
         self._calls: list[StageCall] = []
+        self._has_heard = False  # in this run, whether the last step stands on all ranks
         # Of the running step: whether one of its stages is through, and which are not.
         self._has_begun = False
         self._left = set(range(len(of_each)))
@@ -99,13 +104,16 @@ class PipelineSource:
     # In a run.
 
     def run(self, call: Callable[[], Any]) -> Any:
+        self._has_heard = False
         try:
             with self._accumulation.in_run():  # gradients only add up
                 found = call()
-        except BaseException:
+        except BaseException as error:
             self._forget()
             if self._sink is not None:
                 self._sink.backward_raised()  # what the stages before the error have written is put back, or torn
+            if isinstance(error.__cause__, InstepError) and not isinstance(error, InstepError):
+                raise error.__cause__ from None  # torch has put an error of its own around what a stage raised
             raise
         at_end, self._at_end = self._at_end, []
         for number in at_end:
@@ -114,6 +122,11 @@ class PipelineSource:
             self._sink.join()
             self._sink.raise_failure()
         return found
+
+    def is_about_to_wait(self) -> None:
+        if not self._has_heard:
+            self._has_heard = True
+            self._steps.hear_of_last_step()
 
     def stage_ends_with_run(self, number: int) -> None:
         self._at_end.append(number)
