@@ -79,6 +79,14 @@ def one_of_each(stages: Sequence[nn.Module]) -> list[torch.optim.Optimizer]:
     return [torch.optim.AdamW(stage.parameters(), lr=1e-2, fused=True) for stage in stages]
 
 
+def mean_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, target)
+
+
+def summed_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, target, reduction="sum")
+
+
 def by_momentum(stages: Sequence[nn.Module]) -> list[torch.optim.Optimizer]:
     return [torch.optim.SGD(parameters_in(stages), lr=0.1, momentum=0.9)]
 
@@ -104,7 +112,7 @@ class Kind:
     scales_loss: bool = False
     wrap: Wrap = as_it_is
     optimizers: Optimizers = one_optimizer
-    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = nn.functional.cross_entropy
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = mean_loss
 
     @property
     def count(self) -> int:

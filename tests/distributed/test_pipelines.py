@@ -363,7 +363,7 @@ def detached_and_attached_again(kind: Kind) -> None:
         learn(loop, i)
         if i % 2:
             loop.overlap.detach()
-            methods = (*pipelining.RECEIVES, *pipelining.BACKWARDS, *pipelining.FINISHES)
+            methods = (*pipelining.MEETS, *pipelining.BACKWARDS, *pipelining.FINISHES)
             left = [name for stage in pipelining._stages_of(loop.pipeline) for name in methods if name in vars(stage)]
             assert not left
             assert "step" not in vars(loop.pipeline)
@@ -421,9 +421,9 @@ def names_of_torch(kind: Kind) -> None:
         return call()
 
     for stage in stages:
-        for name in (*pipelining.RECEIVES, *pipelining.BACKWARDS):
+        for name in (*pipelining.MEETS, *pipelining.BACKWARDS):
             assert callable(getattr(stage, name)), f"a stage of torch has no {name}"
-        for name in (*pipelining.RECEIVES, *pipelining.BACKWARDS, *pipelining.FINISHES):
+        for name in (*pipelining.MEETS, *pipelining.BACKWARDS, *pipelining.FINISHES):
             if hasattr(stage, name):
                 pipelining.StageCall(stage, name, partial(noted, name))
     loop.run(0)

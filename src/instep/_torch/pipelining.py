@@ -1,10 +1,10 @@
 """``torch.distributed.pipelining``: which stages a schedule has here, and when the gradients of a stage are final.
 
 torch calls nobody when a stage is through. So the stage's own methods are put behind ``StageCall``s: those that name
-what is received (``RECEIVES``), those that run a backward (``BACKWARDS``), and those that come after the last of them,
-which reduce gradients over FSDP's ranks and divide them by the number of micro-batches (``FINISHES``). The schedules
-call these on the stage object, so that an attribute of that object is met first. Hooks of parameters would not do:
-zero-bubble schedules compute the gradients of weights with ``torch.autograd.grad``, and add them to ``.grad``
+what is received and sent (``MEETS``), those that run a backward (``BACKWARDS``), and those that come after the last of
+these, which reduce gradients over FSDP's ranks and divide them by the number of micro-batches (``FINISHES``). The
+schedules call these on the stage object, so that an attribute of that object is met first. Hooks of parameters would
+not do: zero-bubble schedules compute the gradients of weights with ``torch.autograd.grad``, and add them to ``.grad``
 themselves.
 
 The names of these methods, ``_stage``, ``_stages`` and ``_n_microbatches`` are what is private here;
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 BACKWARDS = ("backward_one_chunk", "backward_weight_one_chunk")
 """Of a stage: each runs one backward of a micro-batch, or of its weights alone."""
-RECEIVES = ("get_fwd_recv_ops", "get_bwd_recv_ops")
-"""Of a stage: what it is about to wait for. No other rank may ever send it, where a step failed there."""
+MEETS = ("get_fwd_recv_ops", "get_bwd_recv_ops", "get_fwd_send_ops", "get_bwd_send_ops")
+"""Of a stage: what is about to be received or sent. Where a step failed on the other rank, that never comes to it."""
 FINISHES = ("perform_reduce_grad", "scale_grads", "wait_for_gradient_reduction")
 """Of a stage: after the last backward of a run, with final gradients when the outermost of them returns. torch has the
 first since 2.8 or so, and the last since 2.15. Before that, a run that returns has finished."""
@@ -73,7 +73,7 @@ class Pipeline:
         calls = [StageCall(schedule, "step", lambda call, _: _around_run(ref, call))]
         for number, stage in enumerate(_stages_of(schedule)):
             watched = _WatchedStage(ref, number, ends_with_run=not hasattr(stage, FINISHES[0]))
-            calls += [StageCall(stage, name, watched.receive) for name in RECEIVES]
+            calls += [StageCall(stage, name, watched.meet) for name in MEETS]
             calls += [StageCall(stage, name, watched.backward) for name in BACKWARDS]
             calls += [StageCall(stage, name, watched.finish) for name in FINISHES if hasattr(stage, name)]
         return calls
@@ -105,8 +105,8 @@ class Runs(Protocol):
     def run(self, call: Callable[[], Any]) -> Any:
         """Make ``call``, which is one run, and return what it returns."""
 
-    def is_about_to_wait(self) -> None:
-        """The run goes on when another rank has sent something."""
+    def is_about_to_meet(self) -> None:
+        """The run goes on when another rank comes to the same point."""
 
     def stage_is_through(self, number: int) -> None:
         """The gradients of this rank's stage ``number`` are final, unless the loop goes on to add to them."""
@@ -130,10 +130,10 @@ class _WatchedStage:
         self._depth = 0  # one of ``FINISHES`` calls another
         self.has_ended = False  # whether the last backward of the run has been
 
-    def receive(self, call: Callable[[], Any], options: object) -> Any:
+    def meet(self, call: Callable[[], Any], options: object) -> Any:
         found, runs = call(), self._runs()
         if found and runs is not None:
-            runs.is_about_to_wait()
+            runs.is_about_to_meet()
         return found
 
     def backward(self, call: Callable[[], Any], options: Mapping[str, Any]) -> Any:

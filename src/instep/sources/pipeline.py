@@ -123,7 +123,7 @@ class PipelineSource:
             self._sink.raise_failure()
         return found
 
-    def is_about_to_wait(self) -> None:
+    def is_about_to_meet(self) -> None:
         if not self._has_heard:
             self._has_heard = True
             self._steps.hear_of_last_step()
