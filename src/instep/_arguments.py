@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from instep._torch.pipelining import Pipeline, is_schedule
 from instep.errors import InstepError
 
 Error = type[InstepError]
@@ -99,16 +98,6 @@ def _unwrapped(optimizer: Any) -> Any:
         seen.add(id(inner))
         optimizer = inner
     return optimizer
-
-
-def pipeline_of(schedule: Any, error: Error) -> Pipeline:
-    """Return the pipeline of a schedule of ``torch.distributed.pipelining``."""
-    if not is_schedule(schedule):
-        raise error(
-            "pipeline must be a schedule of torch.distributed.pipelining, such as Schedule1F1B(stage, …), not "
-            f"{type(schedule).__name__}"
-        )
-    return Pipeline(schedule)
 
 
 def require_flag(name: str, value: object, error: Error) -> None:

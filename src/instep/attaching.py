@@ -10,21 +10,20 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from instep._arguments import models_of, optimizers_of, pipeline_of, torchs_of, unlike_torchs
+from instep._arguments import models_of, optimizers_of, torchs_of, unlike_torchs
 from instep._gradients.clipping import ClipNorm, ClipValue
 from instep._gradients.scaling import Policy
 from instep._refusals.rules import DISABLED, LEFT_TO_TORCH, MODEL, OPTIONS, PARAMETERS, left_to_torch, refuse
 from instep.attachment import Attachment, attached_parameters, giving_way, register
 from instep.errors import AttachError
-from instep.options import BY_ENVIRONMENT, Communication, Defer, Offload, Options, Randomness, Schedules
+from instep.options import BY_ENVIRONMENT, Communication, Defer, Offload, Options, Randomness, Schedules, pipeline_of
 from instep.sources.ddp.reducer import CommHook
 from instep.sources.fsdp.modules import put_shards_in_place
 from instep.target import Target, as_one
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    from instep._torch.pipelining import PipelineSchedule
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 _logger = logging.getLogger("instep")
 _said: set[str] = set()
@@ -53,7 +52,7 @@ def attach(
     check_steps: int = 0,
     random: Literal["keyed"] | None = None,
     seed: int | None = None,
-    pipeline: "PipelineSchedule | None" = None,
+    pipeline: "PipelineScheduleSingle | PipelineScheduleMulti | None" = None,
 ) -> Attachment:
     """Step the parameters of ``model`` behind backward, or behind the next forward, with the user's ``optimizer``.
 
@@ -171,11 +170,10 @@ def attach(
         scaler,
         undo,
         nonfinite,
-        Communication(comm_hook, mixed_precision, cross_iteration, shard_state),
+        Communication(comm_hook, mixed_precision, cross_iteration, shard_state, pipeline_of(pipeline)),
         offload,
         check_steps,
         Randomness(random, seed),
-        None if pipeline is None else pipeline_of(pipeline, AttachError),
         left_to_torch=BY_ENVIRONMENT if os.environ.get("INSTEP_DISABLE", "") not in ("", "0") else None,
     )
     unlike = unlike_torchs(optimizer) if options.takes_any_loop else None

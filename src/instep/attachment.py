@@ -284,7 +284,7 @@ class Attachment:
         return micro_batches(self._parts, loss_of, batches, together=self._frees_in_backward)
 
     def _require_no_pipeline(self, call: str) -> None:
-        pipeline = self._options.pipeline
+        pipeline = self._options.communication.pipeline
         if pipeline is not None:
             raise InstepError(
                 f"{call} does not go with pipeline=: {pipeline.kind} runs {pipeline.micro_batches} micro-batches in "

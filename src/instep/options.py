@@ -15,7 +15,8 @@ from instep._gradients.clipping import ClipNorm, ClipValue
 from instep._gradients.scaling import Policy
 from instep._optim.kinds import ONLY_DEFER
 from instep._optim.parameters import MIB
-from instep._torch.pipelining import Pipeline
+from instep._torch.pipelining import Pipeline, is_schedule
+from instep.errors import AttachError
 from instep.sources.ddp.reducer import CommHook
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Communication:
     mixed_precision: "MixedPrecisionPolicy | None" = None
     cross_iteration: bool = False
     shard_state: bool = False
+    pipeline: Pipeline | None = None
 
     @property
     def puts_off(self) -> bool:
@@ -81,7 +83,6 @@ class Options:
     offload: Offload | None = None
     check_steps: int = 0
     randomness: Randomness = field(default_factory=Randomness)
-    pipeline: Pipeline | None = None
     steps_itself: bool = False
     left_to_torch: str | None = None
 
@@ -116,7 +117,7 @@ class Options:
             communication=self.communication,
             steps_itself=self.steps_itself,
         )
-        return self == usual
+        return self == usual and self.communication.pipeline is None
 
     @property
     def votes(self) -> bool:
@@ -171,6 +172,16 @@ class Options:
         words = {name: _in_words(name, value) for name, value in _each(self)}
         words["INSTEP_DISABLE"] = "set" if words.pop("left_to_torch") == repr(BY_ENVIRONMENT) else "not set"
         return words
+
+
+def pipeline_of(schedule: object) -> Pipeline | None:
+    """The pipeline of what ``attach`` was given as ``pipeline``."""
+    if schedule is None or is_schedule(schedule):
+        return None if schedule is None else Pipeline(schedule)
+    raise AttachError(
+        "pipeline must be a schedule of torch.distributed.pipelining, such as Schedule1F1B(stage, …), not "
+        f"{type(schedule).__name__}"
+    )
 
 
 def _each(options: Any) -> Iterator[tuple[str, Any]]:

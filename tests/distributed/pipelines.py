@@ -2,6 +2,7 @@
 ``optimizer.step()``, and the same attached."""
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -34,8 +35,10 @@ MULTI = (
     "ScheduleInterleaved1F1B",
     "ScheduleInterleavedZeroBubble",
     "ScheduleZBVZeroBubble",
-    "ScheduleDualPipeV",
+    *(["ScheduleDualPipeV"] if hasattr(schedules, "ScheduleDualPipeV") else []),  # since torch 2.8
 )
+SCALES = "scale_grads" in inspect.signature(schedules.Schedule1F1B).parameters
+"""Whether torch divides gradients: before 2.7 nobody did."""
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 
 
@@ -135,7 +138,9 @@ class Loop:
         stages = [PipelineStage(m, n, kind.count, here(), group=group) for m, n in zip(self.models, mine, strict=True)]
         made = getattr(schedules, kind.schedule)
         given: Any = stages[0] if kind.schedule in SINGLE else stages
-        self.pipeline = made(given, kind.micro_batches, loss_fn=self._loss, scale_grads=kind.scale)
+        self.pipeline = made(
+            given, kind.micro_batches, loss_fn=self._loss, **({"scale_grads": kind.scale} if SCALES else {})
+        )
         self.optimizers = kind.optimizers(self.models)
         self.is_first, self.is_last = 0 in mine, kind.count - 1 in mine
         self.scaler: Any = None

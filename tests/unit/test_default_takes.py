@@ -12,6 +12,7 @@ ASKED_FOR = {
     "options.invalid_mixed_precision": "mixed_precision",
     "options.mixed_precision_without_floats": "mixed_precision",
     "model.parameters_without_shards": "shard_state",
+    "model.other_than_the_stages": "pipeline",
     "model.all_frozen": "anything",
     "optimizers.spread_in_different_ways": "check_steps",
 }

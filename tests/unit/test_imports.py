@@ -93,6 +93,8 @@ ALLOWED = {
         "sources",
     },
     "options": {
+        "errors",
+        "_torch",
         "_optim",
         "_gradients",
         "sources.ddp",

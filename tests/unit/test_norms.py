@@ -3,6 +3,7 @@
 import inspect
 import math
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import nn
 from torch.nn.utils import clip_grad, clip_grad_norm_, get_total_norm
 from torch.utils import _foreach_utils
 
+import instep
+from instep import ClipNorm
 from instep._gradients.clipping import clip_by, norms_of, scales_down, total_norm
 
 NORM_TYPES = [0.0, 0.5, 1.0, 2.0, 3.0, math.inf]
@@ -55,24 +58,24 @@ def test_norms_taken_in_parts_make_torchs_total(dtypes: str, norm_type: float, s
     # The largest element of an empty tensor is not defined: torch raises.
     tensors = gradients(DTYPES[dtypes], seed, SIZES[1:] if norm_type == math.inf else SIZES)
     expected = get_total_norm(tensors, norm_type)
-    assert_same(total_norm(tensors, in_parts(tensors, norm_type, seed), norm_type, False), expected)
+    assert_same(total_norm(tensors, in_parts(tensors, norm_type, seed), norm_type), expected)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 17, 64, 300])
 def test_any_number_of_gradients(count: int) -> None:
     tensors = gradients(DTYPES["mixed"], count, [1 + 13 * i % 101 for i in range(count)])
-    assert_same(total_norm(tensors, in_parts(tensors, 2.0, count), 2.0, False), get_total_norm(tensors))
+    assert_same(total_norm(tensors, in_parts(tensors, 2.0, count), 2.0), get_total_norm(tensors))
 
 
 def test_no_gradient_at_all() -> None:
     assert norms_of([], 2.0) == []
-    assert_same(total_norm([], [], 2.0, False), get_total_norm([]))
+    assert_same(total_norm([], [], 2.0), get_total_norm([]))
 
 
 def test_gradients_that_are_not_contiguous() -> None:
     tensors = [g.view(-1, 2).t() for g in gradients([torch.float32], sizes=[64, 100, 4096])]
     tensors += [g[::2] for g in gradients([torch.float32], sizes=[64, 100, 4096])]
-    assert_same(total_norm(tensors, in_parts(tensors, 2.0, 0), 2.0, False), get_total_norm(tensors))
+    assert_same(total_norm(tensors, in_parts(tensors, 2.0, 0), 2.0), get_total_norm(tensors))
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
@@ -80,16 +83,19 @@ def test_gradients_that_are_not_contiguous() -> None:
 def test_a_norm_that_is_not_finite(value: float, norm_type: float) -> None:
     tensors = gradients([torch.float32], sizes=[8, 9, 33])
     tensors[1][3] = value
-    assert_same(
-        total_norm(tensors, in_parts(tensors, norm_type, 0), norm_type, False), get_total_norm(tensors, norm_type)
-    )
+    assert_same(total_norm(tensors, in_parts(tensors, norm_type, 0), norm_type), get_total_norm(tensors, norm_type))
 
 
 def test_a_norm_that_is_not_finite_raises_where_that_is_asked_for() -> None:
-    tensors = [torch.tensor([1.0, math.inf])]
-    for total in (get_total_norm, lambda t, n, e: total_norm(t, norms_of(t, n), n, e)):
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([1.0, math.inf])
+    model = nn.Module()
+    model.weight = parameter
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    instep.attach(model, optimizer, clip=ClipNorm(1.0, error_if_nonfinite=True))
+    for clip in (partial(get_total_norm, [parameter.grad], 2.0, True), optimizer.step):
         with pytest.raises(RuntimeError, match="norm of order 2"):
-            total(tensors, 2.0, True)
+            clip()
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 1e-3, 1.0, 1e9])
@@ -104,7 +110,7 @@ def test_clipping_with_the_total_is_clip_grad_norm(max_norm: float) -> None:
     plain, ours = parameters(), parameters()
     expected = clip_grad_norm_(plain, max_norm)
     norms = norms_of([p.grad for p in ours if p.grad is not None], 2.0)
-    total = total_norm(ours, norms, 2.0, False)  # like the parameters: their gradients may be gone by then
+    total = total_norm(ours, norms, 2.0)  # like the parameters: their gradients may be gone by then
     clip_by(ours[:7], max_norm, total)
     clip_by(ours[7:], max_norm, total)
     assert_same(total, expected)

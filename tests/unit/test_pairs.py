@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
@@ -70,6 +71,15 @@ def sharded_flat() -> nn.Module:
     return FullyShardedDataParallel(linear(), use_orig_params=True, device_id=torch.device("cpu"))
 
 
+def one_stage() -> nn.Module:
+    """On ranks: a stage asks for its own."""
+    return linear()
+
+
+def schedule_of(model: nn.Module) -> Schedule1F1B:
+    return Schedule1F1B(PipelineStage(model, 0, 1, torch.device("cpu")), 2, loss_fn=nn.functional.mse_loss)
+
+
 class OwnSGD(torch.optim.SGD):
     """Not torch's own: it may draw random numbers."""
 
@@ -104,6 +114,7 @@ CAST = {"mixed_precision": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
 REDUCED = {"mixed_precision": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
 CROSSING, SHARDS = {"cross_iteration": True}, {"shard_state": True}
 KEYED = {"random": "keyed", "seed": 1}
+PIPELINE = {"pipeline": "of the model"}
 Adafactor = torch.optim.Adafactor  # its update is not elementwise
 
 CASES = {
@@ -125,6 +136,10 @@ CASES = {
     "COMM_HOOK_WITHOUT_DDP": Case(HOOK, {}),
     "PER_BUCKET_WITH_UNUSED_PARAMETERS": Case(PER_BUCKET, BACKWARD, partial(ddp, find_unused_parameters=True)),
     "TWO_PASS_WITH_PARAMETERS_OUTSIDE": Case(TWO_PASS, BACKWARD, ddp_in_part),
+    "PIPELINE_WITH_ACCUMULATION_STEPS": Case({"accumulation_steps": 2}, PIPELINE, one_stage),
+    "PIPELINE_WITH_TWO_PASS": Case(TWO_PASS, {**PIPELINE, **BACKWARD}, one_stage),
+    "PIPELINE_WITH_COMMUNICATION": Case(SHARDS, PIPELINE, ddp),
+    "PIPELINE_WITH_FSDP1": Case(PIPELINE, {}, sharded_flat),
     "BUCKET_BYTES_WITH_FSDP": Case({"bucket_bytes": 2**20}, {}, sharded),
     "MIXED_PRECISION_WITH_FSDP": Case(CAST, {}, sharded_flat),
     "CLIP_NORM_WITH_FSDP1": Case(EXACT, {}, sharded_flat),
@@ -192,17 +207,22 @@ def test_a_pair_is_refused_and_one_of_the_two_is_not(name: str, monkeypatch: pyt
         refused_and_taken(name, case)
 
 
+def with_schedule(given: dict[str, Any], model: Any) -> dict[str, Any]:
+    return {**given, "pipeline": schedule_of(model)} if "pipeline" in given else given
+
+
 def refused_and_taken(name: str, case: Case) -> None:
     model = case.model()
     modules = model if isinstance(model, list) else [model]
     optimizer = case.optimizer([p for module in modules for p in module.parameters()])
     before = hooks_of(modules, optimizer)
+    option, other = with_schedule(case.option, model), with_schedule(case.other, model)
     with pytest.raises(AttachError) as raised:
-        instep.attach(model, optimizer, **case.option, **case.other)
+        instep.attach(model, optimizer, **option, **other)
     assert raised.traceback[-1].locals["self"] is PAIRS[name], raised.value
     assert hooks_of(modules, optimizer) == before
     assert all(instep.attached(module) is None for module in modules)
-    instep.attach(model, optimizer, **case.other).detach()
+    instep.attach(model, optimizer, **other).detach()
 
 
 def test_each_row_has_a_case_and_a_place_among_the_rules() -> None:

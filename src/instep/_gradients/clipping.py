@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, Literal, cast, get_args
 
 import torch
-import torch.distributed as dist
 from torch.utils import _foreach_utils
 
 from instep._optim.parameters import AttachedParameter
@@ -273,20 +272,6 @@ def total_norm(like: Sequence[torch.Tensor], norms: Sequence[torch.Tensor], norm
         total = torch.linalg.vector_norm(torch.stack([norm.to(like[0].device) for norm in ordered]), norm_type)
         totals.append(total.full_tensor() if hasattr(total, "full_tensor") else total)
     return totals[0] if len(totals) == 1 else torch.linalg.vector_norm(torch.stack(totals), norm_type)
-
-
-@torch.no_grad()
-def norm_over_stages(total: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:
-    """The norm of the gradients of all stages of a pipeline, given ``total``, that of this rank's stages: the p-th root
-    of the sum of p-th powers, as a loop by hand takes it (torchtitan, ``distributed/utils.py``, ``clip_grad_norm_``).
-    All ranks of ``group`` must call this; it waits for them."""
-    total = total.clone()
-    if math.isinf(norm_type):
-        dist.all_reduce(total, op=dist.ReduceOp.MAX, group=group)
-        return total
-    total.pow_(norm_type)
-    dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
-    return total.pow_(1.0 / norm_type)
 
 
 def _require_finite(total: torch.Tensor, norm_type: float) -> None:

@@ -1,11 +1,13 @@
 """What ranks send one another: JSON and tensors, in collectives of plain numbers, so that nothing received is ever run.
 
 First the messages. Then what stands on them: the models of all ranks are compared (``require_the_same``) and made equal
-(``broadcast``), and one rank's model and optimizers go to all (``resync``). Everything here is collective, and public
+(``broadcast``), one rank's model and optimizers go to all (``resync``), and the stages of a pipeline take one norm
+(``norm_over_stages``). Everything here is collective, and public
 torch.
 """
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -211,3 +213,17 @@ def resync(model: nn.Module, optimizers: Iterable[Optimizer], group: dist.Proces
 def _as_here(received: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     """The received settings, with tuples in the place of lists where this rank has tuples: JSON knows lists only."""
     return {k: tuple(v) if isinstance(settings.get(k), tuple) else v for k, v in received.items()}
+
+
+@torch.no_grad()
+def norm_over_stages(total: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:
+    """The norm of the gradients of all stages of a pipeline, given ``total``, that of this rank's stages: the p-th root
+    of the sum of p-th powers, as a loop by hand takes it (torchtitan, ``distributed/utils.py``, ``clip_grad_norm_``).
+    All ranks of ``group`` must call this; it waits for them."""
+    total = total.clone()
+    if math.isinf(norm_type):
+        dist.all_reduce(total, op=dist.ReduceOp.MAX, group=group)
+        return total
+    total.pow_(norm_type)
+    dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
+    return total.pow_(1.0 / norm_type)

@@ -35,7 +35,7 @@ def scripted(target: Target, options: Options) -> None:
 
 
 def sharded_among_several(target: Target, options: Options) -> None:
-    if len(target.called) > 1 and options.pipeline is None and (target.fsdp1 or target.fsdp2):
+    if len(target.called) > 1 and options.communication.pipeline is None and (target.fsdp1 or target.fsdp2):
         raise AttachError(
             "model is a list, and FSDP shards one of its modules: it gathers and reduces for the module that the loop "
             "calls. Attach each sharded module with an optimizer of its own, or the module that holds them all"
@@ -43,9 +43,9 @@ def sharded_among_several(target: Target, options: Options) -> None:
 
 
 def other_than_the_stages(target: Target, options: Options) -> None:
-    if options.pipeline is None:
+    if (pipeline := options.communication.pipeline) is None:
         return
-    stages = options.pipeline.modules
+    stages = pipeline.modules
     stranger = next((called for called in target.called if not any(called is stage for stage in stages)), None)
     if stranger is not None or len(target.called) < len(stages):
         found = f"model is {len(target.called)}" if stranger is None else f"{type(stranger).__name__} is none of them"

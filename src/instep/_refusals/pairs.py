@@ -81,7 +81,7 @@ _OFFLOAD = Choice('`offload="host"`', lambda t, o: o.offload is not None)
 _CHECK_STEPS = Choice("`check_steps`", lambda t, o: o.check_steps > 0)
 _KEYED = Choice('`random="keyed"` and an optimizer that is not torch\'s own', lambda t, o: bool(drawing_by_key(t, o)))
 _NOT_ONE_DDP = Choice("a model without exactly one `DistributedDataParallel`", lambda t, o: len(t.ddps) != 1)
-_PIPELINE = Choice("`pipeline`", lambda t, o: o.pipeline is not None)
+_PIPELINE = Choice("`pipeline`", lambda t, o: o.communication.pipeline is not None)
 _FSDP1 = Choice("`FullyShardedDataParallel`", lambda t, o: bool(t.fsdp1))
 _FSDP = Choice("`fully_shard` or `FullyShardedDataParallel`", lambda t, o: bool(t.fsdp1 or t.fsdp2))
 _DISABLED = Choice("`INSTEP_DISABLE=1`", lambda t, o: o.left_to_torch == BY_ENVIRONMENT)
@@ -192,7 +192,7 @@ def _ways_to_clip(target: Target, options: Options) -> str:
     ways = ["schedule='forward' (exact)"]
     if not shards:
         ways.append("undo=True (exact: a step that turns out to need clipping is put back and done again)")
-    if not (shards or target.fsdp2 or scales or options.pipeline is not None):
+    if not (shards or target.fsdp2 or scales or options.communication.pipeline is not None):
         ways.append(
             "ClipNorm(mode='two_pass') (exact: two backwards, by overlap.backward(loss) or "
             "overlap.micro_batches(loss_of, batches))"
@@ -369,7 +369,7 @@ PIPELINE_WITH_TWO_PASS = Pair(
 PIPELINE_WITH_COMMUNICATION = Pair(
     Choice(
         "`comm_hook`, `mixed_precision`, `cross_iteration` or `shard_state`",
-        lambda t, o: o.communication != Communication(),
+        lambda t, o: bool(_of_communication(o)),
     ),
     _PIPELINE,
     "the schedule says when gradients are sent",
@@ -391,14 +391,15 @@ PIPELINE_WITH_FSDP1 = Pair(
 
 
 def _micro_batches(options: Options) -> str:
-    assert options.pipeline is not None
-    count = options.pipeline.micro_batches
+    assert options.communication.pipeline is not None
+    count = options.communication.pipeline.micro_batches
     return f"{count} micro-{'batch' if count == 1 else 'batches'}"
 
 
 def _of_communication(options: Options) -> list[str]:
+    """Those beside ``pipeline`` that were given."""
     usual = Communication()
-    names = (one.name for one in fields(usual))
+    names = (one.name for one in fields(usual) if one.name != "pipeline")
     return [name for name in names if getattr(options.communication, name) != getattr(usual, name)]
 
 

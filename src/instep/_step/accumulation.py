@@ -29,9 +29,8 @@ class Accumulation:
         sharded: whether they are FSDP models.
 
     Attributes:
-        in_pipeline: whether the model is in a pipeline, whose runs say when gradients are final.
-        runs_stages: whether a run of the pipeline is under way, in which each stage only adds up the gradients of its
-            micro-batches.
+        runs_stages: whether a run of a pipeline is under way, in which each stage only adds up the gradients of its
+            micro-batches; ``None``: the model is in none.
         waiting: returns how many micro-batches of the step wait, after their forward, for the last one's backward.
         finish: runs one backward for those, if no last one comes.
     """
@@ -40,8 +39,7 @@ class Accumulation:
         self, steps: int, wrapped: Callable[[], Sequence[Syncing]], votes: StepVotes, *, sharded: bool
     ) -> None:
         self.steps = steps
-        self.in_pipeline = False
-        self.runs_stages = False
+        self.runs_stages: bool | None = None
         self.waiting: Callable[[], int] = int
         self.finish: Callable[[], object] = int
         self._sharded = sharded
@@ -58,7 +56,9 @@ class Accumulation:
     @property
     def is_in_hold(self) -> bool:
         """Whether this is inside of ``hold``, or of the loop's ``no_sync``."""
-        if self._held > 0 or self.runs_stages:
+        if self._held > 0:
+            return True
+        if self.runs_stages:
             return True
         wrapped = self._wrapped()
         return bool(wrapped) and any(
@@ -78,7 +78,7 @@ class Accumulation:
     @property
     def next_only_adds(self) -> bool:
         """Whether the backward that is about to begin only adds."""
-        return self.is_in_hold or self._is_before_last
+        return self.is_in_hold or (self.steps > 1 and self._is_before_last)
 
     @property
     def _is_before_last(self) -> bool:

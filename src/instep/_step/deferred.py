@@ -722,7 +722,7 @@ class ForwardSchedule(Schedule):
     def begin_final_backward(self) -> None:
         self._deferring.backward_begins()
         self._step.ledger.votes.begin_backward(self._step.ledger.step_count)
-        self.hear_of_last_step()
+        self._step.hear(_nothing, wait=True)
 
     def end_backward(self) -> None:
         """Nothing was written in it."""

@@ -98,7 +98,7 @@ class BucketSink(Schedule):
             step.backwards.gives_gradients()
             step.backwards.begin(parameters[0].spec.device)
             self._offer(AttachedParameters.of(parameters))
-            seen = step.backwards.running is not None or step.accumulation.in_pipeline
+            seen = step.backwards.running is not None or step.accumulation.runs_stages is not None
             return self._writes.accepts_update(seen=seen)
 
     def _open(self) -> None:
@@ -410,7 +410,7 @@ class BackwardSchedule(BucketSink):
     def begin_final_backward(self) -> None:
         step = self._step
         step.ledger.votes.begin_backward(step.ledger.step_count)
-        self.hear_of_last_step()
+        step.hear(self._writes.release, wait=True)
         if step.members.applied:
             raise AccumulationError(
                 f"a second backward began before {owed_steps(step)}, but the first has already updated the weights. "

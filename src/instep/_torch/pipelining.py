@@ -15,17 +15,11 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-import torch.distributed as dist
 from torch import nn
 
 from instep._torch.hooks import BoundHook
-
-if TYPE_CHECKING:
-    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
-
-    PipelineSchedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 BACKWARDS = ("backward_one_chunk", "backward_weight_one_chunk")
 """Of a stage: each runs one backward of a micro-batch, or of its weights alone."""
@@ -41,17 +35,15 @@ class Pipeline:
 
     Attributes:
         kind: the class of the schedule.
-        group: the process group of the stages' ranks.
+        group: the process group of the stages' ranks; ``None``: the default one.
         count: how many stages the pipeline has, on all ranks.
         micro_batches: how many one run has.
     """
 
-    def __init__(self, schedule: "PipelineSchedule") -> None:
+    def __init__(self, schedule: Any) -> None:
         stages = _stages_of(schedule)
         self.kind = type(schedule).__name__
-        group = stages[0].group or dist.group.WORLD
-        assert group is not None, "the stage has asked for its rank"
-        self.group: dist.ProcessGroup = group
+        self.group: Any = stages[0].group
         self.count: int = stages[0].num_stages
         self.micro_batches: int = schedule._n_microbatches
         self._schedule = weakref.ref(schedule)
@@ -79,18 +71,20 @@ class Pipeline:
         return calls
 
 
+_MODULE = "torch.distributed.pipelining.schedules"
+"""torch itself does not import it, and the import takes a while."""
+
+
 def is_used() -> bool:
-    """Whether somebody may have made a schedule: torch itself does not import its module, which takes a while."""
-    return "torch.distributed.pipelining.schedules" in sys.modules
+    """Whether somebody may have made a schedule."""
+    return _MODULE in sys.modules
 
 
 def is_schedule(found: object) -> bool:
     """Whether ``found`` is a schedule whose stages can be watched."""
-    if not is_used():
+    if (made := sys.modules.get(_MODULE)) is None:
         return False
-    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
-
-    return isinstance(found, (PipelineScheduleSingle, PipelineScheduleMulti))
+    return isinstance(found, (made.PipelineScheduleSingle, made.PipelineScheduleMulti))
 
 
 def _stages_of(schedule: Any) -> Sequence[Any]:

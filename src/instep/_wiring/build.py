@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from instep._gradients.clipping import ClipNorm, Clipping, norm_over_stages
+from instep._gradients.clipping import ClipNorm, Clipping
 from instep._gradients.scaling import LossScale
 from instep._optim.kinds import STEPPED_WHOLE, ToldStep, is_torchs_own, steps_as_tested, steps_one, takes_hooks
 from instep._optim.offload import HostLoading, HostState, OffloadedState, Part
@@ -21,6 +21,8 @@ from instep._optim.probe import Separability, not_asked, separability_of
 from instep._optim.random_numbers import KeyedDraws
 from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo
+from instep._ranks.collectives import norm_over_stages
+from instep._ranks.process_groups import world
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation, Syncing
 from instep._step.checking import Check
@@ -140,8 +142,8 @@ def make_sources(
     uses: ForwardCounts,
 ) -> list[Source]:
     """The sources of the schedule's parameters, not connected yet."""
-    if options.pipeline is not None:
-        return [_in_pipeline(target, options, options.pipeline, chosen, accumulation)]
+    if (pipeline := options.communication.pipeline) is not None:
+        return [_in_pipeline(options, pipeline, chosen, accumulation)]
     if chosen.sink is None:
         return []
     sink, communication, dtype = chosen.sink, options.communication, options.communication.reduce_dtype
@@ -180,11 +182,9 @@ def _reducing(wrapper: Wrapped, mine: Sequence[AttachedParameter], sink: Sink, c
     return DDPSource(sink, mine, wrapper, communication.comm_hook, communication.reduce_dtype)
 
 
-def _in_pipeline(
-    target: Target, options: Options, pipeline: Pipeline, chosen: Chosen, accumulation: Accumulation
-) -> Source:
+def _in_pipeline(options: Options, pipeline: Pipeline, chosen: Chosen, accumulation: Accumulation) -> Source:
     """``optimizer.step()`` takes norms itself: only with ``schedule="backward"`` anything is done with gradients."""
-    accumulation.in_pipeline = True
+    accumulation.runs_stages = False
     sink = chosen.sink if isinstance(chosen.sink, BackwardSchedule) else None
     of_each = [frozenset(map(id, stage.parameters())) for stage in pipeline.modules]
     schedule, size = chosen.schedule, options.bucket_bytes
@@ -344,8 +344,8 @@ def build(target: Target, options: Options) -> Parts:
     refs = WeakRefs(target)
     clipping, votes = Clipping(options.clip), StepVotes(rank)
     is_sharded = bool(target.groups)
-    if options.pipeline is not None:
-        clipping.over_stages = partial(norm_over_stages, group=options.pipeline.group)
+    if (pipeline := options.communication.pipeline) is not None:
+        clipping.over_stages = partial(norm_over_stages, group=pipeline.group or world())
     accumulation = Accumulation(options.accumulation_steps, _synced(refs.wrapped, target), votes, sharded=is_sharded)
     in_backward, on_trial = options.schedule == "backward", bool(options.undo)
     if options.splits_steps or options.check_steps:
@@ -499,7 +499,7 @@ def _meet_ranks(parts: Parts, target: Target, options: Options) -> None:
     votes, ddps = parts.votes, target.ddps
     if votes.ranks is None:
         return
-    if not target.groups and options.pipeline is None:  # FSDP gathers the weights for autograd.grad, too
+    if not target.groups and options.communication.pipeline is None:  # FSDP gathers the weights for autograd.grad, too
         votes.communicates = partial(communicates, weakref.ref(parts.schedule))
     votes.stand_aside = partial(stand_aside, parts.sources, [weakref.ref(ddp) for ddp in ddps])
     parts.handles.extend(Joining(ddp, votes, parts.schedule) for ddp in ddps)

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from instep._ranks.comparison import digest_of
+from instep._ranks.process_groups import world
 from instep._ranks.step_ranks import StepRanks, neighbours_of
 from instep._ranks.votes import StepVotes
 from instep._step.schedule import Schedule
@@ -39,12 +40,12 @@ def ranks_of(target: Target, options: Options) -> StepRanks | None:
     """The ranks that share the model; ``None``: there is one."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    pipeline = options.pipeline
-    stages = None if pipeline is None else pipeline.group
+    pipeline = options.communication.pipeline
+    stages = None if pipeline is None else pipeline.group or world()
     neighbours = neighbours_of([*target.wrapped, *target.fsdp1], target.optimized(), stages)
     if neighbours is None:
         return None
-    meets = options.votes or options.communication != Communication() or pipeline is not None
+    meets = options.votes or options.communication != Communication()
     if pipeline is not None:
         # Each rank has parameters of its own. The pipelines that data is divided among have one name.
         return StepRanks(neighbours, [options.in_words()], digest_of(repr(pipeline)), waits=meets, matters=meets)
