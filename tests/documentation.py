@@ -32,7 +32,7 @@ NOT_RUN = "not run: "
 _FENCE = re.compile(r"```(\w+)(?: title=\"([^\"]*)\")?")
 _COMMAND = re.compile(r"`((?:python|torchrun|taskset|instep|pytest|mkdocs|accelerate) [^`…]+)`")
 _BACKWARD = re.compile(r"(?<!optimizer_in_)backward\(")
-_ON_RANKS = re.compile(r"\b(ddp|DistributedDataParallel|fully_shard|replicate|comm_hook|shard_state)\b")
+_ON_RANKS = re.compile(r"\b(ddp|DistributedDataParallel|fully_shard|replicate|comm_hook|shard_state|pipeline)\b")
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,11 @@ class Names(dict[str, Any]):
         return made
 
 
+def _parameters(names: Names) -> list[nn.Parameter]:
+    models = names["modules"] if "pipeline" in names.code else [names["model"]]
+    return [p for model in models for p in model.parameters()]
+
+
 def _model(names: Names) -> nn.Module:
     if "Trainer(model" in names.code:
         return _small_llama()
@@ -194,6 +199,19 @@ def _arguments(names: Names) -> Any:
     return TrainingArguments("runs", max_steps=2, report_to=[], save_strategy="no")
 
 
+def _stages(names: Names) -> list[Any]:
+    """Of this rank, in a pipeline with two stages on each."""
+    from torch.distributed.pipelining import PipelineStage
+
+    rank, ranks, here = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
+    return [PipelineStage(nn.Linear(16, 16), number, 2 * ranks, here) for number in (rank, rank + ranks)]
+
+
+def _pipeline(names: Names) -> Any:
+    made = names["ScheduleInterleaved1F1B"]
+    return made(names["stages"], n_microbatches=8, loss_fn=names["loss_fn"])
+
+
 _POWER_SGD = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
 _STAND_INS: Mapping[str, Callable[[Names], Any]] = {
     "instep": lambda names: instep,
@@ -203,7 +221,7 @@ _STAND_INS: Mapping[str, Callable[[Names], Any]] = {
     "model": _model,
     "Model": lambda names: Model,
     "ddp": lambda names: DistributedDataParallel(names["model"], gradient_as_bucket_view=True),
-    "optimizer": lambda names: torch.optim.AdamW(names["model"].parameters(), lr=1e-2),
+    "optimizer": lambda names: torch.optim.AdamW(_parameters(names), lr=1e-2),
     "scheduler": lambda names: Scheduler(names["optimizer"]),
     "scaler": lambda names: torch.amp.GradScaler("cpu", init_scale=1024.0),
     "loader": _batches,
@@ -219,6 +237,11 @@ _STAND_INS: Mapping[str, Callable[[Names], Any]] = {
     "policy": lambda names: _of("torch.distributed.fsdp", "MixedPrecisionPolicy")(names)(param_dtype=torch.bfloat16),
     "state": lambda names: _of(_POWER_SGD, "PowerSGDState")(names)(None, start_powerSGD_iter=2),
     "powerSGD_hook": _of(_POWER_SGD, "powerSGD_hook"),
+    "ScheduleInterleaved1F1B": _of("torch.distributed.pipelining", "ScheduleInterleaved1F1B"),
+    "stages": _stages,
+    "pipeline": _pipeline,
+    "modules": lambda names: [stage.submod for stage in names["stages"]],
+    "loss_fn": lambda names: nn.functional.mse_loss,
     "Trainer": _of("transformers", "Trainer"),
     "arguments": _arguments,
     "rows": lambda names: [{"input_ids": row, "labels": row} for row in torch.randint(8, (16, 4))],

@@ -40,7 +40,12 @@ def test_on_one_device(example: str, said: str) -> None:
 
 @pytest.mark.parametrize(
     ("example", "said"),
-    [("ddp.py", "step 50"), ("overlapped_optimizer.py", "SignVote step 60"), ("mixed_precision.py", "step 60")],
+    [
+        ("ddp.py", "step 50"),
+        ("overlapped_optimizer.py", "SignVote step 60"),
+        ("mixed_precision.py", "step 60"),
+        ("pipeline.py", "step 60"),
+    ],
 )
 def test_on_two_ranks(example: str, said: str) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

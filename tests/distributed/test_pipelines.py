@@ -1,6 +1,7 @@
 """``attach(…, pipeline=)``: the weights, state, losses and norms of the schedule followed by ``optimizer.step()``."""
 
 import gc
+import itertools
 import math
 import os
 import signal
@@ -268,6 +269,46 @@ def test_an_update_that_raises_is_heard_of_on_all_ranks(kind: Kind, way: str, ra
     assert other.startswith("TornStepError"), heard
     assert f"rank {rank}" in other, heard
     assert (failed_state, other_state) == ("torn", "torn"), heard
+
+
+def one_backward_raises(way: str) -> tuple[str, str, bool]:
+    """Stage 0 of rank 0 raises in its last micro-batch, when stage 2, which is there too, has been stepped. What this
+    rank hears, its state then, and whether its weights are those before the step."""
+    loop = Loop(KINDS[3])
+    loop.overlap = attach_to(loop, way)
+    raises = itertools.count(1)
+
+    def raise_in_the_last(gradient: torch.Tensor) -> None:
+        if next(raises) == 3 * loop.kind.micro_batches:
+            raise MemoryError("in backward")
+
+    if dist.get_rank() == 0:
+        loop.models[0].first.weight.register_hook(raise_in_the_last)
+    before: list[torch.Tensor] = []
+    for i in range(5):
+        before = [p.detach().clone() for p in parameters_in(loop.models)]
+        try:
+            learn(loop, i)
+        except Exception as error:
+            said = "; ".join(f"{type(one).__name__}: {one}" for one in causes_of(error))
+            state = loop.overlap.state
+            return said, state, all(map(torch.equal, before, parameters_in(loop.models)))
+    return "nothing", loop.overlap.state, False
+
+
+@pytest.mark.parametrize("way", STEPPING)
+def test_a_backward_that_raises_after_another_stage_was_stepped(way: str) -> None:
+    pool = RankPool(2, group_seconds=10)
+    try:
+        (failed, state, untouched), (other, _, _) = pool.run(one_backward_raises, way)
+    finally:
+        pool.stop()
+    assert "MemoryError: in backward" in failed
+    assert (state, untouched) == (("torn", False) if way == "backward" else ("open", True))  # its gradients are there
+    assert other != "nothing"
+    if way == "backward":  # it had begun to step, and the others hear that it was torn
+        assert "TornStepError" in other, other
+        assert "rank 0" in other, other
 
 
 def a_rank_is_killed(kind: Kind, way: str) -> tuple[str, float]:
