@@ -121,7 +121,6 @@ class _WatchedStage:
         self._runs = runs
         self._number = number
         self._ends_with_run = ends_with_run
-        self._depth = 0  # one of ``FINISHES`` calls another
         self.has_ended = False  # whether the last backward of the run has been
 
     def meet(self, call: Callable[[], Any], options: object) -> Any:
@@ -138,13 +137,10 @@ class _WatchedStage:
         return found
 
     def finish(self, call: Callable[[], Any], options: object) -> Any:
-        self._depth += 1
-        try:
-            found = call()
-        finally:
-            self._depth -= 1
+        """One of these calls another, which is the last that it does."""
+        found = call()
         runs = self._runs()
-        if self.has_ended and not self._depth and runs is not None:
+        if self.has_ended and runs is not None:
             self.has_ended = False
             runs.stage_is_through(self._number)
         return found
