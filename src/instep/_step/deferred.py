@@ -724,6 +724,14 @@ class ForwardSchedule(Schedule):
         self._step.ledger.votes.begin_backward(self._step.ledger.step_count)
         self._step.hear(_nothing, wait=True)
 
+    def end_micro_batches(self) -> None:
+        self._deferred.finish(self._deferred.all())
+        self._step.has_gradients = True
+        self.calls.drop_round()
+        self.begin_final_backward()
+        self._update_deferral.begin_norms()
+        self.observed.backward_ended()
+
     def end_backward(self) -> None:
         """Nothing was written in it."""
         super().end_backward()

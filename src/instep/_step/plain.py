@@ -183,6 +183,10 @@ class PlainSchedule(Schedule):
     def begin_final_backward(self) -> None:
         self._step.ledger.votes.begin_backward(self._step.ledger.step_count)
 
+    def end_micro_batches(self) -> None:
+        self.calls.drop()
+        self.begin_final_backward()
+
     # Nothing is put off, and no step of its own is ever torn.
 
     def before_forward(self) -> None: ...

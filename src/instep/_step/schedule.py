@@ -138,6 +138,10 @@ class Schedule:
         and the source of a pipeline when its first stage is through."""
         raise NotImplementedError
 
+    def end_micro_batches(self) -> None:
+        """The last micro-batch of a pipeline's stage is through, of whose backwards nobody was told."""
+        self.begin_final_backward()
+
     def end_backward(self) -> None:
         """The backward has ended, or raised."""
         self.backwards.running = None

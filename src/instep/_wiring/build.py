@@ -342,10 +342,8 @@ def build(target: Target, options: Options) -> Parts:
         UnsupportedOptimizerError: an optimizer was tried, and its update couples parameters.
     """
     refs = WeakRefs(target)
-    clipping, votes = Clipping(options.clip), StepVotes(rank)
+    clipping, votes = _clipping(options), StepVotes(rank)
     is_sharded = bool(target.groups)
-    if (pipeline := options.communication.pipeline) is not None:
-        clipping.over_stages = partial(norm_over_stages, group=pipeline.group or world())
     accumulation = Accumulation(options.accumulation_steps, _synced(refs.wrapped, target), votes, sharded=is_sharded)
     in_backward, on_trial = options.schedule == "backward", bool(options.undo)
     if options.splits_steps or options.check_steps:
@@ -396,6 +394,7 @@ def build(target: Target, options: Options) -> Parts:
         forwards = ForwardHooks(
             refs, schedule, sources, accumulation, threads, late, backwards, votes, is_sharded=is_sharded
         )
+    _tell_of_runs(sources, forwards)
     return Parts(
         refs,
         schedule,
@@ -429,6 +428,19 @@ def _separability(optimizer: Optimizer, options: Options, *, in_backward: bool, 
             raise
         otherwise = options.way_to_step_whole(*(["check_steps"] if options.check_steps else []))
         raise UnsupportedOptimizerError(str(error).removesuffix(STEPPED_WHOLE) + otherwise) from error.__cause__
+
+
+def _clipping(options: Options) -> Clipping:
+    clipping = Clipping(options.clip)
+    if (pipeline := options.communication.pipeline) is not None:
+        clipping.over_stages = partial(norm_over_stages, group=pipeline.group or world())
+    return clipping
+
+
+def _tell_of_runs(sources: Sequence[Source], forwards: ForwardHooks | PlainHooks) -> None:
+    for source in sources:
+        if isinstance(source, PipelineSource):
+            source.begin_run, source.end_run = weakly(forwards.begin_run), weakly(forwards.end_run)
 
 
 def _synced(wrapped: "Sequence[weakref.ref[Wrapped]]", target: Target) -> Callable[[], Sequence[Syncing]]:

@@ -373,16 +373,25 @@ class PlainHooks:
         self._handles = handles
         self._is_sharded = is_sharded
 
-    def before_forward(self, module: nn.Module, args: object) -> None:
-        if not torch.compiler.is_compiling() and graph_task() is None and torch.is_grad_enabled():
+    def before_forward(self, module: object, args: object) -> None:
+        if torch.compiler.is_compiling() or graph_task() is not None or self._accumulation.runs_stages:
+            return
+        if torch.is_grad_enabled():
             self._votes.begin_forward()
             self._accumulation.decide()
 
-    def after_forward(self, module: nn.Module, args: object, output: object) -> None:
-        if not torch.compiler.is_compiling() and graph_task() is None:
-            before_backward = UntracedHook(weakly(self._before_backward))
-            for node in nodes_of(output):
-                node.register_prehook(before_backward)
+    def after_forward(self, module: object, args: object, output: object) -> None:
+        if torch.compiler.is_compiling() or graph_task() is not None or self._accumulation.runs_stages:
+            return
+        before_backward = UntracedHook(weakly(self._before_backward))
+        for node in nodes_of(output):
+            node.register_prehook(before_backward)
+
+    def begin_run(self) -> None:
+        """A run of a pipeline begins: as a forward of the model, once for all of its micro-batches."""
+        self.before_forward(None, ())
+
+    def end_run(self) -> None: ...
 
     def _before_backward(self, gradients: object) -> None:
         if self._handles and self._schedule.begin_backward() and self._is_sharded:
@@ -487,10 +496,11 @@ class ForwardHooks:
         self._votes = votes
         self._is_sharded = is_sharded
 
-    def before_forward(self, module: nn.Module, args: object) -> None:
+    def before_forward(self, module: object, args: object) -> None:
         """The model is about to run."""
-        # Inside a backward this is a checkpointed segment run again.
-        if torch.compiler.is_compiling() or graph_task() is not None:
+        # Inside a backward this is a checkpointed segment run again. What a micro-batch of a pipeline asks for was done
+        # when the run began.
+        if torch.compiler.is_compiling() or graph_task() is not None or self._accumulation.runs_stages:
             return
         follows = self._schedule.follows
         if follows:
@@ -502,13 +512,25 @@ class ForwardHooks:
             self._begin_micro_batch()
         self._backwards.in_forward = True
 
-    def after_forward(self, module: nn.Module, args: object, output: object) -> None:
+    def after_forward(self, module: object, args: object, output: object) -> None:
         """The model's forward has returned."""
         if torch.compiler.is_compiling() or graph_task() is not None:
+            return
+        if self._accumulation.runs_stages:
+            if self._is_sharded:
+                self._backwards.see_backward_from(output)  # after an error in it FSDP's state is rebuilt
             return
         self._backwards.in_forward = False
         self._schedule.after_forward()
         self._backwards.see_backward_from(output)
+
+    def begin_run(self) -> None:
+        """A run of a pipeline begins: as a forward of the model, once for all of its micro-batches."""
+        self.before_forward(None, ())
+
+    def end_run(self) -> None:
+        """The run has returned."""
+        self.after_forward(None, (), ())
 
     def _require_alone(self) -> None:
         """Raise if the model was wrapped since, or is trained by another thread."""

@@ -25,8 +25,8 @@ class Steps(Protocol):
     def hear_of_last_step(self) -> None:
         """Wait for what the ranks say of the last step; raise, if it does not stand on all of them."""
 
-    def begin_final_backward(self) -> None:
-        """All gradients of a step that come from now on are final."""
+    def end_micro_batches(self) -> None:
+        """The last micro-batch of a stage is through, and gradients of the step are final from now on."""
 
 
 class PipelineSource:
@@ -37,6 +37,10 @@ class PipelineSource:
         parameters: those of all stages of this rank.
         of_each: for each stage, the ``id``s of its parameters. A parameter of two stages is final when both are
             through.
+
+    Attributes:
+        begin_run: does once for all micro-batches of a run what is done before a forward of the model.
+        end_run: the same, after it.
     """
 
     def __init__(
@@ -58,6 +62,8 @@ class PipelineSource:
         self._parameters = {a.spec.index: a for a in parameters}
         self._members = [self._buckets_of(number) for number in range(len(of_each))]
         self._calls: list[StageCall] = []
+        self.begin_run: Callable[[], object] = bool
+        self.end_run: Callable[[], object] = bool
         self._has_heard = False  # in this run, whether the last step stands on all ranks
         # Of the running step: whether one of its stages is through, and which are not.
         self._has_begun = False
@@ -105,6 +111,7 @@ class PipelineSource:
 
     def run(self, call: Callable[[], Any]) -> Any:
         self._has_heard = False
+        self.begin_run()
         try:
             with self._accumulation.in_run():  # gradients only add up
                 found = call()
@@ -115,6 +122,7 @@ class PipelineSource:
             if isinstance(error.__cause__, InstepError) and not isinstance(error, InstepError):
                 raise error.__cause__ from None  # torch has put an error of its own around what a stage raised
             raise
+        self.end_run()
         at_end, self._at_end = self._at_end, []
         for number in at_end:
             self.stage_is_through(number)
@@ -152,7 +160,7 @@ class PipelineSource:
         its neighbours."""
         if not self._has_begun:
             self._has_begun = True
-            self._steps.begin_final_backward()
+            self._steps.end_micro_batches()
 
     def _end(self, number: int) -> list[AttachedParameters]:
         """Returns the buckets that are final now."""
@@ -165,6 +173,8 @@ class PipelineSource:
 
     def _step(self, sink: Sink, members: AttachedParameters) -> None:
         there = AttachedParameters(a for a in members if a.get().grad is not None)
+        for device in {attached.spec.device for attached in there}:
+            sink.streams.producers.note_current(device)  # torch has scaled them on the loop's stream
         if there and sink.arrive(there):
             sink.apply_and_free(there)
 
