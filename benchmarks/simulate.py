@@ -31,7 +31,6 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 from measure import Spread, picture, picture_path
-from torch.distributed.pipelining import schedules
 
 from instep.planning.pipelines import WAYS, Action, Kind, Pipeline, Stage, Steady, WayName, steady
 from instep.planning.simulate import SCHEDULES, Host, Link, ScheduleName, Work, bound, iteration_seconds
@@ -161,6 +160,8 @@ def order_of(name: str, ranks: int, micro_batches: int) -> dict[int, list[Action
     """What each rank does in an iteration, as torch has it: without messages, and without the idle places."""
     if name == "Schedule1F1B":
         return {rank: list(_one_forward_one_backward(rank, ranks, micro_batches)) for rank in range(ranks)}
+    from torch.distributed.pipelining import schedules  # seconds, for pipelines alone
+
     per_rank = PIPELINES[name]
     stages = [
         SimpleNamespace(num_stages=ranks * per_rank, group_size=ranks, group_rank=0, stage_index=number, submod=None)
