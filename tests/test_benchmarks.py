@@ -66,6 +66,7 @@ def test_the_model_of_pipelines() -> None:
         ("memory.py", [*ONCE, "--parts", "ranks", "ranks-micro-batches"], 1),
         ("memory.py", [*ONCE, "--parts", "device"], 1),
         ("peers.py", ["--memory", "--speed", *SMALL], 1),
+        ("pipelines.py", [*SMALL, "--ranks", "2", "--micro-batches", "4"], 1),
     ],
 )
 def test_runs(name: str, options: list[str], ranks: int) -> None:
