@@ -46,6 +46,12 @@ def test_the_model_at_scale() -> None:
     assert "cross_iteration" in run("simulate.py", "--ranks", "8", "--gbits", "10", "--parameters", "1")
 
 
+def test_the_model_of_pipelines() -> None:
+    said = run("simulate.py", "--pipelines", "--ranks", "2", "--micro-batches", "2")
+    assert "ZBVZeroBubble" in said
+    assert "DualPipeV requires" in said
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "options", "ranks"),
@@ -60,6 +66,7 @@ def test_the_model_at_scale() -> None:
         ("memory.py", [*ONCE, "--parts", "ranks", "ranks-micro-batches"], 1),
         ("memory.py", [*ONCE, "--parts", "device"], 1),
         ("peers.py", ["--memory", "--speed", *SMALL], 1),
+        ("pipelines.py", [*SMALL, "--ranks", "2", "--micro-batches", "4"], 1),
     ],
 )
 def test_runs(name: str, options: list[str], ranks: int) -> None:
