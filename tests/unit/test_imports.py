@@ -127,6 +127,7 @@ ALLOWED = {
         "_torch",
         "_ranks",
         "sources.fsdp",
+        "target",
         "naming",
         "report",
         "_version",
@@ -161,6 +162,7 @@ ALLOWED = {
     "attachment": {
         "errors",
         "_arguments",
+        "_torch",
         "_optim",
         "_step",
         "options",

@@ -22,7 +22,6 @@ from instep.target import called_in
 
 if TYPE_CHECKING:
     from instep.recording import Recording
-    from instep.report.run import Setup
 
 
 # A recording of a loop begins: with what is recorded in words, and who is told of buckets.
@@ -75,10 +74,9 @@ def _recording(
     from instep.recording import Recording  # imports torch.profiler
     from instep.recording.recording import describe
 
-    def describe_loop(batch: Sequence[str]) -> "Setup":
-        return describe(model, optimizers, batch, *described())
-
-    return Recording(model, optimizers, steps, describe_loop, listen, pipeline)
+    return Recording(
+        model, optimizers, steps, lambda batch: describe(model, optimizers, batch, *described()), listen, pipeline
+    )
 
 
 # One rank's model, optimizers and number of steps on all ranks of an attachment.
