@@ -177,6 +177,16 @@ def _train(names: Names) -> Callable[[int], None]:
     return train
 
 
+def _stage(names: Names) -> Any:
+    """This rank's, of a pipeline over all ranks, with its schedule and its loop."""
+    from tests.distributed.pipelines import Kind, Loop, learn
+
+    loop = Loop(Kind("Schedule1F1B", ranks=dist.get_world_size()))
+    names["schedule"], (names["optimizer"],) = loop.pipeline, loop.optimizers
+    names["train"] = lambda step: learn(loop, step)
+    return loop.pipeline._stage
+
+
 def _of(module: str, name: str) -> Callable[[Names], Any]:
     return lambda names: getattr(import_module(module), name)
 
@@ -232,6 +242,7 @@ _STAND_INS: Mapping[str, Callable[[Names], Any]] = {
     "writer": lambda names: _Writer(),
     "run": lambda names: _Run(),
     "steps": lambda names: 4,
+    "stage": _stage,
     "DistributedDataParallel": lambda names: DistributedDataParallel,
     "fully_shard": _of("torch.distributed.fsdp", "fully_shard"),
     "policy": lambda names: _of("torch.distributed.fsdp", "MixedPrecisionPolicy")(names)(param_dtype=torch.bfloat16),
@@ -284,8 +295,9 @@ def run(code: str, where: str, directory: str) -> list[torch.Tensor] | None:
             _train_for_two_steps(names)
     finally:
         os.chdir(before)
-        for name in {"model", "ddp"} & names.keys():
-            if (overlap := instep.attached(names[name])) is not None:
+        for name in {"model", "ddp", "stage"} & names.keys():
+            module = names[name].submod if name == "stage" else names[name]
+            if (overlap := instep.attached(module)) is not None:
                 overlap.detach()
     weights = [p.detach() for p in names["model"].parameters()] if "model" in names else None
     return weights and [p.full_tensor() if isinstance(p, DTensor) else p.clone() for p in weights]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from instep._arguments import optimizers_of, require_model
+from instep._arguments import models_of, optimizers_of, pipeline_of, require_model
 from instep._micro_batches.run import micro_batches
 from instep._micro_batches.waiting import Waiting
 from instep._optim.parameters import MIB, AttachedParameter, Plan
@@ -24,9 +24,10 @@ from instep._wiring.verbs import Stats, record_attached, record_plain, resync_fr
 from instep._wiring.weak_refs import living_parameters
 from instep.errors import AttachError, InstepError, UncommittedStepError
 from instep.options import Options
-from instep.target import Target
+from instep.target import Target, as_one
 
 if TYPE_CHECKING:
+    from instep._torch.pipelining import PipelineSchedule
     from instep.recording import Recording
 
 Batch = TypeVar("Batch")
@@ -51,26 +52,38 @@ def register(models: Iterable[nn.Module], attachment: "Attachment") -> None:
         _attachments[model] = attachment
 
 
-def record(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], steps: int = 5) -> "Recording":
+def record(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer],
+    steps: int = 5,
+    *,
+    pipeline: "PipelineSchedule | None" = None,
+) -> "Recording":
     """Record what runs when in a training loop, and what memory it holds: ``with instep.record(model, optimizer):``
     around it. Of an attached model it is the attachment's ``Attachment.record``.
 
     Args:
-        model: whose forward begins an iteration; what the loop calls, with its wrappers.
+        model: whose forward begins an iteration; what the loop calls, with its wrappers. Of a pipeline the module of
+            this rank's stage, or a list of those of several.
         optimizer: whose ``step()`` ends one.
         steps: after so many the recording ends, and the loop goes on; or on leaving the block.
+        pipeline: the schedule of ``torch.distributed.pipelining`` that trains ``model``: an iteration begins with
+            ``schedule.step(…)``. An attached model's is known.
 
     Returns:
         A recording: ``recording.save(path)`` after the block, for ``instep report`` and for trace viewers.
 
     Raises:
-        AttachError: ``model``, ``optimizer`` or ``steps`` is something else; a ``ValueError``.
-        InstepError: on entering the block: ``torch.profiler`` is running already.
+        AttachError: ``model``, ``optimizer``, ``steps`` or ``pipeline`` is something else; a ``ValueError``.
+        InstepError: several models that are no stages of a pipeline; on entering the block: ``torch.profiler`` is
+            running already.
     """
-    found = attached(model)
+    models = models_of(model, AttachError)
+    found = attached(models[0])
     if found is not None:
         return found.record(steps)
-    return record_plain(model, optimizers_of(optimizer, AttachError), steps)
+    stages = None if pipeline is None else pipeline_of(pipeline, AttachError)
+    return record_plain(as_one(models), optimizers_of(optimizer, AttachError), steps, stages)
 
 
 def attachments() -> "list[Attachment]":
@@ -175,13 +188,8 @@ class Attachment:
         model, optimizers = self._parts.refs.model(), self._parts.refs.optimizers()
         if model is None or not optimizers:
             raise InstepError("there is nothing to record: the model or the optimizer is gone")
-        if len(self._parts.refs.called()) > 1:
-            raise InstepError(
-                "record() of several models: an iteration of a recording begins where one model's forward does. Attach "
-                "the module that holds them, and call that"
-            )
         if self._options.disabled:
-            return record_plain(model, optimizers, steps)
+            return record_plain(model, optimizers, steps, self._options.pipeline)
         listen = partial(setattr, self, "recorder")
         return record_attached(model, optimizers, steps, self._options, self._parts.planned.now, listen)
 

@@ -148,6 +148,7 @@ class Loop:
             self.scaler = ShardedGradScaler(here().type, init_scale=64.0, growth_interval=2, process_group=group)
             self.scaler.scale(torch.zeros(1, device=here()))  # the stages that see no loss have the scale, too
         self.overlap: Any = None
+        self.steps_in_run = False  # whether it is attached so
 
     def _loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         loss = self.kind.loss(output, target)
@@ -190,6 +191,8 @@ Iteration = Callable[[Loop, int], Any]
 
 def learn(loop: Loop, i: int) -> Any:
     losses = loop.run(i)
+    if loop.steps_in_run:
+        assert loop.overlap.state == "open", "no stage was stepped in the run"
     loop.step()
     return losses
 
@@ -244,7 +247,9 @@ def attach_to(loop: Loop, way: str, **options: Any) -> Any:
     given = {**WAYS[way], **options}
     if loop.scaler is not None and given.get("undo"):
         given["scaler"] = loop.scaler
-    return instep.attach(models, loop.optimizers, pipeline=loop.pipeline, **given)
+    overlap = instep.attach(models, loop.optimizers, pipeline=loop.pipeline, **given)
+    loop.steps_in_run = given.get("schedule") == "backward" and overlap.state != "disabled"
+    return overlap
 
 
 def train_both(kind: Kind, way: str, iteration: Iteration = learn, steps: int = 5, **options: Any) -> Loop:

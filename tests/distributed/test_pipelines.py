@@ -1,5 +1,6 @@
 """``attach(…, pipeline=)``: the weights, state, losses and norms of the schedule followed by ``optimizer.step()``."""
 
+import copy
 import gc
 import itertools
 import math
@@ -66,16 +67,8 @@ def test_every_schedule(two_ranks: RankPool, kind: Kind, way: str) -> None:
 # That stages are stepped in the run, and not by ``optimizer.step()``.
 
 
-def learn_and_look(loop: Loop, i: int) -> Any:
-    losses = loop.run(i)
-    if loop.overlap is not None:
-        assert loop.overlap.state == "open"
-    loop.step()
-    return losses
-
-
 def freed(kind: Kind) -> None:
-    loop = train_both(kind, "backward", learn_and_look)
+    loop = train_both(kind, "backward")
     trained = [p for optimizer in loop.optimizers for p in optimizer.state]
     assert loop.overlap.stats()["freed_bytes"] == 5 * sum(p.numel() * p.element_size() for p in trained)
 
@@ -86,7 +79,7 @@ def test_gradients_are_freed_in_the_run(two_ranks: RankPool, kind: Kind) -> None
 
 
 def on_trial(kind: Kind) -> None:
-    loop = train_both(kind, "undo", learn_and_look, clip=ClipNorm(math.inf))
+    loop = train_both(kind, "undo", clip=ClipNorm(math.inf))
     assert loop.overlap.redo_count == 0
 
 
@@ -442,6 +435,24 @@ def nothing_is_kept(kind: Kind) -> None:
     del loop
     gc.collect()  # torch's own schedule and stages refer to each other
     assert not [ref for ref in weights if ref() is not None]
+
+
+def copied(kind: Kind) -> None:
+    """A copy of the schedule is a plain one."""
+    loop, other = Loop(kind), Loop(kind)
+    loop.overlap = attach_to(loop, "backward")
+    other.pipeline = copy.deepcopy(loop.pipeline)
+    learn(loop, 0)
+    before = [p.detach().clone() for p in parameters_in(loop.models)]
+    other.run(1)
+    assert all(map(torch.equal, before, parameters_in(loop.models)))
+    stages = pipelining._stages_of(other.pipeline)
+    assert all(p.grad is not None for p in stages[0].submod.first.parameters())
+
+
+@by_few
+def test_a_copy_of_the_schedule(two_ranks: RankPool, kind: Kind) -> None:
+    two_ranks.run(copied, kind)
 
 
 @by_few

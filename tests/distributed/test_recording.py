@@ -1,5 +1,7 @@
 """Recordings of two ranks: one file, with what was on its way."""
 
+import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from instep.report.figures import figures
-from instep.report.run import Run, load
+from instep.report.figures import by_job, figures
+from instep.report.page import page, rows
+from instep.report.run import Rank, Run, load
+from instep.report.spans import Span, busy, exposed, intervals, within
 from tests.cases import Blocks
+from tests.distributed.pipelines import V_SHAPED, Kind, Loop
 from tests.distributed.pool import RankPool
 
 BUCKETS = 4  # about
@@ -97,3 +102,222 @@ def test_a_job_is_the_same_in_any_wrapper(two_ranks: RankPool, tmp_path: Path) -
     ddp, fsdp = (recorded(two_ranks, "plain", wrapper, tmp_path / f"{wrapper}.json").job for wrapper in ("ddp", "fsdp"))
     assert ddp == fsdp
     assert (ddp.model, ddp.ranks, ddp.batch) == ("Blocks", 2, ("(8, 16) float32",))
+
+
+# Pipelines, in which a run has many forwards and backwards, and all of them are one iteration.
+
+PIPELINES = [
+    Kind("Schedule1F1B"),
+    Kind("ScheduleInterleaved1F1B", per_rank=2),
+    Kind("ScheduleZBVZeroBubble", per_rank=2),
+]
+by_pipeline = pytest.mark.parametrize("kind", PIPELINES, ids=lambda kind: kind.schedule)
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "disabled": {"schedule": "backward"},
+    "backward": {"schedule": "backward"},
+    "undo": {"schedule": "backward", "undo": True},
+    "forward": {"schedule": "forward", "defer": True},
+}
+
+
+def pipeline(kind: Kind, how: str, path: Path) -> None:
+    loop = Loop(kind)
+    models: Any = loop.models if len(loop.models) > 1 else loop.models[0]
+    if how == "disabled":
+        os.environ["INSTEP_DISABLE"] = "1"
+    try:
+        if how != "plain":
+            loop.overlap = instep.attach(models, loop.optimizers, pipeline=loop.pipeline, **WAYS[how])
+    finally:
+        os.environ.pop("INSTEP_DISABLE", None)
+
+    def train(steps: range) -> None:
+        for i in steps:
+            loop.run(i)
+            loop.step()
+
+    train(range(2))
+    if how == "backward":
+        recording = loop.overlap.record(steps=3)
+    else:
+        recording = instep.record(models, loop.optimizers, 3, pipeline=None if loop.overlap else loop.pipeline)
+    with recording:
+        train(range(2, 6))
+    recording.save(path)
+    if loop.overlap is not None:
+        loop.overlap.synchronize()
+        loop.overlap.detach()
+    watched = [loop.pipeline, *getattr(loop.pipeline, "_stages", [getattr(loop.pipeline, "_stage", None)])]
+    assert not any(name == "step" or name.endswith("_one_chunk") for one in watched for name in vars(one))
+
+
+def piped(pool: RankPool, kind: Kind, how: str, path: Path) -> Run:
+    pool.run(pipeline, kind, how, path)
+    return load(path)
+
+
+def inside(rank: Rank, window: tuple[float, float], *kinds: str) -> list[Span]:
+    return [span for span in rank.spans if span.kind in kinds and window[0] <= span.start < window[1]]
+
+
+def stages_of(kind: Kind, rank: int) -> list[int]:
+    if kind.schedule in V_SHAPED:
+        return [rank, kind.count - 1 - rank]
+    return list(range(rank, kind.count, kind.ranks))
+
+
+def require_micro_batches(kind: Kind, rank: Rank, window: tuple[float, float]) -> None:
+    """Each goes through each stage of the rank once, forward and then backward."""
+    of_stage: dict[int | None, list[Span]] = {stage: [] for stage in rank.stages}
+    for one in inside(rank, window, "forward", "backward"):
+        of_stage[one.stage].append(one)
+    for stage, spans in of_stage.items():
+        losses = [one for one in spans if one.name == "loss"]
+        assert len(losses) == (kind.micro_batches if stage == kind.count - 1 else 0)
+        for number in range(kind.micro_batches):
+            name = f"micro-batch {number}"
+            said = [(one.kind, one.name) for one in spans if one.name.endswith(name)]
+            if kind.schedule in V_SHAPED:
+                parts = [("backward", f"inputs, {name}"), ("backward", f"weights, {name}")]
+                assert said in ([("forward", name), *parts], [("forward", name), ("backward", name)])
+            else:
+                assert said == [("forward", name), ("backward", name)]
+
+
+@by_pipeline
+@pytest.mark.parametrize("how", WAYS)
+def test_an_iteration_of_a_pipeline_has_all_its_micro_batches(
+    two_ranks: RankPool, kind: Kind, how: str, tmp_path: Path
+) -> None:
+    run = piped(two_ranks, kind, how, tmp_path / "run.json")
+    for number, rank in enumerate(run.ranks):
+        assert list(rank.stages) == stages_of(kind, number)
+        assert len(rank.iterations) == len(rank.runs) == 3
+        for iteration, window in zip(rank.iterations, rank.runs, strict=True):
+            assert iteration[0] <= window[0] < window[1] <= iteration[1]
+            first = min(inside(rank, iteration, "forward", "backward"), key=lambda span: span.start)
+            assert first.start >= window[0], "the bubble before the first forward is this iteration's"
+            assert Counter(s.stage for s in inside(rank, iteration, "forward", "backward")).keys() == set(rank.stages)
+            require_micro_batches(kind, rank, window)
+
+
+@by_pipeline
+@pytest.mark.parametrize("how", ["backward", "undo"])
+def test_each_stage_is_stepped_in_the_run(two_ranks: RankPool, kind: Kind, how: str, tmp_path: Path) -> None:
+    run = piped(two_ranks, kind, how, tmp_path / "run.json")
+    for rank in run.ranks:
+        for window in rank.runs:
+            steps = [span for span in inside(rank, window, "step") if span.parameters]
+            assert sorted(span.stage or 0 for span in steps) == sorted(rank.stages), "a bucket of each"
+            for step in steps:
+                mine = [one for one in inside(rank, window, "backward") if one.stage == step.stage]
+                assert step.start >= max(one.end for one in mine)
+    found = figures(run).pipeline
+    assert found is not None
+    assert len(found.step_inside) == len(found.step_after) == 2
+    assert all(found.step_inside)
+
+
+@by_pipeline
+@pytest.mark.parametrize("how", WAYS)
+def test_bubbles_are_what_nothing_fills(two_ranks: RankPool, kind: Kind, how: str, tmp_path: Path) -> None:
+    run = piped(two_ranks, kind, how, tmp_path / "run.json")
+    for rank in run.ranks:
+        bubbles = intervals(span for span in rank.spans if span.kind == "bubble")
+        work = intervals(span for span in rank.spans if span.kind in ("forward", "backward", "step"))
+        assert bubbles
+        assert exposed(bubbles, rank.runs) == exposed(bubbles, work) - busy(bubbles) == 0
+        filled = sum(busy(within(bubbles + work, window)) for window in rank.runs)
+        assert filled == pytest.approx(sum(end - start for start, end in rank.runs))
+    found = figures(run).pipeline
+    assert found is not None
+    assert all(found.bubbles)
+    if how in ("plain", "disabled"):
+        assert not any(found.step_inside)
+        assert all(found.step_after)
+
+
+@by_pipeline
+def test_plain_and_attached_are_one_job_on_one_page(two_ranks: RankPool, kind: Kind, tmp_path: Path) -> None:
+    runs = [piped(two_ranks, kind, how, tmp_path / f"{how}.json") for how in WAYS]
+    (compared,) = by_job(runs)
+    assert [run.setup.label for run in runs[:2]] == ["plain", "plain"]
+    assert len({tuple(rank.weights) for run in runs for rank in run.ranks}) == 2, "as trained, recorded or not"
+    whole = sum(p.numel() for m in stages_alone(kind) for p in m.parameters() if p.requires_grad)
+    assert (compared.job.model, compared.job.count) == ("Stage", whole)
+    named = {row.name: row.values for row in rows(runs, compared.figures)}
+    assert [len(value.split(", ")) for value in named["bubbles"]] == [2] * len(runs)
+    assert named["step, in schedule.step()"][0] == "0.0 ms, 0.0 ms"
+    text = page([compared])
+    for stage in range(kind.count):
+        assert f'data-lane="stage {stage}"' in text
+        assert f"forward, stage {stage}, micro-batch 0: " in text
+        assert f"step, stage {stage}, " in text
+    assert text.count('data-lane="bubbles"') == 2 * len(runs)
+
+
+def stages_alone(kind: Kind) -> list[torch.nn.Module]:
+    from tests.distributed.pipelines import CLASSES, WIDTH, Stage
+
+    return [Stage(CLASSES if number == kind.count - 1 else WIDTH) for number in range(kind.count)]
+
+
+def several_runs(path: Path) -> None:
+    loop = Loop(PIPELINES[1])
+    overlap = instep.attach(loop.models, loop.optimizers, pipeline=loop.pipeline, schedule="backward")
+    with overlap.record(steps=2) as recording:
+        for i in range(3):
+            with overlap.accumulate():
+                loop.run(2 * i)
+            loop.run(2 * i + 1)
+            loop.step()
+    recording.save(path)
+    overlap.detach()
+
+
+def test_several_runs_of_a_step_are_one_iteration(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(several_runs, tmp_path / "run.json")
+    for rank in load(tmp_path / "run.json").ranks:
+        assert (len(rank.iterations), len(rank.runs)) == (2, 4)
+        steps = [span for span in rank.spans if span.kind == "step" and span.parameters]
+        assert len(steps) == 2 * len(rank.stages)
+
+
+def detached_within() -> None:
+    """The hooks of the recording stand around those of the attachment, which go first, and come again in the end."""
+    loop = Loop(PIPELINES[2])
+    for again in (False, True):
+        overlap = instep.attach(loop.models, loop.optimizers, pipeline=loop.pipeline, schedule="backward")
+        with overlap.record(steps=3) as recording:
+            loop.run(0)
+            loop.step()
+            overlap.detach()
+            if again:
+                overlap = instep.attach(loop.models, loop.optimizers, pipeline=loop.pipeline, schedule="backward")
+            loop.run(1)
+            loop.step()
+        loop.run(2)
+        if again:
+            assert overlap.state == "open", "stepped in the run"
+            loop.step()
+            overlap.detach()
+        run = recording.run()
+        assert run is None or [len(rank.runs) for rank in run.ranks] == [2, 2]
+    assert "step" not in vars(loop.pipeline)
+
+
+def test_an_attachment_may_end_and_begin_while_it_is_recorded(two_ranks: RankPool) -> None:
+    two_ranks.run(detached_within)
+
+
+def refused() -> None:
+    loop = Loop(PIPELINES[1])
+    with pytest.raises(instep.errors.InstepError, match="give its schedule as pipeline="):
+        instep.record(loop.models, loop.optimizers)
+    with pytest.raises(instep.errors.AttachError, match="pipeline must be a schedule"):
+        instep.record(loop.models, loop.optimizers, pipeline=loop.models)  # type: ignore[arg-type]
+
+
+def test_stages_without_their_schedule_are_refused(two_ranks: RankPool) -> None:
+    two_ranks.run(refused)

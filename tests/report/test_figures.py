@@ -9,7 +9,7 @@ from instep.report.figures import Compared, figures
 from instep.report.page import cards
 from instep.report.run import Run
 from instep.report.suggestions import suggestions, suggestions_beside
-from tests.report.runs import GLOO, MAIN, MIB, WORKER, memory_of, run_of, span
+from tests.report.runs import GLOO, MAIN, MIB, WORKER, memory_of, pipelined, run_of, span
 
 DDP = {"wrapper": "DistributedDataParallel", "ranks": 2}
 ATTACHED = {"label": "instep, schedule='backward'", "options": {"schedule": "'backward'"}}
@@ -60,6 +60,29 @@ def test_what_is_stepped_together_is_shared_by_bytes() -> None:
     assert (first.hidden, second.hidden) == pytest.approx((0.15, 0.05))
     assert first.flight is None
     assert second.flight == pytest.approx(0.3)
+
+
+def test_bubbles_and_the_step_of_a_pipeline_are_of_each_rank() -> None:
+    found, plain = figures(pipelined(0.1, 0.2, attached=True)), figures(pipelined(0.1, 0.05, attached=False))
+    assert found.pipeline is not None
+    assert plain.pipeline is not None
+    assert found.pipeline.bubbles == pytest.approx([0.3, 0.2]), "a step fills them"
+    assert found.pipeline.step_inside == pytest.approx([0.1, 0.2])
+    assert found.pipeline.step_after == pytest.approx([0.05, 0.05])
+    assert plain.pipeline.bubbles == pytest.approx([0.4, 0.4])
+    assert plain.pipeline.step_inside == pytest.approx([0.0, 0.0])
+    assert plain.pipeline.step_after == pytest.approx([0.15, 0.1])
+    assert found.other == pytest.approx(1 - 0.8 - 0.05), "what the loop does beside: no bubble is in it"
+    assert figures(run_of([])).pipeline is None
+
+
+def test_advice_on_a_pipeline_says_its_bubbles_and_how_to_fill_them() -> None:
+    plain, attached = pipelined(0.1, 0.05, attached=False), pipelined(0.1, 0.2, attached=True)
+    (said,) = suggestions(plain, figures(plain))
+    assert said.startswith("By rank, an iteration has bubbles of 400.0 ms, 400.0 ms. Of the step, 0.0 ms, 0.0 ms lie")
+    assert "after it: with instep.attach(model, optimizer, schedule='backward', pipeline=schedule)" in said
+    (said,) = suggestions(attached, figures(attached))
+    assert said.endswith("100.0 ms, 200.0 ms lie inside schedule.step(), and 50.0 ms, 50.0 ms after it.")
 
 
 BACKWARD = span("backward", 0.0, 0.5)

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -19,7 +20,7 @@ from instep.report.page import page
 from instep.report.run import NotARecordingError, Run, load
 from instep.report.spans import Span
 from tests import net
-from tests.report.runs import GLOO, MAIN, MIB, memory_of, run_of, span
+from tests.report.runs import GLOO, MAIN, MIB, memory_of, pipelined, run_of, span
 
 HOSTILE = "</title><script>alert(1)</script>&\"'"
 LONG = "module." + 40 * "encoder_layer_with_a_name." + "weight"
@@ -258,6 +259,53 @@ def test_flights_of_buckets_have_rows_of_their_own(tmp_path: Path) -> None:
     rows = [event["tid"] for event in events if event["ph"] == "X"]
     assert len(set(rows)) == 2
     assert {event["tid"] for event in events if event["name"] == "thread_name"} >= set(rows)
+
+
+def test_stages_and_bubbles_have_lanes() -> None:
+    plain, attached = pipelined(0.1, 0.05, attached=False), pipelined(0.1, 0.2, attached=True)
+    text = page(by_job([plain, attached]))
+    lanes = re.findall('data-lane="([^"]*)" data-run="([^"]*)"', text)
+    for label in ("plain", "instep"):
+        assert [lane for lane, run in lanes if run == f"{label} rank 0"] == ["stage 0", "stage 3", *OTHERS]
+        assert [lane for lane, run in lanes if run == f"{label} rank 1"] == ["stage 1", "stage 2", *OTHERS]
+    titles = Counter(re.findall('title="([^"]*)"', text))
+    assert titles["forward, stage 0, micro-batch 0: 100.00 ms"] == 2
+    assert titles["backward, stage 2, weights, micro-batch 0: 100.00 ms"] == 2
+    assert titles["step, stage 3, a: 100.00 ms"] == titles["step, stage 2, a: 200.00 ms"] == 1
+    assert (titles["bubble: 100.00 ms"], titles["bubble: 200.00 ms"]) == (9, 2), "plain, the last one is whole"
+    words = words_of(text)
+    assert "bubbles Inside schedule.step(): no stage of the rank computes, nor is stepped. By rank. 400.0 ms" in words
+    assert "step, in schedule.step()" in words
+    assert "Bubble :" in words
+    without = words_of(page(by_job([some_run()])))
+    assert "ubble" not in without
+    assert "schedule.step()" not in without
+
+
+OTHERS = ("optimizer", "bubbles", "waiting")
+
+
+def test_bubbles_have_a_row_in_a_trace_viewer_and_are_read_again(tmp_path: Path) -> None:
+    run, path = pipelined(0.1, 0.2, attached=True), tmp_path / "run.json"
+    run.save(path)
+    assert page(by_job([load(path)])) == page(by_job([run]))
+    events = json.loads(path.read_bytes())["traceEvents"]
+    rows = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    shown = {(rows[event["pid"], event["tid"]], event["name"]) for event in events if event["ph"] == "X"}
+    assert {name for row, name in shown if row == "bubbles"} == {"bubble: bubble"}
+    assert ("the loop", "forward: stage 3, micro-batch 0") in shown
+    assert ("the loop", "bubble: bubble") not in shown
+
+
+def test_a_recording_from_before_there_were_pipelines_is_read(tmp_path: Path) -> None:
+    run, path = some_run(), tmp_path / "run.json"
+    run.save(path)
+    document = json.loads(path.read_bytes())
+    for rank in document["instep"]["ranks"]:
+        rank["spans"] = [span[:6] for span in rank["spans"]]
+        del rank["stages"], rank["runs"]
+    path.write_text(json.dumps(document))
+    assert page(by_job([load(path)])) == page(by_job([run]))
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,7 @@ ALLOWED = {
         "_torch",
         "_ranks",
         "sources.fsdp",
+        "target",
         "naming",
         "report",
         "_version",
@@ -163,6 +164,7 @@ ALLOWED = {
     "attachment": {
         "errors",
         "_arguments",
+        "_torch",
         "_optim",
         "_step",
         "options",

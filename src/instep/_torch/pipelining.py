@@ -5,12 +5,13 @@ what is received and sent (``MEETS``), those that run a backward (``BACKWARDS``)
 these, which reduce gradients over FSDP's ranks and divide them by the number of micro-batches (``FINISHES``). The
 schedules call these on the stage object, so that an attribute of that object is met first. Hooks of parameters would
 not do: zero-bubble schedules compute the gradients of weights with ``torch.autograd.grad``, and add them to ``.grad``
-themselves.
+themselves. A recording puts more ``StageCall``s around these.
 
-The names of these methods, ``_stage``, ``_stages`` and ``_n_microbatches`` are what is private here;
+The names of these methods, ``_stage``, ``_stages``, ``_compute_loss`` and ``_n_microbatches`` are what is private here;
 ``tests/distributed/test_pipelines.py`` fails clearly when torch changes one.
 """
 
+import copy
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +26,12 @@ BACKWARDS = ("backward_one_chunk", "backward_weight_one_chunk")
 """Of a stage: each runs one backward of a micro-batch, or of its weights alone."""
 MEETS = ("get_fwd_recv_ops", "get_bwd_recv_ops", "get_fwd_send_ops", "get_bwd_send_ops")
 """Of a stage: what is about to be received or sent. Where a step failed on the other rank, that never comes to it."""
+COMPUTES = ("forward_one_chunk", *BACKWARDS)
+"""Of a stage: all that it computes, each of one micro-batch, whose number is the first argument."""
+LOSS = "_compute_loss"
+"""Of a schedule: the loss of a micro-batch, after the last stage's forward."""
 FINISHES = ("perform_reduce_grad", "scale_grads", "wait_for_gradient_reduction")
-"""Of a stage: after the last backward of a run, with final gradients when the outermost of them returns. torch has the
+"""Of a stage: after the last backward of a run, with final gradients when it returns; one of them may call another at its end. torch has the
 first since 2.8 or so, and the last since 2.15. Before that, a run that returns has finished."""
 
 
@@ -53,10 +58,15 @@ class Pipeline:
         return f"{self.kind} of {self.count} stages and {self.micro_batches} micro-batches"
 
     @property
+    def stages(self) -> dict[int, nn.Module]:
+        """The modules of this rank's stages, by their place in the pipeline, first stage first."""
+        schedule = self._schedule()
+        return {} if schedule is None else {int(stage.stage_index): stage.submod for stage in _stages_of(schedule)}
+
+    @property
     def modules(self) -> list[nn.Module]:
         """Those of this rank's stages, first stage first."""
-        schedule = self._schedule()
-        return [] if schedule is None else [stage.submod for stage in _stages_of(schedule)]
+        return list(self.stages.values())
 
     def watch(self, runs: "Runs") -> "list[StageCall]":
         """Have ``runs`` told of each run, until what is returned is removed."""
@@ -68,6 +78,17 @@ class Pipeline:
             calls += [StageCall(stage, name, watched.meet) for name in MEETS]
             calls += [StageCall(stage, name, watched.backward) for name in BACKWARDS]
             calls += [StageCall(stage, name, watched.finish) for name in FINISHES if hasattr(stage, name)]
+        return calls
+
+    def around(self, run: "Around", compute: "Callable[[int, str], Around]") -> "list[StageCall]":
+        """Put ``run`` around each run, and around each computation in it what ``compute`` makes of the place of its
+        stage and the name of its method (of ``COMPUTES``, or ``LOSS``), until what is returned is removed."""
+        schedule = self._schedule()
+        if schedule is None:
+            return []
+        calls = [StageCall(schedule, "step", run), StageCall(schedule, LOSS, compute(self.count - 1, LOSS))]
+        for stage in _stages_of(schedule):
+            calls += [StageCall(stage, name, compute(int(stage.stage_index), name)) for name in COMPUTES]
         return calls
 
 
@@ -146,29 +167,51 @@ class _WatchedStage:
         return found
 
 
+Around = Callable[["partial[Any]", Mapping[str, Any]], Any]
+"""Makes the call of a method, whose arguments ``args`` of the ``partial`` are, and returns what that returns. The
+options of the call stand beside it."""
+
+
 class StageCall(BoundHook):
     """A method of a stage or schedule with something around it, as an attribute of the object, until it is removed.
-    Copies of the object do without.
+    Several may be around one method, and may be removed in any order. Copies of the object do without.
 
     Args:
-        around: given the call of the method, and the options it is called with. It must not lead to ``owner``.
+        around: must not lead to ``owner``.
     """
 
-    __slots__ = ("_around", "_name", "_owner")
+    __slots__ = ("_around", "_inner", "_name", "_owner")
 
-    def __init__(self, owner: Any, name: str, around: Callable[[Callable[[], Any], Mapping[str, Any]], Any]) -> None:
+    def __init__(self, owner: Any, name: str, around: Around) -> None:
         super().__init__(None)
         self._owner = weakref.ref(owner)
         self._name = name
-        self._around = around
+        self._around: Around | None = around  # ``None``: removed, and another is around it
+        self._inner: Any = vars(owner).get(name)  # ``None``: the method of the class
         setattr(owner, name, self)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         owner = self._owner()
         assert owner is not None, "it is its attribute"
-        return self._around(partial(getattr(type(owner), self._name), owner, *args, **options), options)
+        inner = self._inner or getattr(type(owner), self._name).__get__(owner)
+        call = partial(inner, *args, **options)
+        return call() if self._around is None else self._around(call, options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self._inner is not None:
+            return copy.deepcopy(self._inner, memo)
+        copied = memo.get(id(self._owner()))  # there by now: its attributes are copied last
+        return BoundHook(None) if copied is None else getattr(type(copied), self._name).__get__(copied)
 
     def remove(self) -> None:
+        self._around = None
         owner = self._owner()
-        if owner is not None and vars(owner).get(self._name) is self:
+        if owner is None or vars(owner).get(self._name) is not self:
+            return
+        inner = self._inner
+        while isinstance(inner, StageCall) and inner._around is None:
+            inner = inner._inner
+        if inner is None:
             delattr(owner, self._name)
+        else:
+            setattr(owner, self._name, inner)

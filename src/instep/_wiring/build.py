@@ -344,7 +344,9 @@ def build(target: Target, options: Options) -> Parts:
     refs = WeakRefs(target)
     clipping, votes = _clipping(options), StepVotes(rank)
     is_sharded = bool(target.groups)
-    accumulation = Accumulation(options.accumulation_steps, _synced(refs.wrapped, target), votes, sharded=is_sharded)
+    in_pipeline = options.communication.pipeline is not None
+    synced = _synced(refs.wrapped, target, in_pipeline=in_pipeline)
+    accumulation = Accumulation(options.accumulation_steps, synced, votes, sharded=is_sharded)
     in_backward, on_trial = options.schedule == "backward", bool(options.undo)
     if options.splits_steps or options.check_steps:
         asked = [] if options.disabled else target.optimizers
@@ -443,10 +445,12 @@ def _tell_of_runs(sources: Sequence[Source], forwards: ForwardHooks | PlainHooks
             source.begin_run, source.end_run = weakly(forwards.begin_run), weakly(forwards.end_run)
 
 
-def _synced(wrapped: "Sequence[weakref.ref[Wrapped]]", target: Target) -> Callable[[], Sequence[Syncing]]:
+def _synced(
+    wrapped: "Sequence[weakref.ref[Wrapped]]", target: Target, *, in_pipeline: bool
+) -> Callable[[], Sequence[Syncing]]:
     """What says whether the next backward reduces gradients: the living wrappers, and FSDP."""
     sharded: list[Syncing] = []
-    if target.groups:
+    if target.groups and not in_pipeline:  # whose stages say it to FSDP, each by itself
         sharded.append(FSDP1Sync(target.model) if target.fsdp1 else FSDP2Sync(target.model))
     if not wrapped and not sharded:
         return tuple

@@ -13,10 +13,12 @@ from instep._ranks.collectives import broadcast_json, resync
 from instep._ranks.votes import StepVotes
 from instep._step.schedule import Schedule
 from instep._step.state import Recorder
+from instep._torch.pipelining import Pipeline
 from instep._wiring.build import Parts
 from instep._wiring.weak_refs import living_parameters
 from instep.errors import InstepError
 from instep.options import Options
+from instep.target import called_in
 
 if TYPE_CHECKING:
     from instep.recording import Recording
@@ -29,9 +31,11 @@ Described = tuple[str, dict[str, str], list[list[str]], dict[str, int] | None]
 Listen = Callable[[Recorder | None], None]
 
 
-def record_plain(model: nn.Module, optimizers: Sequence[Optimizer], steps: int) -> "Recording":
+def record_plain(
+    model: nn.Module, optimizers: Sequence[Optimizer], steps: int, pipeline: Pipeline | None = None
+) -> "Recording":
     """Of a loop whose steps are torch's."""
-    return _recording(model, optimizers, steps, lambda: ("plain", {}, [], None), lambda recorder: None)
+    return _recording(model, optimizers, steps, lambda: ("plain", {}, [], None), lambda recorder: None, pipeline)
 
 
 def record_attached(
@@ -43,7 +47,7 @@ def record_attached(
     listen: Listen,
 ) -> "Recording":
     """``plan`` is asked when the recording is described, ``listen`` takes the recorder of buckets."""
-    return _recording(model, optimizers, steps, lambda: _described(options, plan()), listen)
+    return _recording(model, optimizers, steps, lambda: _described(options, plan()), listen, options.pipeline)
 
 
 def _described(options: Options, plan: Plan) -> Described:
@@ -60,11 +64,19 @@ def _recording(
     steps: int,
     described: Callable[[], Described],
     listen: Listen,
+    pipeline: Pipeline | None,
 ) -> "Recording":
+    if pipeline is None and len(called_in(model)) > 1:
+        raise InstepError(
+            "record() of several models: an iteration of a recording begins where one model's forward does. Attach "
+            "the module that holds them, and call that; of the stages of a pipeline, give its schedule as pipeline="
+        )
     from instep.recording import Recording  # imports torch.profiler
     from instep.recording.recording import describe
 
-    return Recording(model, optimizers, steps, lambda batch: describe(model, optimizers, batch, *described()), listen)
+    return Recording(
+        model, optimizers, steps, lambda batch: describe(model, optimizers, batch, *described()), listen, pipeline
+    )
 
 
 # One rank's model, optimizers and number of steps on all ranks of an attachment.

@@ -1,9 +1,10 @@
 """The recording of some iterations of a loop, from ``record`` to a file.
 
 A ``Recording`` is the user's context manager. While its block runs, a ``_Running`` holds the hooks and the profiler: a
-``Clock`` notes forwards and backwards, ``Weights`` digests the parameters at both ends, and instep tells a
-``SpanRecorder`` of its buckets. At the end of the block the profiler's trace is read (``profile.py``), and all of it
-becomes this rank's part of a ``Run``. ``save`` and ``run`` gather the parts of all ranks.
+``Clock`` notes forwards and backwards (of a pipeline a ``StageClock``: ``stages.py``), ``Weights`` digests the
+parameters at both ends, and instep tells a ``SpanRecorder`` of its buckets. At the end of the block the profiler's
+trace is read (``profile.py``), and all of it becomes this rank's part of a ``Run``. ``save`` and ``run`` gather the
+parts of all ranks.
 """
 
 import hashlib
@@ -13,7 +14,7 @@ import platform
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -33,11 +34,13 @@ from torch.utils.hooks import RemovableHandle
 from instep._arguments import require_count
 from instep._ranks.collectives import gather_json
 from instep._torch.engine import Backward, Phase, current
-from instep._torch.hooks import is_called_by_step, nodes_of, tensors_in
+from instep._torch.hooks import is_called_by_step, nodes_of
+from instep._torch.pipelining import Pipeline
 from instep._torch.watch import plain_type
 from instep._version import __version__
 from instep.errors import AttachError, InstepError
 from instep.naming import modules_of, parameters_of
+from instep.recording.inputs import described
 from instep.recording.profile import (
     PARAMETERS,
     STATE,
@@ -49,10 +52,12 @@ from instep.recording.profile import (
     storages,
     tensors_in_state,
 )
+from instep.recording.stages import StageClock
 from instep.report.memory import GRADIENTS
 from instep.report.run import Job, Rank, Run, Setup, TraceEvent, rank_from, setup_from
-from instep.report.spans import Span, SpanRecorder, outside
+from instep.report.spans import Span, SpanRecorder, intervals, outside
 from instep.sources.fsdp.modules import fsdp1_in
+from instep.target import called_in
 
 _logger = logging.getLogger("instep")
 RankPart = tuple[Setup, Rank, list[TraceEvent]]
@@ -66,8 +71,8 @@ Describe = Callable[[Sequence[str]], Setup]
 class Recording:
     """What ``instep.record`` and ``Attachment.record`` return: a context manager around the loop.
 
-    It begins with the first forward inside, and ends after so many steps, or on leaving. Training goes on as ever,
-    more slowly while it is recorded: ``torch.profiler`` runs.
+    It begins with the first forward inside, of a pipeline with its first run, and ends after so many steps, or on
+    leaving. Training goes on as ever, more slowly while it is recorded: ``torch.profiler`` runs.
     """
 
     def __init__(
@@ -77,11 +82,13 @@ class Recording:
         steps: int,
         describe: Describe,
         listen: Listen,
+        pipeline: Pipeline | None = None,
     ) -> None:
         require_count("steps", steps, AttachError)
         # The loop until it has been recorded: a finished recording keeps no model alive.
         self._loop: tuple[nn.Module, list[Optimizer], Listen, Describe] | None
         self._loop = model, list(optimizers), listen, describe
+        self._pipeline = pipeline
         self._steps = steps
         self._running: _Running | None = None
         self._found: RankPart | None = None
@@ -93,7 +100,7 @@ class Recording:
         if torch._C._autograd._profiler_enabled():
             raise InstepError("torch.profiler is running already: record() needs it for itself. Stop the other first")
         model, optimizers, listen, _ = self._loop
-        self._running = _Running(model, optimizers, self._steps, listen)
+        self._running = _Running(model, optimizers, self._steps, listen, self._pipeline)
         return self
 
     def __exit__(
@@ -146,7 +153,7 @@ class Recording:
 
 class _Iterations:
     """The iterations that are recorded. Each begins with the first forward after a step, the first one with the first
-    forward.
+    forward. In a pipeline the beginning of a run is the one of a forward: the micro-batches in it are one.
 
     Attributes:
         began: when each began, in ``perf_counter`` seconds.
@@ -185,6 +192,7 @@ class _Running:
         optimizers: Sequence[Optimizer],
         steps: int,
         listen: Listen,
+        pipeline: Pipeline | None,
     ) -> None:
         self._optimizers = optimizers
         self._main = threading.get_native_id()
@@ -208,7 +216,11 @@ class _Running:
             self._held = held_before(model, optimizers)
             self._notes = GradientNotes(model)
             self._undo.callback(self._notes.stop)
-            self.clock = Clock(model, self._forward_begins)
+            self.clock: Clock | StageClock
+            if pipeline is None:
+                self.clock = Clock(model, self._forward_begins)
+            else:
+                self.clock = StageClock(pipeline, model, self._forward_begins)
             self._undo.callback(self.clock.stop)
             self._undo.callback(optimizers[0].register_step_post_hook(self._step_ended).remove)
             listen(self._recorder)
@@ -249,6 +261,8 @@ class _Running:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         spans = sorted(spans, key=lambda span: span.start)
         here = Rank(rank, platform.node(), self._main, iterations, spans, memory, self._weights.digests)
+        if isinstance(self.clock, StageClock):
+            here = replace(here, stages=self.clock.stages, runs=self.clock.runs)
         return _shifted(here, self._offset), trace.shown(-self._offset)
 
     def _spans(self, trace: Trace, told: Sequence[Span]) -> list[Span]:
@@ -256,20 +270,34 @@ class _Running:
         # The profiler sees the communication itself. What instep calls communication is from hand-over to arrival.
         spans = [span._replace(kind="flight") if span.kind == "communication" else span for span in told]
         spans += trace.steps() + trace.communication()
-        spans += [Span("forward", "forward", *forward) for forward in self.clock.forwards]
-        nodes = trace.nodes()
-        before = self._began
-        for end in self.clock.backwards:
-            # Backward begins with the first node that ran since the backward before it.
-            began = next((time for time in nodes if before < time < end.nodes), end.nodes)
-            spans.append(Span("backward", "backward", began, end.nodes, end.thread))
-            steps = [(s.start, s.end) for s in spans if s.kind == "step" and s.thread == end.thread]
-            # Between its last node and its return backward waits, or steps buckets on its thread.
-            for piece in outside([(end.nodes, end.returned)], steps):
-                spans.append(Span("waiting", "end of backward", *piece, end.thread))
-            before = end.returned
+        if isinstance(self.clock, StageClock):
+            spans = self.clock.spans(spans)
+        else:
+            spans += [Span("forward", "forward", *forward) for forward in self.clock.forwards]
+            spans += _backwards(self.clock.backwards, trace.nodes(), self._began, spans)
         assert self._ends is not None
         return [span for span in spans if span.start < self._ends]
+
+
+def _backwards(
+    ends: "Sequence[EndOfBackward]", nodes: Sequence[float], before: float, others: Sequence[Span]
+) -> Iterator[Span]:
+    """Yield each backward, and the waiting at its end.
+
+    Args:
+        nodes: when each node of a graph began to run, in order.
+        before: when the recording began.
+        others: among them the steps.
+    """
+    for end in ends:
+        # Backward begins with the first node that ran since the backward before it.
+        began = next((time for time in nodes if before < time < end.nodes), end.nodes)
+        yield Span("backward", "backward", began, end.nodes, end.thread)
+        steps = intervals(s for s in others if s.kind == "step" and s.thread == end.thread)
+        # Between its last node and its return backward waits, or steps buckets on its thread.
+        for piece in outside([(end.nodes, end.returned)], steps):
+            yield Span("waiting", "end of backward", *piece, end.thread)
+        before = end.returned
 
 
 def _gathered(part: RankPart) -> list[RankPart] | None:
@@ -286,21 +314,27 @@ def _gathered(part: RankPart) -> list[RankPart] | None:
 def _together(parts: Sequence[RankPart]) -> tuple[Run, list[list[TraceEvent]]]:
     """Make one run of the parts. Its times count from when the first rank began."""
     zero = min(rank.iterations[0][0] for _, rank, _ in parts)
-    run = Run(parts[0][0], [_shifted(rank, -zero) for _, rank, _ in parts])
+    # Each rank of a pipeline has stages of its own: the job is that of all. Ranks with the same stages have one.
+    jobs = list({tuple(rank.stages): setup.job for setup, rank, _ in reversed(parts)}.values())
+    job = replace(
+        parts[0][0].job,
+        parameters="+".join(dict.fromkeys(job.parameters for job in jobs)),
+        count=sum(job.count for job in jobs),
+        dtypes=tuple(sorted({dtype for job in jobs for dtype in job.dtypes})),
+    )
+    run = Run(replace(parts[0][0], job=job), [_shifted(rank, -zero) for _, rank, _ in parts])
     return run, [[{**event, "ts": event["ts"] - 1e6 * zero} for event in events] for _, _, events in parts]
 
 
 def _shifted(rank: Rank, by: float) -> Rank:
     """Return ``rank`` with ``by`` seconds added to all of its times."""
     memory = rank.memory
-    return Rank(
-        rank.rank,
-        rank.host,
-        rank.main,
-        [(start + by, end + by) for start, end in rank.iterations],
-        [span._replace(start=span.start + by, end=span.end + by) for span in rank.spans],
-        replace(memory, times=[t + by for t in memory.times], peak_at=memory.peak_at + by),
-        rank.weights,
+    return replace(
+        rank,
+        iterations=[(start + by, end + by) for start, end in rank.iterations],
+        spans=[span._replace(start=span.start + by, end=span.end + by) for span in rank.spans],
+        memory=replace(memory, times=[t + by for t in memory.times], peak_at=memory.peak_at + by),
+        runs=[(start + by, end + by) for start, end in rank.runs],
     )
 
 
@@ -350,7 +384,7 @@ class Clock:
     def _before_forward(self, module: nn.Module, args: object, kwargs: object) -> None:
         if self._depth == 0:
             self._forward_begins()
-            self._note((args, kwargs))
+            self.given |= described((args, kwargs))
             self._began = perf_counter()
         self._depth += 1
 
@@ -364,14 +398,6 @@ class Clock:
         for node in nodes_of(output):
             node.register_prehook(self._backward_runs)
 
-    def _note(self, inputs: object) -> None:
-        device = "cpu"
-        for tensor in tensors_in(inputs):
-            device = tensor.device.type
-            self.given.add(f"{tuple(tensor.shape)} {_dtype_name(tensor.dtype)}")
-        if torch.is_autocast_enabled(device):
-            self.given.add(f"autocast in {_dtype_name(torch.get_autocast_dtype(device))}")
-
     def _backward_runs(self, gradients: object) -> None:
         if (backward := current()) is self._backward:
             return
@@ -383,10 +409,6 @@ class Clock:
 
     def _backward_ended(self, nodes: list[float]) -> None:
         self.backwards.append(EndOfBackward(nodes[0], perf_counter(), threading.get_native_id()))
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class Weights:
@@ -471,11 +493,10 @@ def describe(
 def _job(model: nn.Module, trained: Sequence[nn.Parameter], batch: Sequence[str]) -> Job:
     # Names, shapes and dtypes of the bare model: the same with each wrapper and on each rank.
     described = [f"{one.name} {tuple(one.tensor.shape)} {one.tensor.dtype}" for one in parameters_of(model)]
-    *_, inner = (module for prefix, module in modules_of(model) if not prefix)
+    inner = [[module for prefix, module in modules_of(one) if not prefix][-1] for one in called_in(model)]
     device = trained[0].device if trained else torch.device("cpu")
     return Job(
-        # FSDP2 gives a module a class of its own.
-        model=next(c.__name__ for c in type(inner).__mro__ if not c.__module__.startswith("torch.distributed.")),
+        model=", ".join(dict.fromkeys(map(_name_of_module, inner))),
         parameters=hashlib.sha256("\n".join(described).encode()).hexdigest()[:16],
         count=sum(p.numel() for p in trained),
         dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in trained})),
@@ -483,6 +504,11 @@ def _job(model: nn.Module, trained: Sequence[nn.Parameter], batch: Sequence[str]
         ranks=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     )
+
+
+def _name_of_module(module: nn.Module) -> str:
+    # FSDP2 gives a module a class of its own.
+    return next(c.__name__ for c in type(module).__mro__ if not c.__module__.startswith("torch.distributed."))
 
 
 def _name_of_class(optimizer: Optimizer) -> str:

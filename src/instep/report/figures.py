@@ -66,12 +66,28 @@ class BucketFigures:
 
 
 @dataclass(frozen=True)
+class PipelineFigures:
+    """The seconds of an iteration in a pipeline, of each rank: the medians over its recorded iterations.
+
+    Attributes:
+        bubbles: inside ``schedule.step()``, in which no stage of the rank computed, nor was stepped.
+        step_inside: of the step, inside ``schedule.step()``: in what the plain loop has as bubbles.
+        step_after: the rest of the step.
+    """
+
+    bubbles: Sequence[float]
+    step_inside: Sequence[float]
+    step_after: Sequence[float]
+
+
+@dataclass(frozen=True)
 class Figures:
     """The seconds of an iteration: the median over the recorded iterations of the first rank; ``by_rank`` of each rank.
 
     Attributes:
         iteration: the whole iteration. The others do not add up to it: hidden work runs at the same time as other work.
         other: the time in which the loop did nothing of what has a span.
+        pipeline: ``None`` where there is no pipeline.
     """
 
     iteration: float
@@ -83,6 +99,7 @@ class Figures:
     other: float
     by_rank: Sequence[float]
     buckets: Sequence[BucketFigures]
+    pipeline: PipelineFigures | None = None
 
 
 def figures(run: Run) -> Figures:
@@ -99,7 +116,22 @@ def figures(run: Run) -> Figures:
         other=_median(rank, lambda window: exposed([window], intervals(rank.spans))),
         by_rank=[_median(one, lambda window: window[1] - window[0]) for one in run.ranks],
         buckets=_buckets(run),
+        pipeline=_pipeline(run.ranks) if any(one.stages for one in run.ranks) else None,
     )
+
+
+def _pipeline(ranks: Sequence[Rank]) -> PipelineFigures:
+    after = [outside(_of(rank, "step"), rank.runs) for rank in ranks]
+    inside = [outside(_of(rank, "step"), parts) for rank, parts in zip(ranks, after, strict=True)]
+    return PipelineFigures(
+        bubbles=[_median_of(rank, _of(rank, "bubble")) for rank in ranks],
+        step_inside=[_median_of(rank, parts) for rank, parts in zip(ranks, inside, strict=True)],
+        step_after=[_median_of(rank, parts) for rank, parts in zip(ranks, after, strict=True)],
+    )
+
+
+def _median_of(rank: Rank, parts: Sequence[Interval]) -> float:
+    return _median(rank, lambda window: busy(within(parts, window)))
 
 
 def _median(rank: Rank, seconds: Callable[[Interval], float]) -> float:
@@ -215,6 +247,13 @@ def by_job(runs: Sequence[Run]) -> list[Compared]:
 def ms(seconds: float) -> str:
     """Return a duration in words."""
     return f"{1e3 * seconds:.1f} ms"
+
+
+def by_rank(seconds: Sequence[float]) -> str:
+    """Return a duration of each rank in words, where there are many of them the least and the most."""
+    if len(seconds) > 4:
+        return f"{ms(min(seconds))} to {ms(max(seconds))}"
+    return ", ".join(map(ms, seconds))
 
 
 def mib(nbytes: float) -> str:

@@ -24,6 +24,7 @@ from instep.report.figures import (
     BucketFigures,
     Compared,
     Figures,
+    by_rank,
     bytes_change,
     covers,
     duration_change,
@@ -170,6 +171,7 @@ def rows(runs: Sequence[Run], found: Sequence[Figures]) -> list[Row]:
             time("communication, hidden", lambda one: one.communication.hidden, "Meanwhile something was computed."),
             time("communication, exposed", lambda one: one.communication.exposed, "The rest."),
         ]
+    made += _pipeline_rows(runs, found)
     made += [
         time("waiting", lambda one: one.waiting, "Of the loop: for communication or for another thread's step."),
         time("other", lambda one: one.other, "Of the loop: data, the scheduler, everything else."),
@@ -179,6 +181,22 @@ def rows(runs: Sequence[Run], found: Sequence[Figures]) -> list[Row]:
             "Of tensors: parameters, state, gradients, and what was allocated while it was recorded.",
         ),
     ]
+    return made
+
+
+def _pipeline_rows(runs: Sequence[Run], found: Sequence[Figures]) -> list[Row]:
+    """Return the rows of a pipeline, whose ranks differ: each value is of all ranks, in their order."""
+    shown = [
+        ("bubbles", "bubbles", "Inside schedule.step(): no stage of the rank computes, nor is stepped."),
+        ("step, in schedule.step()", "step_inside", "A stage is stepped when its last micro-batch is through."),
+        ("step, after schedule.step()", "step_after", "The rest: in optimizer.step(), say."),
+    ]
+    if all(one.pipeline is None for one in found):
+        return []
+    made = []
+    for name, figure, meaning in shown:
+        values = [by_rank(getattr(one.pipeline, figure)) if one.pipeline else "–" for one in found]
+        made.append(Row(name, values, f"{meaning} By rank." if len(runs[0].ranks) > 1 else meaning))
     return made
 
 
@@ -260,7 +278,15 @@ def _weights(runs: Sequence[Run]) -> str:
 
 RANKS = 8
 """The most ranks that a timeline draws."""
-LANES = (("compute", COMPUTE), ("communication", ("communication",)), ("optimizer", ("step",)))
+LANES = (
+    ("compute", COMPUTE),  # in a pipeline a lane for each stage of the rank
+    ("communication", ("communication",)),
+    ("optimizer", ("step",)),
+    ("bubbles", ("bubble",)),
+    ("waiting", ("waiting",)),
+)
+_IF_ANY = ("communication", "bubbles")
+"""The lanes that are left out where they would be empty."""
 
 
 @dataclass(frozen=True)
@@ -327,16 +353,22 @@ def _window(iterations: Sequence[Interval]) -> Interval:
 
 def _lanes(rank: Rank, window: Interval, seconds: float) -> list[TimelineRow]:
     lanes = []
-    for name, kinds in LANES:
-        spans = [span for span in rank.spans if span.kind in kinds]
+    for name, spans in _spans_of_lanes(rank):
         # The longest first: what encloses another bar is drawn before it, and lies under it.
         longest_first = sorted(spans, key=lambda span: span.start - span.end)
         bars = [bar for span in longest_first for bar in _bars(rank, span, window, seconds)]
-        if name != "communication" or spans:
-            lanes.append(TimelineRow(name, bars))
-    waiting = [span for span in rank.spans if span.kind == "waiting"]
-    lanes.append(TimelineRow("waiting", [bar for span in waiting for bar in _bars(rank, span, window, seconds)]))
+        lanes.append(TimelineRow(name, bars))
     return lanes
+
+
+def _spans_of_lanes(rank: Rank) -> Iterator[tuple[str, list[Span]]]:
+    for name, kinds in LANES:
+        spans = [span for span in rank.spans if span.kind in kinds]
+        if kinds == COMPUTE and rank.stages:
+            for stage in rank.stages:
+                yield f"stage {stage}", [span for span in spans if span.stage == stage]
+        elif spans or name not in _IF_ANY:
+            yield name, spans
 
 
 def _bars(rank: Rank, span: Span, window: Interval, seconds: float) -> Iterator[Bar]:
@@ -349,7 +381,7 @@ def _bars(rank: Rank, span: Span, window: Interval, seconds: float) -> Iterator[
         bare = outside([whole], covers(rank, span))
         looks = [(f"{span.kind} hidden", [whole]), (f"{span.kind} exposed", bare)]
     for look, pieces in looks:
-        named = span.name if span.name.startswith(span.kind) else f"{span.kind}, {span.name}"
+        named = span.label if span.name.startswith(span.kind) else f"{span.kind}, {span.label}"
         title = f"{named}{', hidden' if look.endswith('hidden') else ''}: {1e3 * (span.end - span.start):.2f} ms"
         for start, end in within(pieces, window):
             # A narrower bar could not be seen.

@@ -84,6 +84,8 @@ class Rank:
         spans: in order of their start.
         weights: SHA-256 of this rank's parameters before the first recorded forward and after the last recorded step;
             empty where the parameters could not be read.
+        stages: the places of this rank's stages in their pipeline; empty where there is no pipeline.
+        runs: when each run of the pipeline, that is ``schedule.step(…)``, began and ended.
     """
 
     rank: int
@@ -93,6 +95,8 @@ class Rank:
     spans: Sequence[Span]
     memory: Memory
     weights: Sequence[str] = ()
+    stages: Sequence[int] = ()
+    runs: Sequence[tuple[float, float]] = ()
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,8 @@ class Run:
         write_whole(path, gzip.compress(content, 6) if path.suffix == ".gz" else content)
 
 
+_ROWS = ("flight", "bubble")
+"""The kinds of spans that have rows of their own."""
 FIRST_ROW = 1 << 24
 """The first number for a row that is no thread: Linux gives threads lower numbers."""
 
@@ -137,14 +143,16 @@ def _events(rank: Rank, events: Sequence[Sequence[TraceEvent]], number: int) -> 
     rows: dict[tuple[str, ...], int] = {}
     for span in rank.spans:
         tid = span.thread
-        if span.kind == "flight":
-            # Flights overlap, and one row of a trace viewer shows nested events only: each bucket has a row.
-            tid = rows.setdefault(span.parameters, FIRST_ROW + len(rows))
-        common = {"pid": pid, "tid": tid, "cat": "instep", "ts": 1e6 * span.start, "name": f"{span.kind}: {span.name}"}
+        if span.kind in _ROWS:
+            # Flights overlap, and bubbles begin in the middle of operations. One row of a trace viewer shows nested
+            # events only: each bucket has a row, and the bubbles have one.
+            tid = rows.setdefault((span.kind, *span.parameters), FIRST_ROW + len(rows))
+        common = {"pid": pid, "tid": tid, "cat": "instep", "ts": 1e6 * span.start, "name": f"{span.kind}: {span.label}"}
         arguments = {"parameters": list(span.parameters)} if span.parameters else {}
         made.append({**common, "ph": "X", "dur": 1e6 * (span.end - span.start), "args": arguments})
-    for row, tid in enumerate(rows.values()):
-        made.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": f"flight {row}"}})
+    for row, ((kind, *_), tid) in enumerate(rows.items()):
+        name = "bubbles" if kind == "bubble" else f"flight {row}"
+        made.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}})
     for time, nbytes in zip(rank.memory.times, rank.memory.nbytes, strict=True):
         made.append({"ph": "C", "name": "memory", "pid": pid, "ts": 1e6 * time, "args": {"bytes": nbytes}})
     if events:
@@ -197,5 +205,6 @@ def setup_from(found: Mapping[str, Any]) -> Setup:
 
 def rank_from(found: Mapping[str, Any]) -> Rank:
     """Return the ``Rank`` whose ``asdict`` went through JSON."""
-    spans = [Span._make([*span[:5], tuple(span[5])]) for span in found["spans"]]
+    # A file of an older version of instep has no stages.
+    spans = [Span._make([*span[:5], tuple(span[5]), *(span[6:] or [None])]) for span in found["spans"]]
     return Rank(**{**found, "spans": spans, "memory": Memory(**found["memory"])})

@@ -14,11 +14,12 @@ class Span(NamedTuple):
 
     Attributes:
         kind: ``"forward"``, ``"backward"``, ``"step"`` (an update of parameters), ``"communication"`` (between ranks),
-            ``"flight"`` (of a bucket's gradients, from when they are handed over to when they have come back) or
-            ``"waiting"``.
+            ``"flight"`` (of a bucket's gradients, from when they are handed over to when they have come back),
+            ``"waiting"`` or ``"bubble"`` (a pipeline runs, and no stage of this rank computes, nor is stepped).
         name: for people.
         thread: the thread on which it ran, by the operating system's number.
         parameters: the names of the parameters that it is about; empty where it is about none in particular.
+        stage: the place in its pipeline of the stage that it is about; ``None`` where it is about none.
     """
 
     kind: str
@@ -27,6 +28,12 @@ class Span(NamedTuple):
     end: float
     thread: int = 0
     parameters: tuple[str, ...] = ()
+    stage: int | None = None
+
+    @property
+    def label(self) -> str:
+        """The name, with the stage."""
+        return self.name if self.stage is None else f"stage {self.stage}, {self.name}"
 
 
 class SpanRecorder:

@@ -6,11 +6,12 @@ to say. ``suggestions`` asks the rules in the order of their importance.
 
 from collections.abc import Callable, Sequence
 
-from instep.report.figures import Figures, bytes_change, duration_change, mib, ms
+from instep.report.figures import Figures, by_rank, bytes_change, duration_change, mib, ms
 from instep.report.memory import GRADIENTS, MIB, Memory
 from instep.report.run import Run
 
 _BACKWARD = "instep.attach(model, optimizer, schedule='backward')"
+_PIPELINE = "instep.attach(model, optimizer, schedule='backward', pipeline=schedule)"
 _TEMPORARIES = ("temporaries of backward", "temporaries of the step")
 WORTH = 0.02
 """The share of an iteration, or of a peak, below which a gain is not worth a change."""
@@ -20,7 +21,9 @@ def suggestions(run: Run, found: Figures) -> list[str]:
     """Return between one and three sentences, the most important first."""
     memory = run.ranks[0].memory
     rules: Sequence[Callable[[Run, Figures, Memory], str | None]]
-    if not run.setup.options:
+    if found.pipeline is not None:
+        rules = (_bubbles, _fused)
+    elif not run.setup.options:
         rules = (_time_to_gain, _memory_to_gain, _bucket_view, _fused)
     else:
         rules = (_steps_hidden, _crossing, _memory_kept, _bucket_view, _large_bucket, _fused)
@@ -52,6 +55,20 @@ def _measured(run: Run, found: Figures, attached: Sequence[tuple[Run, Figures]])
         said.append(f"{other.setup.label}, as recorded here: peak memory: {memory}; iteration: {time}.")
     rules = (_bucket_view, _fused)
     return [*said, *(sentence for rule in rules if (sentence := rule(run, found, run.ranks[0].memory)) is not None)]
+
+
+def _bubbles(run: Run, found: Figures, memory: Memory) -> str | None:
+    """Say how much of a pipeline is bubbles, and how much of the step takes their place."""
+    pipeline = found.pipeline
+    if pipeline is None:
+        return None
+    said = (
+        f"By rank, an iteration has bubbles of {by_rank(pipeline.bubbles)}. Of the step, "
+        f"{by_rank(pipeline.step_inside)} lie inside schedule.step(), and {by_rank(pipeline.step_after)} after it"
+    )
+    if any(pipeline.step_inside):
+        return f"{said}."
+    return f"{said}: with {_PIPELINE} a stage is stepped when its last micro-batch is through."
 
 
 def _time_to_gain(run: Run, found: Figures, memory: Memory) -> str | None:
