@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from instep._arguments import models_of, optimizers_of, pipeline_of, require_model
+from instep._arguments import models_of, optimizers_of, require_model
 from instep._micro_batches.run import micro_batches
 from instep._micro_batches.waiting import Waiting
 from instep._optim.parameters import MIB, AttachedParameter, Plan
@@ -23,11 +23,12 @@ from instep._wiring.build import build, connect
 from instep._wiring.verbs import Stats, record_attached, record_plain, resync_from, stats_of, table_of
 from instep._wiring.weak_refs import living_parameters
 from instep.errors import AttachError, InstepError, UncommittedStepError
-from instep.options import Options
+from instep.options import Options, pipeline_of
 from instep.target import Target, as_one
 
 if TYPE_CHECKING:
-    from instep._torch.pipelining import PipelineSchedule
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
     from instep.recording import Recording
 
 Batch = TypeVar("Batch")
@@ -57,7 +58,7 @@ def record(
     optimizer: Optimizer | Sequence[Optimizer],
     steps: int = 5,
     *,
-    pipeline: "PipelineSchedule | None" = None,
+    pipeline: "PipelineScheduleSingle | PipelineScheduleMulti | None" = None,
 ) -> "Recording":
     """Record what runs when in a training loop, and what memory it holds: ``with instep.record(model, optimizer):``
     around it. Of an attached model it is the attachment's ``Attachment.record``.
@@ -82,7 +83,7 @@ def record(
     found = attached(models[0])
     if found is not None:
         return found.record(steps)
-    stages = None if pipeline is None else pipeline_of(pipeline, AttachError)
+    stages = pipeline_of(pipeline)
     return record_plain(as_one(models), optimizers_of(optimizer, AttachError), steps, stages)
 
 
@@ -189,7 +190,7 @@ class Attachment:
         if model is None or not optimizers:
             raise InstepError("there is nothing to record: the model or the optimizer is gone")
         if self._options.disabled:
-            return record_plain(model, optimizers, steps, self._options.pipeline)
+            return record_plain(model, optimizers, steps, self._options.communication.pipeline)
         listen = partial(setattr, self, "recorder")
         return record_attached(model, optimizers, steps, self._options, self._parts.planned.now, listen)
 

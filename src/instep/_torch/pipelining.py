@@ -31,8 +31,8 @@ COMPUTES = ("forward_one_chunk", *BACKWARDS)
 LOSS = "_compute_loss"
 """Of a schedule: the loss of a micro-batch, after the last stage's forward."""
 FINISHES = ("perform_reduce_grad", "scale_grads", "wait_for_gradient_reduction")
-"""Of a stage: after the last backward of a run, with final gradients when it returns; one of them may call another at its end. torch has the
-first since 2.8 or so, and the last since 2.15. Before that, a run that returns has finished."""
+"""Of a stage: after the last backward of a run, with final gradients when it returns; one of them may call another at
+its end. torch has the first since 2.8 or so, and the last since 2.15. Before that, a run that returns has finished."""
 
 
 class Pipeline:

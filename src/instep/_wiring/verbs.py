@@ -47,7 +47,9 @@ def record_attached(
     listen: Listen,
 ) -> "Recording":
     """``plan`` is asked when the recording is described, ``listen`` takes the recorder of buckets."""
-    return _recording(model, optimizers, steps, lambda: _described(options, plan()), listen, options.pipeline)
+    return _recording(
+        model, optimizers, steps, lambda: _described(options, plan()), listen, options.communication.pipeline
+    )
 
 
 def _described(options: Options, plan: Plan) -> Described:
