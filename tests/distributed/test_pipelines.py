@@ -276,7 +276,7 @@ def one_backward_raises(way: str) -> tuple[str, str, bool]:
             raise MemoryError("in backward")
 
     if dist.get_rank() == 0:
-        next(loop.models[0].parameters()).register_hook(raise_in_the_last)
+        dict(loop.models[0].named_parameters())["first.weight"].register_hook(raise_in_the_last)
     before: list[torch.Tensor] = []
     for i in range(5):
         before = [p.detach().clone() for p in parameters_in(loop.models)]
