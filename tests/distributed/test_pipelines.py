@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep import ClipNorm
+from instep._step.in_backward import BackwardSchedule
 from instep._torch import pipelining
 from instep.errors import AttachError, InstepError
 from instep.verification import first_difference
@@ -86,6 +87,23 @@ def on_trial(kind: Kind) -> None:
 @by_schedule
 def test_stages_are_stepped_on_trial(two_ranks: RankPool, kind: Kind) -> None:
     two_ranks.run(on_trial, kind)
+
+
+def once_in_a_run(kind: Kind) -> None:
+    """What a forward of the model asks for is asked for once in a run, and not for each micro-batch."""
+    loop = Loop(kind)
+    loop.overlap = attach_to(loop, "backward")
+    looked: list[int] = []
+    for i in range(3):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(BackwardSchedule, "before_forward", lambda _: looked.append(i))
+            learn(loop, i)
+    assert looked == [0, 1, 2]
+
+
+@by_schedule
+def test_forwards_are_looked_at_once_in_a_run(two_ranks: RankPool, kind: Kind) -> None:
+    two_ranks.run(once_in_a_run, kind)
 
 
 # Clipping by the norm of all stages.

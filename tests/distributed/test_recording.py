@@ -316,7 +316,7 @@ def refused() -> None:
     with pytest.raises(instep.errors.InstepError, match="give its schedule as pipeline="):
         instep.record(loop.models, loop.optimizers)
     with pytest.raises(instep.errors.AttachError, match="pipeline must be a schedule"):
-        instep.record(loop.models, loop.optimizers, pipeline=loop.models)
+        instep.record(loop.models, loop.optimizers, pipeline=loop.models)  # type: ignore[arg-type]
 
 
 def test_stages_without_their_schedule_are_refused(two_ranks: RankPool) -> None:

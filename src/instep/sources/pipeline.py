@@ -57,10 +57,9 @@ class PipelineSource:
         self._sink = sink
         self._pipeline = pipeline
         self._accumulation = accumulation
-        self._bucket_bytes = bucket_bytes
         self._of_each = [{a.spec.index for a in parameters if id(a.get()) in ids} for ids in of_each]
         self._parameters = {a.spec.index: a for a in parameters}
-        self._members = [self._buckets_of(number) for number in range(len(of_each))]
+        self._members = [self._buckets_of(number, bucket_bytes) for number in range(len(of_each))]
         self._calls: list[StageCall] = []
         self.begin_run: Callable[[], object] = bool
         self.end_run: Callable[[], object] = bool
@@ -70,11 +69,11 @@ class PipelineSource:
         self._left = set(range(len(of_each)))
         self._at_end: list[int] = []  # stages that will be through when this run returns
 
-    def _buckets_of(self, number: int) -> list[AttachedParameters]:
+    def _buckets_of(self, number: int, bucket_bytes: int | None) -> list[AttachedParameters]:
         """Of a stage without the parameters that it shares with another one of this rank, last layer first."""
         mine = [self._parameters[i] for i in sorted(self._of_each[number], reverse=True) if not self._is_shared(i)]
         specs = [attached.spec for attached in mine]
-        size = self._bucket_bytes or bucket_bytes_for(a.spec for a in self._parameters.values())
+        size = bucket_bytes or bucket_bytes_for(a.spec for a in self._parameters.values())
         buckets = fill_buckets("pipeline", specs, size)
         return [AttachedParameters(self._parameters[spec.index] for spec in bucket.parameters) for bucket in buckets]
 
