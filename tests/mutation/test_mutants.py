@@ -3141,9 +3141,8 @@ MUTANTS = [
     Mutant(
         "disabled, let each rank's backward communicate",
         "PlainHooks.before_forward",
-        "        if not torch.compiler.is_compiling() and graph_task() is None and torch.is_grad_enabled():\n"
         "            self._votes.begin_forward()\n            self._accumulation.decide()\n",
-        "        self._votes.begin_forward()\n",
+        "            self._votes.begin_forward()\n",
         "tests/distributed/test_disabled_ranks.py",
     ),
     Mutant(
