@@ -149,6 +149,7 @@ class Loop:
             self.scaler.scale(torch.zeros(1, device=here()))  # the stages that see no loss have the scale, too
         self.overlap: Any = None
         self.steps_in_run = False  # whether it is attached so
+        self.parameters_with_gradients = sum(6 for _ in self.models) - kind.tied
 
     def _loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         loss = self.kind.loss(output, target)
@@ -191,8 +192,12 @@ Iteration = Callable[[Loop, int], Any]
 
 def learn(loop: Loop, i: int) -> Any:
     losses = loop.run(i)
+    if loop.overlap is None:
+        loop.parameters_with_gradients = sum(p.grad is not None for p in parameters_in(loop.models))
     if loop.steps_in_run:
-        assert loop.overlap.state == "open", "no stage was stepped in the run"
+        applied = loop.overlap._parts.step.members.applied
+        assert len(applied) == loop.parameters_with_gradients, "not all stages were stepped in the run"
+        assert loop.overlap.redo_count == 0
     loop.step()
     return losses
 
@@ -259,7 +264,9 @@ def train_both(kind: Kind, way: str, iteration: Iteration = learn, steps: int = 
     loop.overlap = attach_to(loop, way, **options)
     with late_updates() if way == "late" else nullcontext():
         for i in range(steps):
-            expected, found = iteration(plain, i), iteration(loop, i)
+            expected = iteration(plain, i)
+            loop.parameters_with_gradients = plain.parameters_with_gradients
+            found = iteration(loop, i)
             loop.overlap.synchronize()
             named = [(name, copy.copy(value)) for name, value in plain.state()]
             difference = first_difference(iter(named), loop.state())

@@ -96,7 +96,7 @@ def once_in_a_run(kind: Kind) -> None:
     looked: list[Any] = []
     for i in range(3):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(BackwardSchedule, "before_forward", looked.append)
+            patch.setattr(BackwardSchedule, "before_forward", lambda schedule: looked.append(schedule))
             learn(loop, i)
         assert len(looked) == i + 1
 
@@ -104,6 +104,29 @@ def once_in_a_run(kind: Kind) -> None:
 @by_schedule
 def test_forwards_are_looked_at_once_in_a_run(two_ranks: RankPool, kind: Kind) -> None:
     two_ranks.run(once_in_a_run, kind)
+
+
+def ends_of_micro_batches(kind: Kind) -> None:
+    loop = Loop(kind)
+    loop.overlap = attach_to(loop, "backward")
+    ended: list[Any] = []
+    usual = BackwardSchedule.end_micro_batches
+
+    def noted(schedule: BackwardSchedule) -> None:
+        ended.append(schedule)
+        usual(schedule)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BackwardSchedule, "end_micro_batches", noted)
+        accumulated(loop, 0)
+        assert len(ended) == 1, "the ranks vote on one step"
+        evaluated_in_between(loop, 1)
+        assert len(ended) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS[:4], ids=lambda kind: kind.schedule)  # torch cannot evaluate the V-shaped ones
+def test_micro_batches_end_once_in_a_step(two_ranks: RankPool, kind: Kind) -> None:
+    two_ranks.run(ends_of_micro_batches, kind)
 
 
 # Clipping by the norm of all stages.

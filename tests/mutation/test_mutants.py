@@ -3972,12 +3972,12 @@ MUTANTS = [
         "looked_at",
     ),
     Mutant(
-        "a stage of a pipeline is stepped before its last micro-batch",
+        "an evaluation is taken for a step",
         "_WatchedStage.backward",
-        'bool(options.get("last_backward"))',
-        "True",
+        " and stage.has_backward",
+        "",
         PIPELINES,
-        "every_schedule",
+        "end_once",
     ),
     Mutant(
         "a weight of two stages is stepped with the first of them",
@@ -3993,7 +3993,7 @@ MUTANTS = [
         "            if not self._accumulation.is_in_hold:",
         "            if True:",
         PIPELINES,
-        "several_runs",
+        "end_once",
     ),
     Mutant(
         "stages are left to step()",

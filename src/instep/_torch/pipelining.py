@@ -74,7 +74,7 @@ class Pipeline:
         assert schedule is not None, "it was just attached"
         calls = [StageCall(schedule, "step", lambda call, _: _around_run(ref, call))]
         for number, stage in enumerate(_stages_of(schedule)):
-            watched = _WatchedStage(ref, number, ends_with_run=not hasattr(stage, FINISHES[0]))
+            watched = _WatchedStage(ref, number, stage)
             calls += [StageCall(stage, name, watched.meet) for name in MEETS]
             calls += [StageCall(stage, name, watched.backward) for name in BACKWARDS]
             calls += [StageCall(stage, name, watched.finish) for name in FINISHES if hasattr(stage, name)]
@@ -138,10 +138,11 @@ def _around_run(runs: "weakref.ref[Runs]", call: Callable[[], Any]) -> Any:
 class _WatchedStage:
     """One stage in its runs. ``runs`` is referred to weakly: the stage is the model's, and must not keep parameters."""
 
-    def __init__(self, runs: "weakref.ref[Runs]", number: int, *, ends_with_run: bool) -> None:
+    def __init__(self, runs: "weakref.ref[Runs]", number: int, stage: Any) -> None:
         self._runs = runs
         self._number = number
-        self._ends_with_run = ends_with_run
+        self._stage = weakref.ref(stage)
+        self._ends_with_run = not hasattr(stage, FINISHES[0])
         self.has_ended = False  # whether the last backward of the run has been
 
     def meet(self, call: Callable[[], Any], options: object) -> Any:
@@ -151,7 +152,9 @@ class _WatchedStage:
         return found
 
     def backward(self, call: Callable[[], Any], options: Mapping[str, Any]) -> Any:
-        found, runs, is_last = call(), self._runs(), bool(options.get("last_backward"))
+        found, runs, stage = call(), self._runs(), self._stage()
+        # Without a backward, as in ``schedule.eval(…)``, torch makes the same calls.
+        is_last = bool(options.get("last_backward")) and stage is not None and stage.has_backward
         self.has_ended = is_last and not self._ends_with_run
         if is_last and self._ends_with_run and runs is not None:
             runs.stage_ends_with_run(self._number)

@@ -12,7 +12,7 @@ An error of an update waits until the run is over on this rank: the other ranks 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from instep._optim.parameters import AttachedParameter, AttachedParameters, Bucket, bucket_bytes_for, fill_buckets
+from instep._optim.parameters import AttachedParameter, AttachedParameters, Bucket, fill_buckets
 from instep._step.accumulation import Accumulation
 from instep._torch.pipelining import Pipeline, StageCall
 from instep.errors import InstepError
@@ -73,7 +73,8 @@ class PipelineSource:
         """Of a stage without the parameters that it shares with another one of this rank, last layer first."""
         mine = [self._parameters[i] for i in sorted(self._of_each[number], reverse=True) if not self._is_shared(i)]
         specs = [attached.spec for attached in mine]
-        size = bucket_bytes or bucket_bytes_for(a.spec for a in self._parameters.values())
+        # All gradients of a stage are there by then: smaller buckets would free none of them earlier.
+        size = bucket_bytes or sum(spec.nbytes for spec in specs)
         buckets = fill_buckets("pipeline", specs, size)
         return [AttachedParameters(self._parameters[spec.index] for spec in bucket.parameters) for bucket in buckets]
 
