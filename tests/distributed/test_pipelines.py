@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import io
 import itertools
 import math
 import os
@@ -476,6 +477,35 @@ def nothing_is_kept(kind: Kind) -> None:
     del loop
     gc.collect()  # torch's own schedule and stages refer to each other
     assert not [ref for ref in weights if ref() is not None]
+
+
+def resumed(kind: Kind, way: str) -> None:
+    """Each rank saves what it has with torch, and a new loop goes on from there."""
+    loop, resumed = Loop(kind), Loop(kind)
+    loop.overlap = attach_to(loop, way)
+    for i in range(3):
+        learn(loop, i)
+    saved = io.BytesIO()
+    models, optimizers = loop.models, loop.optimizers
+    torch.save([[one.state_dict() for one in models], [one.state_dict() for one in optimizers]], saved)
+    saved.seek(0)
+    states, optimizer_states = torch.load(saved, weights_only=True)
+    resumed.overlap = attach_to(resumed, way)
+    for model, state in zip(resumed.models, states, strict=True):
+        model.load_state_dict(state)
+    for optimizer, state in zip(resumed.optimizers, optimizer_states, strict=True):
+        optimizer.load_state_dict(state)
+    for i in range(3, 6):
+        learn(loop, i)
+        learn(resumed, i)
+        difference = first_difference(loop.state(), resumed.state())
+        assert difference is None, difference
+
+
+@in_every_way
+@by_few
+def test_resumed_training(two_ranks: RankPool, kind: Kind, way: str) -> None:
+    two_ranks.run(resumed, kind, way)
 
 
 def copied(kind: Kind) -> None:
