@@ -292,6 +292,11 @@ class Attachment:
         self._require_no_pipeline("overlap.micro_batches()")
         return micro_batches(self._parts, loss_of, batches, together=self._frees_in_backward)
 
+    @property
+    def is_stage(self) -> bool:
+        """Whether the model is one stage of a pipeline, or several."""
+        return self._options.communication.pipeline is not None
+
     def _require_no_pipeline(self, call: str) -> None:
         pipeline = self._options.communication.pipeline
         if pipeline is not None:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,13 +21,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep import ClipNorm
 from instep._step.in_backward import BackwardSchedule
 from instep._torch import pipelining
-from instep.errors import AttachError, InstepError
+from instep.errors import AttachError, CheckpointError, InstepError
 from instep.verification import first_difference
 from tests.devices import here
 from tests.distributed.pipelines import (
@@ -368,6 +370,127 @@ def test_a_rank_that_dies_is_heard_of(kind: Kind, way: str) -> None:
     error, seconds = RankPool(2, group_seconds=60).run_until_a_rank_dies(0, a_rank_is_killed, kind, way)
     assert error != "nothing"
     assert seconds < 50
+
+
+def frozen_for_a_while(rank: int, loop: Loop, i: int) -> Any:
+    """From the third step to the fifth one rank has nothing to train."""
+    if dist.get_rank() == rank:
+        for parameter in parameters_in(loop.models):
+            parameter.requires_grad_(i not in (2, 3))
+    losses = loop.run(i)
+    loop.step()
+    return losses
+
+
+@in_every_way
+@pytest.mark.parametrize("clip", [None, 0.7])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_trains_nothing_for_a_while(two_ranks: RankPool, way: str, clip: float | None, rank: int) -> None:
+    if clip is None or way == "backward":
+        two_ranks.run(both, KINDS[1], way, partial(frozen_for_a_while, rank))
+    else:
+        two_ranks.run(both, KINDS[1], way, partial(frozen_and_clipped, rank, clip), clip=ClipNorm(clip))
+
+
+def frozen_and_clipped(rank: int, max_norm: float, loop: Loop, i: int) -> Any:
+    if dist.get_rank() == rank:
+        for parameter in parameters_in(loop.models):
+            parameter.requires_grad_(i not in (2, 3))
+    return clipped(max_norm, loop, i)
+
+
+def frozen_from_the_start(way: str) -> None:
+    both(replace(KINDS[1], wrap=frozen_on_the_first_rank), way)
+
+
+def frozen_on_the_first_rank(stage: nn.Module) -> nn.Module:
+    return stage.requires_grad_(dist.get_rank() > 0)
+
+
+@in_every_way
+def test_a_rank_that_trains_nothing(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(frozen_from_the_start, way)
+
+
+def heard_after(mistake: str, way: str) -> tuple[str, float]:
+    """What this rank hears when rank 0 makes a mistake in the third step, and goes on; and how long it took."""
+    loop = Loop(KINDS[1])
+    loop.overlap = attach_to(loop, way)
+    raises = itertools.count(1)
+
+    def raise_in_the_last(gradient: torch.Tensor) -> None:
+        if next(raises) == 3 * loop.kind.micro_batches:
+            raise MemoryError("in backward")
+
+    if mistake == "caught" and dist.get_rank() == 0:
+        dict(loop.models[0].named_parameters())["first.weight"].register_hook(raise_in_the_last)
+    started = time.monotonic()
+    try:
+        for i in range(6):
+            try:
+                loop.run(i)
+            except Exception as error:
+                if not any(isinstance(one, MemoryError) for one in causes_of(error)):
+                    raise
+                for optimizer in loop.optimizers:
+                    optimizer.zero_grad()
+                continue
+            if mistake == "left out" and i == 2 and dist.get_rank() == 0:
+                for optimizer in loop.optimizers:
+                    optimizer.zero_grad()
+            else:
+                loop.step()
+    except Exception as error:
+        return "; ".join(f"{type(one).__name__}: {one}" for one in causes_of(error)), time.monotonic() - started
+    return "nothing", time.monotonic() - started
+
+
+@pytest.mark.parametrize("mistake", ["caught", "left out"])
+@pytest.mark.parametrize("way", ["backward", "forward", "undo"])
+def test_a_mistake_of_one_rank_is_heard_of(mistake: str, way: str) -> None:
+    pool = RankPool(2, group_seconds=15)
+    try:
+        _, (said, seconds) = pool.run(heard_after, mistake, way)
+    finally:
+        pool.stop()
+    assert seconds < 12, said
+    assert "rank 0 said that this step failed there" in said or "ranks are at different steps" in said
+
+
+def another_schedule() -> str:
+    loop = Loop(KINDS[1])
+    loop.overlap = attach_to(loop, "backward")
+    learn(loop, 0)
+    other = Loop(KINDS[1])
+    stage = pipelining._stages_of(loop.pipeline)[0]
+    loop.pipeline = Schedule1F1B(stage, 4, loss_fn=other._loss)
+    try:
+        learn(loop, 1)
+    except Exception as error:
+        return "; ".join(map(str, causes_of(error)))
+    return "nothing"
+
+
+def test_another_schedule_is_named() -> None:
+    pool = RankPool(2, group_seconds=5)
+    try:
+        said = pool.run(another_schedule)
+    finally:
+        pool.stop()
+    assert any("attach with pipeline= that one" in one for one in said), said
+
+
+def saved(directory: str) -> None:
+    loop = Loop(KINDS[1])
+    loop.overlap = attach_to(loop, "backward")
+    learn(loop, 0)
+    for call in (instep.save, instep.load):
+        with pytest.raises(CheckpointError, match="a stage of a pipeline"):
+            call(directory, loop.models[0], loop.optimizers)
+
+
+def test_checkpoints_of_one_model_are_refused(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(saved, str(tmp_path))
 
 
 # What is refused, and what a user is told.

@@ -4054,8 +4054,8 @@ MUTANTS = [
     Mutant(
         "a run that raises leaves what its other stages have written",
         "PipelineSource.run",
-        "self._sink.backward_raised()",
-        "pass",
+        "            self._steps.run_failed()  # what the stages before the error have written is put back, or torn\n",
+        "",
         PIPELINES,
         "after_another",
     ),

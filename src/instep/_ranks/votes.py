@@ -233,6 +233,17 @@ class StepVotes:
             with suppress(Exception):  # of what may have failed it: the communication
                 self.voting.cast(step - self._before, failed=True)
 
+    @property
+    def owes(self) -> bool:
+        """Whether a backward that communicates was not followed by this rank's vote yet."""
+        return self._owes
+
+    def cast_owed(self, step: int) -> None:
+        """The others are about to be waited for, and may wait for this rank's vote on a backward that no step has
+        followed here: they hear that ``step`` steps were taken, which are too few if they have stepped."""
+        if self._owes:
+            self.committed(step)
+
     def heard(self, *, wait: bool) -> Exception | None:
         """What is wrong with the last step, as the ranks have said; each outcome is returned once.
 

@@ -198,7 +198,11 @@ def unknown_to_the_model(target: Target, options: Options) -> None:
     ]
     if target.fsdp1 or target.fsdp2:
         advice.append("Sharding replaces all of them: shard first, then build the optimizer, then attach")
-    if not options.takes_any_loop:
+    if options.communication.pipeline is not None:
+        advice.append(
+            "Of what is in no stage (a loss with parameters), give the optimizer to nobody: attach those of stages"
+        )
+    elif not options.takes_any_loop:
         advice.append(f"schedule='forward' without further options leaves {'it' if knows_some else 'all'} to torch")
     raise AttachError(f"{stranger.where}, {stranger.description}, is not a parameter of the model. {'. '.join(advice)}")
 
@@ -260,7 +264,9 @@ def gradients_of_another_dtype(target: Target, options: Options) -> None:
 def all_frozen(target: Target, options: Options) -> None:
     given = list(_given(target))
     # By default a loop may thaw them later. An option for a model that gets no gradient is a mistake.
-    if not options.asks_for_nothing and not any(one.parameter.requires_grad for one in given):
+    # On a rank of a pipeline it may be so for a while: the others train.
+    waits = options.asks_for_nothing or options.communication.pipeline is not None
+    if not waits and not any(one.parameter.requires_grad for one in given):
         raise AttachError(
             f"all {len(given)} parameters of the optimizer are frozen ({given[0].name!r} and so on): none will get a "
             "gradient. Set requires_grad before attach"

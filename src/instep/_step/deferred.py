@@ -203,6 +203,8 @@ class UpdateDeferral:
             self.begin_norms()
         mine = {stepper: step.members.of(stepper).tensors() for stepper in step.members.steppers}
         step.round.steppers_left = {one for one, tensors in mine.items() if not none_there(map(GRADIENT, tensors))}
+        if not step.round.steppers_left and step.is_owed_without_gradients:
+            step.round.steppers_left = set(step.members.steppers)
         is_left_to_kernel = not step.round.steppers_left or found_inf(stepper.optimizer())
         step.round.takes_step = is_left_to_kernel or self._takes_step()
 
@@ -706,6 +708,7 @@ class ForwardSchedule(Schedule):
         step = self._step
         if not step.backwards.is_new():
             return False
+        step.require_run()
         # A graph that was made before the last step() may have saved weights, which the plain loop has written by now.
         self._deferred.finish(self._deferred.all())
         step.has_gradients = True
@@ -717,7 +720,10 @@ class ForwardSchedule(Schedule):
         return True
 
     def hear_of_last_step(self) -> None:
+        self._step.ledger.votes.cast_owed(self._step.ledger.step_count)
         self._step.hear(_nothing, wait=True)
+        if any(bucket.step.ranks.refuse() for bucket in self._deferred.all()):
+            self.synchronize()  # raises what a read of these weights would, for which the run may have to wait
 
     def begin_final_backward(self) -> None:
         self._deferring.backward_begins()

@@ -183,6 +183,11 @@ class Ranks:
         if vote is not None and (error := error_of(vote)) is not None:
             self._outcome.hears(error)
 
+    def refuse(self) -> bool:
+        """Whether some rank does not take the step, as far as it is not known yet. Waits for them."""
+        vote = self._vote
+        return vote is not None and error_of(vote) is not None
+
     def tell_of_updates(self, votes: StepVotes) -> None:
         """All shards that this rank updates were updated and sent, or that has failed: tell the others, once. Nobody
         does who has lost them: each wait for them would take as long as the process group's timeout."""

@@ -396,6 +396,7 @@ class BackwardSchedule(BucketSink):
         step = self._step
         if not step.backwards.is_new():
             return False
+        step.require_run()
         if step.accumulation.runs_stages:
             return True  # other stages of this rank may be stepped by now; the source says when this one is through
         self._writes.before_backward()
@@ -405,7 +406,13 @@ class BackwardSchedule(BucketSink):
         return True
 
     def hear_of_last_step(self) -> None:
+        self._step.ledger.votes.cast_owed(self._step.ledger.step_count)
         self._step.hear(self._writes.release, wait=True)
+
+    def run_failed(self) -> None:
+        self.backward_raised()
+        if self._step.ledger.torn is None:  # else they have been told, or have told it
+            self._step.ledger.votes.say_failed(self._step.number)
 
     def begin_final_backward(self) -> None:
         step = self._step

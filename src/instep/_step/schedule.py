@@ -132,6 +132,15 @@ class Schedule:
 
     def hear_of_last_step(self) -> None:
         """Wait for what the ranks say of the last step; raise, if it does not stand on all of them."""
+        self._step.ledger.votes.cast_owed(self._step.ledger.step_count)
+
+    def leave_run(self) -> None:
+        """A run of the pipeline does not begin on this rank. Others are to hear of it before they wait for this one."""
+        self._step.ledger.votes.cast_owed(self._step.ledger.step_count)
+
+    def run_failed(self) -> None:
+        """A run of the pipeline has raised on this rank. Others may be through with it, and step."""
+        self._step.ledger.votes.say_failed(self._step.number)
 
     def begin_final_backward(self) -> None:
         """From now on gradients are final: ``begin_backward`` calls this for a backward that does not only add to them,

@@ -14,7 +14,7 @@ from instep._step.norms import Passes
 from instep._step.state import Gather, GradientOf, Ledger, Round, StepMembers, StepTimes
 from instep._step.streams import StepStreams
 from instep._torch.engine import Backwards
-from instep.errors import StepMismatchError
+from instep.errors import InstepError, StepMismatchError
 
 # Whether a step is taken, where its gradients may hold NaN or infinity: all ranks give one answer.
 
@@ -130,10 +130,27 @@ class RunningStep:
         """``optimizer.step()`` finds gradients that no source has offered, or that were left to it: they make a step,
         too, unless no backward is known of, and the call only asks for state."""
         found = [(a.stepper, g) for a in self.members.all if (g := gradient_of(a)) is not None]
+        if not found and self.is_owed_without_gradients:
+            self.round.steppers_left.update(self.members.steppers)
+            return
         first = self.ledger.step_count == 0
         if self.has_gradients or not asks_for_state(stepper.optimizer(), (g for _, g in found), first=first):
             self.has_gradients = bool(found)
             self.round.steppers_left.update(one for one, _ in found)
+
+    @property
+    def is_owed_without_gradients(self) -> bool:
+        """Whether the other ranks wait for this step, in which this rank's stages have no gradient."""
+        return self.accumulation.runs_stages is not None and self.ledger.votes.owes
+
+    def require_run(self) -> None:
+        """Raise if a stage of the pipeline runs backward outside of the runs that the ranks vote on."""
+        if self.accumulation.runs_stages is False and self.ledger.votes.voting is not None:
+            raise InstepError(
+                "a stage ran backward outside of schedule.step(…) of the schedule that was given to attach(…, "
+                "pipeline=…): another schedule has run it, or the loop itself. Nothing was updated. To train with "
+                "another schedule: overlap.detach(), and attach with pipeline= that one"
+            )
 
     def forget(self) -> None:
         """The step is over, or was none."""

@@ -45,7 +45,9 @@ def ranks_of(target: Target, options: Options) -> StepRanks | None:
     neighbours = neighbours_of([*target.wrapped, *target.fsdp1], target.optimized(), stages)
     if neighbours is None:
         return None
-    meets = options.votes or options.communication != Communication()
+    # By default the ranks of a pipeline wait for none that has nothing to attach; but a norm is of all of them.
+    usual = Communication(pipeline=pipeline)
+    meets = options.votes or options.communication != usual or (pipeline is not None and options.clip is not None)
     if pipeline is not None:
         # Each rank has parameters of its own. The pipelines that data is divided among have one name.
         return StepRanks(neighbours, [options.in_words()], digest_of(repr(pipeline)), waits=meets, matters=meets)

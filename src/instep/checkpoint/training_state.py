@@ -57,6 +57,12 @@ class TrainingState:
         by_id = attached_parameters()
         found = [by_id[id(named.tensor)] for named in self.parameters if id(named.tensor) in by_id]
         self.attachments: list[Attachment] = list(dict.fromkeys(found))
+        if any(one.is_stage for one in self.attachments):
+            raise CheckpointError(
+                "instep.save and instep.load take one model, which all ranks have, and this one is a stage of a "
+                "pipeline: the other ranks' stages would be lost. Save what each rank has with torch.save, or all of "
+                "them with torch.distributed.checkpoint, between steps"
+            )
         attached = [a for one in self.attachments for a in one.parameters]
         self._offloaded = {id(a.get()) for a in attached if a.stepper.offloaded is not None}
 

@@ -25,6 +25,12 @@ class Steps(Protocol):
     def hear_of_last_step(self) -> None:
         """Wait for what the ranks say of the last step; raise, if it does not stand on all of them."""
 
+    def leave_run(self) -> None:
+        """A run does not begin on this rank: the others are to hear of it before they wait for this one."""
+
+    def run_failed(self) -> None:
+        """A run has raised on this rank. Others may be through with it, and step."""
+
     def end_micro_batches(self) -> None:
         """The last micro-batch of a stage is through, and gradients of the step are final from now on."""
 
@@ -111,14 +117,17 @@ class PipelineSource:
 
     def run(self, call: Callable[[], Any]) -> Any:
         self._has_heard = False
-        self.begin_run()
+        try:
+            self.begin_run()
+        except InstepError:
+            self._steps.leave_run()
+            raise
         try:
             with self._accumulation.in_run():  # gradients only add up
                 found = call()
         except BaseException as error:
             self._forget()
-            if self._sink is not None:
-                self._sink.backward_raised()  # what the stages before the error have written is put back, or torn
+            self._steps.run_failed()  # what the stages before the error have written is put back, or torn
             if isinstance(error.__cause__, InstepError) and not isinstance(error, InstepError):
                 raise error.__cause__ from None  # torch has put an error of its own around what a stage raised
             raise
