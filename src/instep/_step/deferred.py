@@ -708,7 +708,8 @@ class ForwardSchedule(Schedule):
         step = self._step
         if not step.backwards.is_new():
             return False
-        step.require_run()
+        if step.accumulation.runs_stages is False:
+            step.require_run()
         # A graph that was made before the last step() may have saved weights, which the plain loop has written by now.
         self._deferred.finish(self._deferred.all())
         step.has_gradients = True

@@ -396,7 +396,8 @@ class BackwardSchedule(BucketSink):
         step = self._step
         if not step.backwards.is_new():
             return False
-        step.require_run()
+        if step.accumulation.runs_stages is False:
+            step.require_run()
         if step.accumulation.runs_stages:
             return True  # other stages of this rank may be stepped by now; the source says when this one is through
         self._writes.before_backward()

@@ -144,8 +144,8 @@ class RunningStep:
         return self.accumulation.runs_stages is not None and self.ledger.votes.owes
 
     def require_run(self) -> None:
-        """Raise if a stage of the pipeline runs backward outside of the runs that the ranks vote on."""
-        if self.accumulation.runs_stages is False and self.ledger.votes.voting is not None:
+        """A stage of the pipeline runs backward outside of its runs: raise if the ranks vote on these."""
+        if self.ledger.votes.voting is not None:
             raise InstepError(
                 "a stage ran backward outside of schedule.step(…) of the schedule that was given to attach(…, "
                 "pipeline=…): another schedule has run it, or the loop itself. Nothing was updated. To train with "
