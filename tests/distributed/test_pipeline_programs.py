@@ -20,12 +20,15 @@ from tests.distributed.pipelines import (
     by_momentum,
     clip_over_stages,
     mean_loss,
+    needs_schedules,
     one_of_each,
     one_optimizer,
     poison,
     summed_loss,
 )
 from tests.distributed.pool import RankPool
+
+pytestmark = needs_schedules
 
 # Ranks that disagree after a failure have to be started again, which makes shrinking take an hour.
 EVERYTHING = settings(deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate])

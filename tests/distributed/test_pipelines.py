@@ -46,6 +46,7 @@ from tests.distributed.pipelines import (
     clipped,
     data_groups,
     learn,
+    needs_schedules,
     one_of_each,
     parameters_in,
     scaled,
@@ -53,6 +54,8 @@ from tests.distributed.pipelines import (
     train_both,
 )
 from tests.distributed.pool import RankPool
+
+pytestmark = needs_schedules
 
 KINDS = [Kind(name) for name in SINGLE] + [Kind(name, per_rank=2) for name in MULTI]
 by_schedule = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.schedule)

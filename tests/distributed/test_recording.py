@@ -16,7 +16,7 @@ from instep.report.page import page, rows
 from instep.report.run import Rank, Run, load
 from instep.report.spans import Span, busy, exposed, intervals, within
 from tests.cases import Blocks
-from tests.distributed.pipelines import V_SHAPED, Kind, Loop
+from tests.distributed.pipelines import V_SHAPED, Kind, Loop, needs_schedules
 from tests.distributed.pool import RankPool
 
 BUCKETS = 4  # about
@@ -185,6 +185,7 @@ def require_micro_batches(kind: Kind, rank: Rank, window: tuple[float, float]) -
                 assert said == [("forward", name), ("backward", name)]
 
 
+@needs_schedules
 @by_pipeline
 @pytest.mark.parametrize("how", WAYS)
 def test_an_iteration_of_a_pipeline_has_all_its_micro_batches(
@@ -202,6 +203,7 @@ def test_an_iteration_of_a_pipeline_has_all_its_micro_batches(
             require_micro_batches(kind, rank, window)
 
 
+@needs_schedules
 @by_pipeline
 @pytest.mark.parametrize("how", ["backward", "undo"])
 def test_each_stage_is_stepped_in_the_run(two_ranks: RankPool, kind: Kind, how: str, tmp_path: Path) -> None:
@@ -219,6 +221,7 @@ def test_each_stage_is_stepped_in_the_run(two_ranks: RankPool, kind: Kind, how: 
     assert all(found.step_inside)
 
 
+@needs_schedules
 @by_pipeline
 @pytest.mark.parametrize("how", WAYS)
 def test_bubbles_are_what_nothing_fills(two_ranks: RankPool, kind: Kind, how: str, tmp_path: Path) -> None:
@@ -238,6 +241,7 @@ def test_bubbles_are_what_nothing_fills(two_ranks: RankPool, kind: Kind, how: st
         assert all(found.step_after)
 
 
+@needs_schedules
 @by_pipeline
 def test_plain_and_attached_are_one_job_on_one_page(two_ranks: RankPool, kind: Kind, tmp_path: Path) -> None:
     runs = [piped(two_ranks, kind, how, tmp_path / f"{how}.json") for how in WAYS]
@@ -276,6 +280,7 @@ def several_runs(path: Path) -> None:
     overlap.detach()
 
 
+@needs_schedules
 def test_several_runs_of_a_step_are_one_iteration(two_ranks: RankPool, tmp_path: Path) -> None:
     two_ranks.run(several_runs, tmp_path / "run.json")
     for rank in load(tmp_path / "run.json").ranks:
@@ -307,6 +312,7 @@ def detached_within() -> None:
     assert "step" not in vars(loop.pipeline)
 
 
+@needs_schedules
 def test_an_attachment_may_end_and_begin_while_it_is_recorded(two_ranks: RankPool) -> None:
     two_ranks.run(detached_within)
 
@@ -319,5 +325,6 @@ def refused() -> None:
         instep.record(loop.models, loop.optimizers, pipeline=loop.models)  # type: ignore[arg-type]
 
 
+@needs_schedules
 def test_stages_without_their_schedule_are_refused(two_ranks: RankPool) -> None:
     two_ranks.run(refused)
