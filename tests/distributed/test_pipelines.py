@@ -7,7 +7,6 @@ import itertools
 import math
 import os
 import signal
-import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -351,28 +350,27 @@ def test_a_backward_that_raises_after_another_stage_was_stepped(way: str) -> Non
         assert "rank 0" in other, other
 
 
-def a_rank_is_killed(kind: Kind, way: str) -> tuple[str, float]:
+def a_rank_is_killed(kind: Kind, way: str) -> str:
     loop = Loop(kind)
     loop.overlap = attach_to(loop, way)
     for i in range(2):
         learn(loop, i)
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    started = time.monotonic()
     try:
         for i in range(2, 5):
             learn(loop, i)
     except Exception as error:
-        return type(error).__name__, time.monotonic() - started
-    return "nothing", 0.0
+        return "; ".join(map(str, causes_of(error)))
+    return "nothing"
 
 
 @by_few
 @pytest.mark.parametrize("way", ["backward", "undo"])
 def test_a_rank_that_dies_is_heard_of(kind: Kind, way: str) -> None:
-    error, seconds = RankPool(2, group_seconds=60).run_until_a_rank_dies(0, a_rank_is_killed, kind, way)
-    assert error != "nothing"
-    assert seconds < 50
+    said = RankPool(2, group_seconds=60).run_until_a_rank_dies(0, a_rank_is_killed, kind, way)
+    assert said != "nothing"
+    assert "Timed out" not in said
 
 
 def frozen_for_a_while(rank: int, loop: Loop, i: int) -> Any:
@@ -415,8 +413,8 @@ def test_a_rank_that_trains_nothing(two_ranks: RankPool, way: str) -> None:
     two_ranks.run(frozen_from_the_start, way)
 
 
-def heard_after(mistake: str, way: str) -> tuple[str, float]:
-    """What this rank hears when rank 0 makes a mistake in the third step, and goes on; and how long it took."""
+def heard_after(mistake: str, way: str) -> str:
+    """What this rank hears when rank 0 makes a mistake in the third step, and goes on."""
     loop = Loop(KINDS[1])
     loop.overlap = attach_to(loop, way)
     raises = itertools.count(1)
@@ -427,7 +425,6 @@ def heard_after(mistake: str, way: str) -> tuple[str, float]:
 
     if mistake == "caught" and dist.get_rank() == 0:
         dict(loop.models[0].named_parameters())["first.weight"].register_hook(raise_in_the_last)
-    started = time.monotonic()
     try:
         for i in range(6):
             try:
@@ -444,19 +441,18 @@ def heard_after(mistake: str, way: str) -> tuple[str, float]:
             else:
                 loop.step()
     except Exception as error:
-        return "; ".join(f"{type(one).__name__}: {one}" for one in causes_of(error)), time.monotonic() - started
-    return "nothing", time.monotonic() - started
+        return "; ".join(f"{type(one).__name__}: {one}" for one in causes_of(error))
+    return "nothing"
 
 
 @pytest.mark.parametrize("mistake", ["caught", "left out"])
 @pytest.mark.parametrize("way", ["backward", "forward", "undo"])
 def test_a_mistake_of_one_rank_is_heard_of(mistake: str, way: str) -> None:
-    pool = RankPool(2, group_seconds=15)
+    pool = RankPool(2, group_seconds=8)
     try:
-        _, (said, seconds) = pool.run(heard_after, mistake, way)
+        _, said = pool.run(heard_after, mistake, way)  # the one that was mistaken may wait for the other
     finally:
         pool.stop()
-    assert seconds < 12, said
     assert "rank 0 said that this step failed there" in said or "ranks are at different steps" in said
 
 
