@@ -87,7 +87,8 @@ def attach(
         bucket_bytes: the most bytes of gradient in a bucket; a single parameter may be larger. Unless told, a
             twentieth of all gradients that are stepped in buckets, and on a CPU 16 MiB at most: backward frees all but
             that twentieth (on an accelerator, where one fills while one is stepped, two). Not under DDP and
-            ``replicate``, whose own ``bucket_cap_mb`` decides, nor with FSDP, whose groups are the buckets.
+            ``replicate``, whose own ``bucket_cap_mb`` decides, nor with FSDP, whose groups are the buckets. In a
+            pipeline a stage is one bucket, unless told: all of its gradients are there when it is stepped.
         clip: clip the gradients of all attached parameters before they are applied.
         accumulation_steps: every so many backwards step; the others only add to the gradients, under DDP in
             ``no_sync``. For loops that cannot be given ``with overlap.accumulate():``.

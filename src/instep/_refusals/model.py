@@ -200,7 +200,7 @@ def unknown_to_the_model(target: Target, options: Options) -> None:
         advice.append("Sharding replaces all of them: shard first, then build the optimizer, then attach")
     if options.communication.pipeline is not None:
         advice.append(
-            "Of what is in no stage (a loss with parameters), give the optimizer to nobody: attach those of stages"
+            "What is in no stage (a loss with parameters) has an optimizer of its own, which is left unattached"
         )
     elif not options.takes_any_loop:
         advice.append(f"schedule='forward' without further options leaves {'it' if knows_some else 'all'} to torch")
