@@ -18,6 +18,7 @@ from instep._micro_batches.run import micro_batches
 from instep._micro_batches.waiting import Waiting
 from instep._optim.parameters import MIB, AttachedParameter, Plan
 from instep._step.state import Recorder
+from instep._torch.pipelining import Pipeline
 from instep._wiring.advice import advice
 from instep._wiring.build import build, connect
 from instep._wiring.verbs import Stats, record_attached, record_plain, resync_from, stats_of, table_of
@@ -293,9 +294,9 @@ class Attachment:
         return micro_batches(self._parts, loss_of, batches, together=self._frees_in_backward)
 
     @property
-    def is_stage(self) -> bool:
-        """Whether the model is one stage of a pipeline, or several."""
-        return self._options.communication.pipeline is not None
+    def pipeline(self) -> Pipeline | None:
+        """The pipeline of which the model is a stage, or several stages."""
+        return self._options.communication.pipeline
 
     def _require_no_pipeline(self, call: str) -> None:
         pipeline = self._options.communication.pipeline

@@ -209,8 +209,8 @@ CRAFTED: dict[str, Callable[[Any], Any]] = {
     ),
     "an unknown dtype": lambda m: m["tensors"]["model/inner.weight"].update(dtype="object"),
     "another dtype": lambda m: m["tensors"]["model/inner.weight"].update(dtype="int32"),
-    "another key": lambda m: m["parameters"].update({"inner.weight": ["inner.bias"]}),
-    "a class": lambda m: m["optimizers"][0].update({"class": "os.system"}),
+    "another key": lambda m: whole(m)["parameters"].update({"inner.weight": ["inner.bias"]}),
+    "a class": lambda m: whole(m)["optimizers"][0].update({"class": "os.system"}),
     "an unknown kind of value": lambda m: m["extra"].__setitem__(0, {"pickle": "gASVBQAAAAAAAABLAS4="}),
     "a tensor that is not there": lambda m: m["extra"].__setitem__(0, {"tensor": "x"}),
     "the same tensor twice": lambda m: m["extra"].__setitem__(0, 2 * [{"tensor": "extra/0['rng']"}]),
@@ -223,15 +223,24 @@ CRAFTED: dict[str, Callable[[Any], Any]] = {
     "a learning rate in words": lambda m: group(m).update(lr="0.1"),
     "more betas": lambda m: group(m).update(betas={"tuple": [0.9, 0.9, 0.9]}),
     "parameters among the values": lambda m: group(m).update(params=[]),
-    "a parameter in no group": lambda m: m["optimizers"][0]["groups"][0]["parameters"].pop(),
+    "a parameter in no group": lambda m: whole(m)["optimizers"][0]["groups"][0]["parameters"].pop(),
     "state of another's shape": lambda m: state(m).update(exp_avg={"tensor": "extra/0['rng']"}),
-    "state that is no state": lambda m: m["optimizers"][0]["state"].update({"inner.weight": 1}),
-    "shared state that is none": lambda m: m["optimizers"][0].update(shared=1),
-    "a previous norm in words": lambda m: m.update(previous_norms=["x"]),
-    "no draws": lambda m: m.pop("draws"),
-    "draws that are none": lambda m: m.update(draws=[1]),
-    "draws without a step": lambda m: m.update(draws=[{"seed": 1}]),
-    "draws of a step below zero": lambda m: m.update(draws=[{"seed": 1, "step": -1}]),
+    "state that is no state": lambda m: whole(m)["optimizers"][0]["state"].update({"inner.weight": 1}),
+    "shared state that is none": lambda m: whole(m)["optimizers"][0].update(shared=1),
+    "a previous norm in words": lambda m: whole(m).update(previous_norms=["x"]),
+    "no draws": lambda m: whole(m).pop("draws"),
+    "draws that are none": lambda m: whole(m).update(draws=[1]),
+    "draws without a step": lambda m: whole(m).update(draws=[{"seed": 1}]),
+    "draws of a step below zero": lambda m: whole(m).update(draws=[{"seed": 1, "step": -1}]),
+    "no model": lambda m: m["models"].clear(),
+    "a model twice": lambda m: m["models"].append(whole(m)),
+    "a model that is none": lambda m: m.update(models=[1]),
+    "a stage in the place of the model": lambda m: whole(m).update(stages=[0]),
+    "a stage that is not there": lambda m: whole(m).update(stages=[1]),
+    "a stage twice": lambda m: whole(m).update(stages=[0, 0]),
+    "a stage below zero": lambda m: whole(m).update(stages=[-1]),
+    "a stage in words": lambda m: whole(m).update(stages=["0"]),
+    "a stage beside the model": lambda m: m["models"].append({**whole(m), "stages": [0]}),
 }
 
 
@@ -248,12 +257,17 @@ def deep(levels: int) -> Any:
     return value
 
 
+def whole(m: Any) -> Any:
+    """The only model."""
+    return m["models"][0]
+
+
 def group(m: Any) -> Any:
-    return m["optimizers"][0]["groups"][0]["values"]
+    return whole(m)["optimizers"][0]["groups"][0]["values"]
 
 
 def state(m: Any) -> Any:
-    return m["optimizers"][0]["state"]["inner.weight"]
+    return whole(m)["optimizers"][0]["state"]["inner.weight"]
 
 
 @pytest.mark.parametrize("name", CRAFTED)
@@ -278,17 +292,23 @@ def test_manifests_that_are_none(copied: Path, target: Target, text: bytes) -> N
 
 
 def test_a_later_version_is_not_taken_for_damage(copied: Path, target: Target) -> None:
-    sign(copied, {**manifest_of(copied), "version": 3})
+    sign(copied, {**manifest_of(copied), "version": 4})
     assert not isinstance(target.refuses(copied, "update instep"), DamagedCheckpointError)
 
 
-def test_the_first_version_is_loaded(copied: Path, target: Target) -> None:
-    """It says nothing of draws."""
+def test_earlier_versions_are_loaded(copied: Path, target: Target) -> None:
+    """The second had one model, and did not call it one; the first said nothing of draws."""
     manifest = manifest_of(copied)
-    del manifest["draws"]
-    sign(copied, {**manifest, "version": 1})
+    (model,) = manifest.pop("models")
+    assert model.pop("stages") == []
+    sign(copied, {**manifest, **model, "version": 2})
     assert instep.load(copied, *small(seed=2)) is not None
-    sign(copied, {**manifest, "version": 2})
+    sign(copied, {**manifest, **model, "version": 3})
+    target.refuses(copied, "the manifest does not have the keys", DamagedCheckpointError)
+    del model["draws"]
+    sign(copied, {**manifest, **model, "version": 1})
+    assert instep.load(copied, *small(seed=2)) is not None
+    sign(copied, {**manifest, **model, "version": 2})
     target.refuses(copied, "draws", DamagedCheckpointError)
 
 

@@ -48,6 +48,7 @@ from tests.distributed.pipelines import (
     needs_schedules,
     one_of_each,
     parameters_in,
+    pipelines_of,
     scaled,
     skipping,
     train_both,
@@ -479,19 +480,6 @@ def test_another_schedule_is_named() -> None:
     assert any("attach with pipeline= that one" in one for one in said), said
 
 
-def saved(directory: str) -> None:
-    loop = Loop(KINDS[1])
-    loop.overlap = attach_to(loop, "backward")
-    learn(loop, 0)
-    for call in (instep.save, instep.load):
-        with pytest.raises(CheckpointError, match="a stage of a pipeline"):
-            call(directory, loop.models[0], loop.optimizers)
-
-
-def test_checkpoints_of_one_model_are_refused(two_ranks: RankPool, tmp_path: Path) -> None:
-    two_ranks.run(saved, str(tmp_path))
-
-
 # What is refused, and what a user is told.
 
 
@@ -628,6 +616,69 @@ def resumed(kind: Kind, way: str) -> None:
 @by_few
 def test_resumed_training(two_ranks: RankPool, kind: Kind, way: str) -> None:
     two_ranks.run(resumed, kind, way)
+
+
+def checkpointed(kind: Kind, way: str, directory: str) -> None:
+    """All stages are in one checkpoint, of which a new loop takes what it has."""
+    group = pipelines_of(kind)
+    loop, resumed = Loop(kind, group), Loop(kind, group)
+    loop.overlap = attach_to(loop, way)
+    for i in range(3):
+        learn(loop, i)
+    instep.save(directory, loop.models, loop.optimizers, extra={"rank": dist.get_rank()})
+    with torch.no_grad():
+        for p in parameters_in(resumed.models):
+            p.add_(1)
+    resumed.overlap = attach_to(resumed, way)
+    checkpoint = instep.load(directory, resumed.models, resumed.optimizers)
+    assert checkpoint is not None
+    assert (checkpoint.step, checkpoint.extra) == (3, {"rank": dist.get_rank()})
+    for i in range(3, 6):
+        learn(loop, i)
+        learn(resumed, i)
+        difference = first_difference(loop.state(), resumed.state())
+        assert difference is None, difference
+    assert resumed.overlap.step_count == 6
+
+
+@in_every_way
+@by_few
+def test_one_checkpoint_of_all_stages(two_ranks: RankPool, kind: Kind, way: str, tmp_path: Path) -> None:
+    two_ranks.run(checkpointed, kind, way, str(tmp_path))
+
+
+@pytest.mark.parametrize("wrap", [ddp, sharded], ids=lambda wrap: wrap.__name__)
+@pytest.mark.parametrize("per_rank", [1, 2])
+def test_one_checkpoint_of_stages_on_several_ranks(
+    four_ranks: RankPool, wrap: Any, per_rank: int, tmp_path: Path
+) -> None:
+    kind = Kind("ScheduleInterleaved1F1B" if per_rank > 1 else "Schedule1F1B", per_rank=per_rank, wrap=wrap)
+    four_ranks.run(checkpointed, kind, "backward", str(tmp_path))
+    assert len(list(tmp_path.rglob("*.safetensors"))) == (4 if wrap is sharded else 2)
+
+
+def refused_checkpoints(directory: str) -> None:
+    """Each rank has stages 0 and 3, or 1 and 2; and in another pipeline 0 and 2, or 1 and 3."""
+    v_shaped, looped = Kind(schedule="ScheduleZBVZeroBubble", per_rank=2), Kind(schedule="ScheduleLoopedBFS", per_rank=2)
+    loop, other = (Loop(replace(kind, optimizers=one_of_each)) for kind in (v_shaped, looped))
+    loop.overlap, other.overlap = attach_to(loop, "backward"), attach_to(other, "backward")
+    learn(loop, 0)
+    with pytest.raises(CheckpointError, match=r"model is not what this rank has of ScheduleZBVZeroBubble of 4 stages"):
+        instep.save(directory, loop.models[0], loop.optimizers[0])
+    instep.save(directory, loop.models, loop.optimizers)
+    with pytest.raises(CheckpointError, match=r"whose ranks had the stages 0, 3; 1, 2, and this rank has the stages"):
+        instep.load(directory, other.models, other.optimizers)
+    loop.overlap.detach()
+    with pytest.raises(CheckpointError, match=r"has a model that is no attached stage: attach with pipeline= before"):
+        instep.load(directory, loop.models, loop.optimizers)
+    if dist.get_rank() == 0:
+        loop.overlap = attach_to(loop, "backward")
+    with pytest.raises(CheckpointError, match=r"ranks 0 and 1 do not save the same: stage_count is 4 on the one and 0"):
+        instep.save(directory, loop.models, loop.optimizers, step=2)
+
+
+def test_checkpoints_that_are_refused(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(refused_checkpoints, str(tmp_path))
 
 
 def copied(kind: Kind) -> None:

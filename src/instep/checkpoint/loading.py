@@ -24,11 +24,11 @@ from instep._torch.watch import nobody_told
 from instep.attachment import Attachment
 from instep.checkpoint.boxes import box_of, local_of
 from instep.checkpoint.files import MANIFEST, checkpoints_in, require_directory
-from instep.checkpoint.manifest import DrawsRecord, Manifest
+from instep.checkpoint.manifest import DrawsRecord, Manifest, ModelRecord, key_prefix
 from instep.checkpoint.optimizers import SHOWN, StagedOptimizer, listed, matched, require_finite, shown
 from instep.checkpoint.ranks import Collective
 from instep.checkpoint.reader import CheckpointReader
-from instep.checkpoint.training_state import TrainingState
+from instep.checkpoint.training_state import TrainingState, listed_places
 from instep.checkpoint.values import decode
 from instep.errors import CheckpointError, DamagedCheckpointError
 from instep.naming import Named
@@ -55,7 +55,7 @@ class Checkpoint:
 
 def load(
     path: str | PathLike[str],
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer],
     *,
     allow_nonfinite: bool = False,
@@ -72,7 +72,8 @@ def load(
 
     Args:
         path: what ``save`` was given; or one checkpoint in it, which is then taken or refused.
-        model: built as the one that was saved.
+        model: built as the one that was saved. Stages of a pipeline are attached, and divided among ranks as they
+            were.
         optimizer: as for ``save``.
         allow_nonfinite: take parameters, state and group values that are NaN or infinite, which is refused otherwise.
 
@@ -154,19 +155,35 @@ def _stage(reader: CheckpointReader, training: TrainingState, rank: int, *, allo
     """
     manifest = reader.manifest
     extra = manifest.extra[rank if rank < manifest.world_size else 0]
-    staged = StagedLoad(manifest, training, decode(extra, reader.read_leaf))
+    staged = StagedLoad(manifest, _model_in(reader, training), training, decode(extra, reader.read_leaf))
     finite = not allow_nonfinite
-    saved_as = _stage_named(reader, staged, "parameter", training.parameters, manifest.parameters, finite=finite)
-    _stage_named(reader, staged, "buffer", training.buffers, manifest.buffers, finite=False)
+    model = staged.model
+    saved_as = _stage_named(reader, staged, "parameter", training.parameters, model.parameters, finite=finite)
+    _stage_named(reader, staged, "buffer", training.buffers, model.buffers, finite=False)
     names = {id(named.tensor): saved_as[named.name] for named in training.parameters}
     attached = [a for one in training.attachments for a in one.parameters]
     shards = {id(a.get()): a.shard for a in attached if a.is_divided}
-    for which, optimizer, record in matched(training, names, manifest.optimizers):
+    for which, optimizer, record in matched(training, names, model.optimizers):
         into = StagedOptimizer(reader, training, staged.copies, which, optimizer, names, shards, allow_nonfinite)
         into.stage(record)
         staged.optimizers.append(into)
-    staged.norms = _previous_norms(reader, training.attachments)
+    staged.norms = _previous_norms(reader, model, training.attachments)
     return staged
+
+
+def _model_in(reader: CheckpointReader, training: TrainingState) -> ModelRecord:
+    """The model of the checkpoint that this rank has: the only one, or that of the same stages."""
+    models = reader.manifest.models
+    for found in models:
+        if found.stages == training.stages:
+            return found
+    saved = "; ".join(listed_places(one.stages) for one in models)
+    theirs = f"of a pipeline, whose ranks had the stages {saved}" if models[0].stages else "of a whole model"
+    mine = f"the stages {listed_places(training.stages)}" if training.stages else "a model that is no attached stage"
+    raise CheckpointError(
+        f"the checkpoint {reader.directory} is {theirs}, and this rank has {mine}: attach with pipeline= before load, "
+        "and divide the stages as they were"
+    )
 
 
 def _stage_named(
@@ -201,9 +218,10 @@ def _stage_named(
             "the two alone"
         )
     names = {name: candidates.pop() for name, candidates in found.items()}
+    prefix = key_prefix(staged.model.stages)
     wrong = []
     for one in named:
-        record = reader.manifest.tensors[f"model/{names[one.name]}"]
+        record = reader.manifest.tensors[f"{prefix}model/{names[one.name]}"]
         if (record.shape, record.dtype) != (tuple(one.tensor.shape), one.tensor.dtype):
             wrong.append(
                 f"{one.name!r} is {shown(record)} in the checkpoint and {tuple(one.tensor.shape)} {one.tensor.dtype} "
@@ -213,17 +231,19 @@ def _stage_named(
         raise CheckpointError(f"the checkpoint {reader.directory} does not fit: {'; '.join(wrong[:SHOWN])}")
     # All shapes are compared before the first tensor is read: a wrong model is told at once.
     for one in named:
-        values = reader.read(f"model/{names[one.name]}", box_of(one.tensor))
+        values = reader.read(f"{prefix}model/{names[one.name]}", box_of(one.tensor))
         if finite:
             require_finite(values, f"{kind} {one.name!r}")
         staged.copies.append((local_of(one.tensor), values))
     return names
 
 
-def _previous_norms(reader: CheckpointReader, attachments: Sequence[Attachment]) -> list[torch.Tensor | None]:
+def _previous_norms(
+    reader: CheckpointReader, model: ModelRecord, attachments: Sequence[Attachment]
+) -> list[torch.Tensor | None]:
     """By attachment, the norm that it clips the next step by. ``None`` if it was saved without, or if the checkpoint
     has the norms of other attachments."""
-    saved = [decode(one, reader.read_leaf) for one in reader.manifest.previous_norms]
+    saved = [decode(one, reader.read_leaf) for one in model.previous_norms]
     if not all(one is None or isinstance(one, torch.Tensor) for one in saved):
         raise DamagedCheckpointError("a previous norm is none")
     return saved if len(saved) == len(attachments) else [None] * len(attachments)
@@ -233,8 +253,9 @@ class StagedLoad:
     """All that a load will write. ``write`` reads no file, and allocates nothing to speak of, so that little is left
     that could fail between the first weight and the last."""
 
-    def __init__(self, manifest: Manifest, training: TrainingState, extra: Any) -> None:
+    def __init__(self, manifest: Manifest, model: ModelRecord, training: TrainingState, extra: Any) -> None:
         self.manifest = manifest
+        self.model = model
         self.extra = extra
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.optimizers: list[StagedOptimizer] = []
@@ -256,7 +277,7 @@ class StagedLoad:
 
     def _next_draws(self) -> list[int | None]:
         """By attachment with ``random="keyed"``, the number of its next step; ``None``: the number that it has."""
-        attachments, saved = self._training.attachments, self.manifest.draws
+        attachments, saved = self._training.attachments, self.model.draws
         # Of another number of attachments, nothing says which record is whose.
         if len(saved) != len(attachments):
             saved = (None,) * len(attachments)

@@ -22,9 +22,9 @@ from instep.checkpoint.files import DIGEST, DTYPES, MANIFEST, FileRecord, digest
 from instep.checkpoint.values import Json
 from instep.errors import CheckpointError, DamagedCheckpointError
 
-FORMAT, VERSION = "instep checkpoint", 2
-_DRAWS_SINCE = 2
-"""The version of the format that had ``draws`` first."""
+FORMAT, VERSION = "instep checkpoint", 3
+_DRAWS_SINCE, _MODELS_SINCE = 2, 3
+"""The versions of the format that had ``draws``, and several models, first."""
 LARGEST = 64 * 1024 * 1024
 """So many bytes of a manifest are read, and no more are written."""
 
@@ -75,27 +75,54 @@ class DrawsRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
-    """The content of one checkpoint. Values of Python are encoded (``instep.checkpoint.values``), and refer to tensors
-    by their keys.
+class ModelRecord:
+    """The model that all ranks have, with its optimizers; or the stages of a pipeline that some of the ranks have.
 
     Attributes:
+        stages: their places in the pipeline, the first first; empty: a whole model.
         parameters: all names of each parameter, by its own.
         buffers: the same of buffers.
         previous_norms: for each attachment, encoded: the norm of the last step's gradients, if it clips by that.
         draws: for each attachment; ``None``: it is not ``random="keyed"``.
-        extra: for each rank, encoded.
-        tensors: by their keys. The key of a parameter or buffer is ``model/`` and its name.
-        files: by their names.
     """
 
-    step: int
-    world_size: int
+    stages: tuple[int, ...]
     parameters: Mapping[str, tuple[str, ...]]
     buffers: Mapping[str, tuple[str, ...]]
     optimizers: tuple[OptimizerRecord, ...]
     previous_norms: tuple[Json, ...]
     draws: tuple[DrawsRecord | None, ...]
+
+
+def key_prefix(stages: Iterable[int]) -> str:
+    """The beginning of the keys of a model's tensors: stages of a pipeline often have the same names."""
+    places = "-".join(map(str, stages))
+    return f"stages/{places}/" if places else ""
+
+
+_OF_A_MODEL = re.compile(r"(stages/\d+(-\d+)*/)?model/")
+
+
+def is_of_a_model(key: str) -> bool:
+    """Whether the key is that of a parameter or buffer, which are read by their names alone."""
+    return _OF_A_MODEL.match(key) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The content of one checkpoint. Values of Python are encoded (``instep.checkpoint.values``), and refer to tensors
+    by their keys.
+
+    Attributes:
+        models: one; or several, which are all stages of a pipeline, each once.
+        extra: for each rank, encoded.
+        tensors: by their keys. The key of a parameter or buffer is ``model/`` and its name, after ``key_prefix``.
+        files: by their names.
+    """
+
+    step: int
+    world_size: int
+    models: tuple[ModelRecord, ...]
     extra: tuple[Json, ...]
     tensors: Mapping[str, TensorRecord]
     files: Mapping[str, FileRecord]
@@ -108,19 +135,7 @@ class Manifest:
             "made_with": {"instep": __version__, "torch": str(torch.__version__)},
             "step": self.step,
             "world_size": self.world_size,
-            "parameters": self.parameters,
-            "buffers": self.buffers,
-            "optimizers": [
-                {
-                    "class": optimizer.cls,
-                    "groups": [{"parameters": g.parameters, "values": g.values} for g in optimizer.groups],
-                    "state": optimizer.state,
-                    "shared": optimizer.shared,
-                }
-                for optimizer in self.optimizers
-            ],
-            "previous_norms": self.previous_norms,
-            "draws": [None if one is None else asdict(one) for one in self.draws],
+            "models": [_content(model) for model in self.models],
             "extra": self.extra,
             "tensors": {
                 key: {
@@ -140,6 +155,25 @@ class Manifest:
                 "lists in extra= into tensors"
             )
         return text
+
+
+def _content(model: ModelRecord) -> dict[str, Any]:
+    return {
+        "stages": model.stages,
+        "parameters": model.parameters,
+        "buffers": model.buffers,
+        "optimizers": [
+            {
+                "class": optimizer.cls,
+                "groups": [{"parameters": g.parameters, "values": g.values} for g in optimizer.groups],
+                "state": optimizer.state,
+                "shared": optimizer.shared,
+            }
+            for optimizer in model.optimizers
+        ],
+        "previous_norms": model.previous_norms,
+        "draws": [None if one is None else asdict(one) for one in model.draws],
+    }
 
 
 def file_of(rank: int) -> str:
@@ -208,21 +242,8 @@ def _finite(text: str) -> float:
     return value
 
 
-_KEYS = (
-    "format",
-    "version",
-    "made_with",
-    "step",
-    "world_size",
-    "parameters",
-    "buffers",
-    "optimizers",
-    "previous_norms",
-    "draws",
-    "extra",
-    "tensors",
-    "files",
-)
+_KEYS = ("format", "version", "made_with", "step", "world_size", "models", "extra", "tensors", "files")
+_KEYS_OF_A_MODEL = ("stages", "parameters", "buffers", "optimizers", "previous_norms", "draws")
 
 
 def _parsed(content: Json, directory: Path) -> Manifest:
@@ -238,30 +259,41 @@ def _parsed(content: Json, directory: Path) -> Manifest:
     # Version 1 had no draws. An empty list says nothing about any attachment, so each goes on from its own.
     if version < _DRAWS_SINCE:
         content = {"draws": [], **content}
+    if version < _MODELS_SINCE:
+        model = {key: content.pop(key) for key in _KEYS_OF_A_MODEL if key in content}
+        content = {"models": [{"stages": [], **model}], **content}
     _keys(content, _KEYS, "the manifest")
     # In this order: tensors refer to files, parameters to tensors, and optimizers to parameters.
     files = {name: _file(name, record) for name, record in _object(content["files"], "files").items()}
     tensors = {key: _tensor(key, record, files) for key, record in _object(content["tensors"], "tensors").items()}
-    parameters = _names(content["parameters"], "parameters", tensors)
-    buffers = _names(content["buffers"], "buffers", tensors)
-    if parameters.keys() & buffers.keys():
-        raise DamagedCheckpointError("a name is that of a parameter and of a buffer")
+    models = tuple(_model(record, tensors) for record in _array(content["models"], "models"))
+    # So no stage is there twice, or missing, and a whole model is alone.
+    if sorted(place for model in models for place in model.stages) != list(range(sum(len(m.stages) for m in models))):
+        raise DamagedCheckpointError("its models are not all stages of a pipeline, each once")
+    if not models or (len(models) > 1 and not all(model.stages for model in models)):
+        raise DamagedCheckpointError("it is of no model, or of several")
     world_size = _count(content["world_size"], "world_size")
     extra = _array(content["extra"], "extra")
     if world_size != len(extra):
         raise DamagedCheckpointError(f"extra has {len(extra)} values for world_size {world_size}")
-    optimizers = tuple(_optimizer(one, parameters) for one in _array(content["optimizers"], "optimizers"))
-    return Manifest(
-        _count(content["step"], "step"),
-        world_size,
+    return Manifest(_count(content["step"], "step"), world_size, models, tuple(extra), tensors, files)
+
+
+def _model(record: Json, tensors: Mapping[str, TensorRecord]) -> ModelRecord:
+    _keys(record, _KEYS_OF_A_MODEL, "a model")
+    stages = tuple(_count(place, "a stage") for place in _array(record["stages"], "stages"))
+    prefix = key_prefix(stages)
+    parameters = _names(record["parameters"], "parameters", prefix, tensors)
+    buffers = _names(record["buffers"], "buffers", prefix, tensors)
+    if parameters.keys() & buffers.keys():
+        raise DamagedCheckpointError("a name is that of a parameter and of a buffer")
+    return ModelRecord(
+        stages,
         parameters,
         buffers,
-        optimizers,
-        tuple(_array(content["previous_norms"], "previous_norms")),
-        tuple(None if one is None else _draws(one) for one in _array(content["draws"], "draws")),
-        tuple(extra),
-        tensors,
-        files,
+        tuple(_optimizer(one, parameters) for one in _array(record["optimizers"], "optimizers")),
+        tuple(_array(record["previous_norms"], "previous_norms")),
+        tuple(None if one is None else _draws(one) for one in _array(record["draws"], "draws")),
     )
 
 
@@ -300,11 +332,13 @@ def _tensor(key: str, record: Json, files: Mapping[str, FileRecord]) -> TensorRe
     return TensorRecord(dtype, shape, tuple(chunks))
 
 
-def _names(content: Json, where: str, tensors: Mapping[str, TensorRecord]) -> dict[str, tuple[str, ...]]:
+def _names(
+    content: Json, where: str, prefix: str, tensors: Mapping[str, TensorRecord]
+) -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     for name, names in _object(content, where).items():
         names = _strings(names, where)
-        if not names or names[0] != name or f"model/{name}" not in tensors:
+        if not names or names[0] != name or f"{prefix}model/{name}" not in tensors:
             raise DamagedCheckpointError(f"{name[:200]!r} of {where} has no name or no tensor")
         found[name] = names
     everything = [name for names in found.values() for name in names]

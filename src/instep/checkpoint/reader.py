@@ -10,7 +10,7 @@ from safetensors import safe_open
 from instep.checkpoint import manifest as manifests
 from instep.checkpoint.boxes import Box, whole
 from instep.checkpoint.files import DTYPES, require_as_recorded, step_in_name, stored_shape
-from instep.checkpoint.manifest import Manifest, TensorRecord
+from instep.checkpoint.manifest import Manifest, TensorRecord, is_of_a_model
 from instep.errors import DamagedCheckpointError
 
 
@@ -42,7 +42,7 @@ class CheckpointReader:
         record."""
         key = leaf["tensor"]
         # The model's tensors are read by the names of parameters and buffers alone.
-        if not isinstance(key, str) or key not in self.manifest.tensors or key.startswith("model/"):
+        if not isinstance(key, str) or key not in self.manifest.tensors or is_of_a_model(key):
             raise DamagedCheckpointError(f"a value is the tensor {str(key)[:200]!r}, which is not there")
         # Or else a small file could be made to fill the memory.
         if key in self._taken:

@@ -44,10 +44,12 @@ from instep.checkpoint.manifest import (
     DrawsRecord,
     GroupRecord,
     Manifest,
+    ModelRecord,
     OptimizerRecord,
     TensorRecord,
     dtype_name,
     file_of,
+    key_prefix,
 )
 from instep.checkpoint.ranks import Collective
 from instep.checkpoint.training_state import NOT_IN_GROUP, TrainingState, class_of
@@ -60,7 +62,7 @@ _LARGEST_STEP = 10**18
 
 def save(
     path: str | PathLike[str],
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer],
     *,
     step: int | None = None,
@@ -77,7 +79,9 @@ def save(
     Args:
         path: holds the checkpoints, ``step-000000000007`` and so on; made if it is not there.
         model: attached or not; a ``DistributedDataParallel``, or what ``fully_shard`` or tensor parallelism was
-            applied to. Parameters and buffers are saved under the names that they have without any wrapper.
+            applied to. Parameters and buffers are saved under the names that they have without any wrapper. Of an
+            attached pipeline what ``attach`` was given, the module of this rank's stage or a list of those of all its
+            stages: the checkpoint has all ranks' stages. Of another list of models each is saved by its number.
         optimizer: one, or several, of parameters of ``model``: state and ``param_groups``, by the names of the
             parameters.
         step: how many steps have been taken. Of an attached model this is known: ``step_count``, unless told.
@@ -165,7 +169,7 @@ class LocalState:
     """What this rank has of a checkpoint: values encoded for the manifest, and the tensors that they refer to by key.
 
     Attributes:
-        common: the part of the manifest that must be the same on all ranks.
+        common: the part of the manifest that must be the same on all ranks, or on all that have the same stages.
         state: for each optimizer, the encoded state of its parameters by name. Ranks may have different ones.
         extra: the encoded ``extra`` of this rank.
         tensors: this rank's tensors, by the keys that they have in the manifest.
@@ -173,8 +177,11 @@ class LocalState:
 
     def __init__(self, training: TrainingState, step: int, rank: int, extra: Any) -> None:
         self.tensors: dict[str, LocalTensor] = {}
+        self._prefix = key_prefix(training.stages)
         self.common: dict[str, Json] = {
             "step": step,
+            "stages": training.stages,
+            "stage_count": training.stage_count,
             "parameters": self._put_named("parameter", training.parameters, finite=True),
             "buffers": self._put_named("buffer", training.buffers, finite=False),
             "optimizers": [self._common(n, *one, training) for n, one in enumerate(training.labelled())],
@@ -186,7 +193,7 @@ class LocalState:
         def put_extra(path: str, tensor: torch.Tensor) -> Mapping[str, Json]:
             if is_sharded(tensor):
                 raise CheckpointError(f"extra{path} is a DTensor: give its full_tensor(), or its to_local()")
-            return {"tensor": self._put(f"extra/{rank}{path}", f"extra{path}", tensor, finite=False)}
+            return {"tensor": self._put_as(f"extra/{rank}{path}", f"extra{path}", tensor, finite=False)}
 
         self.extra = encode(extra, "extra", put_extra)
 
@@ -200,6 +207,10 @@ class LocalState:
         return json.dumps(told, allow_nan=False).encode("ascii")
 
     def _put(self, key: str, where: str, tensor: torch.Tensor, *, finite: bool) -> str:
+        """Take in a tensor of the model or of an optimizer, of which other ranks of a pipeline may have another."""
+        return self._put_as(self._prefix + key, where, tensor, finite=finite)
+
+    def _put_as(self, key: str, where: str, tensor: torch.Tensor, *, finite: bool) -> str:
         """Take in ``tensor`` under ``key``, which is returned; a message calls the tensor ``where``."""
         # A collective, for a tensor of which ranks have summands: all of them come here with the same tensors.
         tensor = without_partials(tensor)
@@ -364,10 +375,7 @@ def _share_out(parts: Sequence[Json], rank: int) -> tuple[dict[str, TensorRecord
     Returns:
         The records of all tensors, and the keys of those that are ``rank``'s to write.
     """
-    for other, part in enumerate(parts):
-        if part["common"] != parts[0]["common"]:
-            difference = _difference(parts[0]["common"], part["common"], "")
-            raise CheckpointError(f"ranks 0 and {other} do not save the same: {difference}. All ranks must call save")
+    _require_same([part["common"] for part in parts])
     first: dict[str, tuple[str, list[int]]] = {}
     chunks: dict[str, dict[tuple[int, ...], tuple[str, Box]]] = {}
     mine = []
@@ -393,6 +401,27 @@ def _share_out(parts: Sequence[Json], rank: int) -> tuple[dict[str, TensorRecord
     return tensors, mine
 
 
+def _require_same(commons: Sequence[Json]) -> None:
+    """Raise unless all ranks save the same model, or all stages of one pipeline, and those with the same stages the
+    same."""
+    first_with: dict[tuple[int, ...], int] = {}
+    for rank, common in enumerate(commons):
+        first = first_with.setdefault(tuple(common["stages"]), rank)
+        for other, keys in ((0, ("step", "stage_count")), (first, common.keys())):
+            theirs, mine = ({key: one[key] for key in keys} for one in (commons[other], common))
+            if theirs != mine:
+                difference = _difference(theirs, mine, "")
+                raise CheckpointError(
+                    f"ranks {other} and {rank} do not save the same: {difference}. All ranks must call save"
+                )
+    places = sorted(place for stages in first_with for place in stages)
+    if places != list(range(commons[0]["stage_count"])):
+        raise CheckpointError(
+            f"the ranks have the stages {places} of a pipeline of {commons[0]['stage_count']}: a checkpoint has each of "
+            "them once. All ranks of the pipeline must call save"
+        )
+
+
 def _difference(a: Json, b: Json, path: str) -> str:
     """The first place at which two different values differ, in words."""
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
@@ -414,6 +443,21 @@ def _refuse_nonfinite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
 def _manifest_of(
     parts: Sequence[Json], tensors: Mapping[str, TensorRecord], files: Mapping[str, FileRecord]
 ) -> Manifest:
+    having: dict[tuple[int, ...], list[Json]] = {}
+    for part in parts:
+        having.setdefault(tuple(part["common"]["stages"]), []).append(part)
+    return Manifest(
+        parts[0]["common"]["step"],
+        len(parts),
+        tuple(_model_of(stages, same) for stages, same in having.items()),
+        tuple(part["extra"] for part in parts),
+        tensors,
+        files,
+    )
+
+
+def _model_of(stages: tuple[int, ...], parts: Sequence[Json]) -> ModelRecord:
+    """Record what the ranks of ``parts`` have all of."""
     common = parts[0]["common"]
     optimizers = []
     for number, one in enumerate(common["optimizers"]):
@@ -424,15 +468,11 @@ def _manifest_of(
                 state.setdefault(name, entry)
         groups = tuple(GroupRecord(tuple(g["parameters"]), g["values"]) for g in one["groups"])
         optimizers.append(OptimizerRecord(one["class"], groups, state, one["shared"]))
-    return Manifest(
-        common["step"],
-        len(parts),
+    return ModelRecord(
+        stages,
         common["parameters"],
         common["buffers"],
         tuple(optimizers),
         tuple(common["previous_norms"]),
         tuple(None if one is None else DrawsRecord(*one) for one in common["draws"]),
-        tuple(part["extra"] for part in parts),
-        tensors,
-        files,
     )

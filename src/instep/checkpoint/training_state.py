@@ -8,11 +8,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from instep._arguments import optimizers_of, require_model
+from instep._arguments import models_of, optimizers_of
+from instep._torch.pipelining import Pipeline
 from instep.attachment import Attachment, attached_parameters
 from instep.errors import CheckpointError
 from instep.naming import buffers_of, modules_of, parameters_of
 from instep.sources.fsdp.modules import fsdp1_in, put_shards_in_place
+from instep.target import Models, as_one
 
 NOT_IN_GROUP = ("params", "param_names")
 """The keys of ``param_groups`` that are not values of a group: a checkpoint names the parameters by itself."""
@@ -22,15 +24,26 @@ class TrainingState:
     """A model with its optimizers: ``save`` reads this, and ``load`` writes into it.
 
     Attributes:
-        name_of: by the ``id`` of each parameter, its name in the bare model.
+        stages: the places of its stages, if it is a part of a pipeline, and ``stage_count`` how many that has; none
+            of a whole model.
+        name_of: by the ``id`` of each parameter, its name in the bare model. Of several models, or of several stages
+            of a pipeline, that begins with its number in the list, or in the pipeline.
         attachments: the attachments of any of the parameters, in the order of the parameters.
 
     Raises:
         CheckpointError: the model or an optimizer has state that a checkpoint cannot hold, or does not fit the other.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> None:
-        require_model(model, CheckpointError)
+    def __init__(
+        self, model: nn.Module | Sequence[nn.Module], optimizer: Optimizer | Sequence[Optimizer]
+    ) -> None:
+        models = models_of(model, CheckpointError)
+        by_id = attached_parameters()
+        pipelines = [by_id[id(p)].pipeline for one in models for p in one.parameters() if id(p) in by_id]
+        pipeline = next((one for one in pipelines if one is not None), None)
+        self.stages = () if pipeline is None else pipeline.places
+        self.stage_count = 0 if pipeline is None else pipeline.count
+        model = as_one(models) if pipeline is None else _stages_of(pipeline, models)
         self.optimizers = optimizers_of(optimizer, CheckpointError)
         _refuse_optimizers(self.optimizers)
         if fsdp1_in(model):
@@ -54,15 +67,8 @@ class TrainingState:
                             "so has no name: give the model that holds all of the optimizer's parameters"
                         )
         # In the model's order, since a checkpoint has what belongs to an attachment by its number.
-        by_id = attached_parameters()
         found = [by_id[id(named.tensor)] for named in self.parameters if id(named.tensor) in by_id]
         self.attachments: list[Attachment] = list(dict.fromkeys(found))
-        if any(one.is_stage for one in self.attachments):
-            raise CheckpointError(
-                "instep.save and instep.load take one model, which all ranks have, and this one is a stage of a "
-                "pipeline: the other ranks' stages would be lost. Save what each rank has with torch.save, or all of "
-                "them with torch.distributed.checkpoint, between steps"
-            )
         attached = [a for one in self.attachments for a in one.parameters]
         self._offloaded = {id(a.get()) for a in attached if a.stepper.offloaded is not None}
 
@@ -75,6 +81,23 @@ class TrainingState:
         for number, optimizer in enumerate(self.optimizers):
             several = len(self.optimizers) > 1
             yield f"optimizer {number} ({type(optimizer).__name__})" if several else type(optimizer).__name__, optimizer
+
+
+def _stages_of(pipeline: Pipeline, models: Sequence[nn.Module]) -> nn.Module:
+    """This rank's stages as one model, in which several have their places in the pipeline as names."""
+    stages = pipeline.stages
+    if {id(one) for one in models} != {id(one) for one in stages.values()}:
+        raise CheckpointError(
+            f"model is not what this rank has of {pipeline!r}: give what attach was given, the "
+            f"{'module of its stage' if len(pipeline.places) == 1 else 'modules of its stages'} "
+            f"{listed_places(pipeline.places)}, while the schedule is there"
+        )
+    return as_one(models) if len(models) == 1 else Models({str(place): one for place, one in stages.items()})
+
+
+def listed_places(places: Sequence[int]) -> str:
+    """The stages, as a message names them."""
+    return ", ".join(map(str, places))
 
 
 def _refuse_optimizers(optimizers: Sequence[Any]) -> None:
