@@ -1,40 +1,129 @@
-"""A bar chart as SVG, by hand: plain words beside bars, on a light card that dark pages show as it is."""
+"""Bar charts as SVG, by hand: plain words beside bars, on a card that is light or dark as the reader's screen is.
 
+The README's picture is drawn of what two benchmarks have found:
+
+    python benchmarks/memory.py --settings float32 --parts one-batch micro-batches --json memory.json
+    python benchmarks/heavy_steps.py --float32 --rounds 5 --json heavy.json
+    python benchmarks/bars.py memory.json heavy.json --svg gains.svg
+"""
+
+import argparse
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
 WIDTH, LABEL, LINE, TOP, BOTTOM = 680, 230, 22, 44, 16
-OURS, OTHERS, LIMIT = "#1a7f5a", "#8b96a5", "#d0a215"
+OURS, OTHERS, LIMIT = "ours", "others", "limit"
+STYLE = """<style>
+.card { fill: #ffffff; stroke: #d0d7de } text { fill: #1f2328 }
+.ours { fill: #1a7f5a } .others { fill: #8b96a5 } .limit { fill: #d0a215 }
+@media (prefers-color-scheme: dark) {
+.card { fill: #0d1117; stroke: #30363d } text { fill: #e6edf3 }
+.ours { fill: #3fb98a } .others { fill: #6e7a89 } .limit { fill: #d9b440 }
+}
+</style>"""
+MIB = 2**20
 
 
-def draw(path: Path, title: str, groups: Mapping[str, Sequence[tuple[str, float, bool]]]) -> None:
-    """Write the chart.
+@dataclass(frozen=True)
+class Panel:
+    """Bars of one scale.
 
-    Args:
-        groups: by heading: words, value and whether it is ours, of each bar. Words that begin with "limit" are marked.
+    Attributes:
+        title: what they show, with its unit.
+        groups: by heading: words, value and kind (``OURS``, ``OTHERS`` or ``LIMIT``) of each bar.
+        digits: behind the point.
     """
-    longest = max(value for bars in groups.values() for _, value, _ in bars)
+
+    title: str
+    groups: Mapping[str, Sequence[tuple[str, float, str]]]
+    digits: int = 0
+
+
+def draw(path: Path, *panels: Panel) -> None:
+    """Write the chart: the panels, one below the other."""
+    parts: list[str] = []
+    y = TOP - 18
+    for panel in panels:
+        parts.append(_text(16, y, panel.title, size=15, weight="bold"))
+        y = _bars(parts, panel, y + 18) + LINE
+    height = y - LINE + BOTTOM
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+    head += ' font-family="Helvetica, Arial, sans-serif" font-size="13" role="img">'
+    title = f"<title>{escape('; '.join(panel.title for panel in panels))}</title>"
+    card = f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="6"/>'
+    path.write_text("\n".join([head, title, STYLE, card, *parts, "</svg>", ""]), encoding="utf-8")
+
+
+def _bars(parts: list[str], panel: Panel, y: int) -> int:
+    """Add the bars of a panel from ``y`` on. Returns where they end."""
+    longest = max(value for bars in panel.groups.values() for _, value, _ in bars)
     scale = (WIDTH - LABEL - 70) / longest
-    parts, y = [_text(16, 26, title, size=15, weight="bold")], TOP
-    for heading, bars in groups.items():
-        parts.append(_text(16, y + 16, heading, weight="bold"))
-        y += LINE
-        for words, value, ours in bars:
-            colour = LIMIT if words.startswith("limit") else OURS if ours else OTHERS
+    for heading, bars in panel.groups.items():
+        if heading:
+            parts.append(_text(16, y + 16, heading, weight="bold"))
+            y += LINE
+        for words, value, kind in bars:
             width = max(1.0, scale * value)
             parts.append(_text(LABEL - 8, y + 15, words, anchor="end"))
-            parts.append(f'<rect x="{LABEL}" y="{y + 3}" width="{width:.1f}" height="{LINE - 7}" fill="{colour}"/>')
-            parts.append(_text(LABEL + width + 6, y + 15, f"{value:.0f}"))
+            parts.append(f'<rect class="{kind}" x="{LABEL}" y="{y + 3}" width="{width:.1f}" height="{LINE - 7}"/>')
+            parts.append(_text(LABEL + width + 6, y + 15, f"{value:.{panel.digits}f}"))
             y += LINE
         y += LINE // 2
-    height = y + BOTTOM - LINE // 2
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
-    head += ' font-family="Helvetica, Arial, sans-serif" font-size="13" fill="#1f2328" role="img">'
-    card = f'<rect width="{WIDTH}" height="{height}" rx="6" fill="#ffffff" stroke="#d0d7de"/>'
-    path.write_text("\n".join([head, f"<title>{escape(title)}</title>", card, *parts, "</svg>", ""]), encoding="utf-8")
+    return y - LINE // 2 + 8
 
 
 def _text(x: float, y: float, words: str, *, anchor: str = "start", size: int = 13, weight: str = "normal") -> str:
     style = f'text-anchor="{anchor}" font-size="{size}" font-weight="{weight}"'
     return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(words)}</text>'
+
+
+# The README's picture.
+
+
+def gains(memory: Mapping[str, Any], heavy: Mapping[str, Any]) -> list[Panel]:
+    """What a step needs and how fast it is, of the plain loop, with instep, and at the limit."""
+
+    def bars(part: str, way: str) -> list[tuple[str, float, str]]:
+        found = {
+            name: max(one["above"]) / MIB
+            for name, one in memory[f"float32, {part}"]["GPT"].items()
+            if "above" in one
+        }
+        limit = "activations and one bucket"
+        return [("plain loop", found["plain"], OTHERS), ("instep", found[way], OURS), (limit, found["limit"], LIMIT)]
+
+    speeds = {way: heavy["ratio"][way]["median"] for way in ("backward, default", "no optimizer")}
+    return [
+        Panel(
+            "Memory of a step above weights and state, GPT of 38 M, MiB",
+            {"one batch": bars("one-batch", "backward"), "four micro-batches": bars("micro-batches", "micro_batches")},
+        ),
+        Panel(
+            "Speed where Muon steps, two cores, GPT of 4.7 M, times plain",
+            {
+                "": [
+                    ("plain loop", 1.0, OTHERS),
+                    ("instep", speeds["backward, default"], OURS),
+                    ("no step at all", speeds["no optimizer"], LIMIT),
+                ]
+            },
+            digits=2,
+        ),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("memory", type=Path, help="what memory.py --json has written")
+    parser.add_argument("heavy", type=Path, help="what heavy_steps.py --json has written")
+    parser.add_argument("--svg", type=Path, required=True)
+    arguments = parser.parse_args()
+    draw(arguments.svg, *gains(*(json.loads(path.read_text()) for path in (arguments.memory, arguments.heavy))))
+
+
+if __name__ == "__main__":
+    main()

@@ -16,8 +16,11 @@ longer than all the rest, and no loop has room for it. With the option they are 
 """
 
 import argparse
+import json
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,6 +88,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="beside the plain loop")
     parser.add_argument("--float32", action="store_true", help="Muon multiplies in float32")
+    parser.add_argument("--json", type=Path, help="write the ratios there, for bars.py")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.float32:
@@ -105,6 +109,9 @@ def main() -> None:
     for name, loop in loops.items():
         if name in ("default", "backward, default") and loop.overlap is not None:
             print(f"{name}: {loop.overlap.advice}")
+    if arguments.json:
+        found = {name: asdict(ratio(times[PLAIN], times[name])) for name in ways if name != PLAIN}
+        arguments.json.write_text(json.dumps({"ratio": found}, indent=1))
     print("\n| | time of plain / time | ms | hidden |\n|---|---|---|---|")
     room = spread(times[PLAIN]).median - spread(times[NONE]).median
     for name in ways:

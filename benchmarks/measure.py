@@ -221,3 +221,19 @@ def picture(path: Path, title: str, lines: Mapping[str, Mapping[float, Spread]],
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)
+    _follow_the_screen(path)
+
+
+_ON_DARK = """<style>
+@media (prefers-color-scheme: dark) {
+[style*="fill: #ffffff"] { fill: #0d1117 !important }
+[style*="stroke: #000000"] { stroke: #e6edf3 !important }
+text, [style*="fill: #000000"] { fill: #e6edf3 !important }
+}
+</style>"""
+"""matplotlib writes colours into each element: those of paper and ink are the other way round on a dark screen."""
+
+
+def _follow_the_screen(path: Path) -> None:
+    svg = path.read_text(encoding="utf-8")
+    path.write_text(svg.replace("<defs>", f"{_ON_DARK}\n <defs>", 1), encoding="utf-8")

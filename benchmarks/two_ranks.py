@@ -117,6 +117,7 @@ VARIANTS: dict[str, Callable[[Shape, float], Plain]] = {
     "default": attached(),
     "forward": attached(schedule="forward", defer=True),
     "cross_iteration": attached(schedule="forward", defer=True, cross_iteration=True),
+    "cross_iteration by default": attached(cross_iteration=True),
     "torch _register_fused_optim": Registered,
     "torch ZeroRedundancyOptimizer": Redundancy,
     BOUND: NoOptimizer,

@@ -37,9 +37,14 @@ def run(name: str, *options: str, ranks: int = 1) -> str:
 
 def test_bars_are_a_picture(tmp_path: Path) -> None:
     path = tmp_path / "bars.svg"
-    bars.draw(path, "MiB & more", {"one batch": [("plain loop", 147.0, False), ("instep", 9.0, True)]})
+    memory = bars.Panel("MiB & more", {"one batch": [("plain loop", 147.0, bars.OTHERS), ("instep", 9.0, bars.OURS)]})
+    speed = bars.Panel("speed", {"": [("plain loop", 1.0, bars.OTHERS), ("no step", 1.5, bars.LIMIT)]}, digits=2)
+    bars.draw(path, memory, speed)
     words = [element.text for element in ElementTree.parse(path).iter() if element.tag.endswith("}text")]
-    assert words == ["MiB & more", "one batch", "plain loop", "147", "instep", "9"]
+    assert words == [
+        *("MiB & more", "one batch", "plain loop", "147", "instep", "9"),
+        *("speed", "plain loop", "1.00", "no step", "1.50"),
+    ]
 
 
 def test_the_model_at_scale() -> None:
