@@ -89,9 +89,7 @@ def gains(memory: Mapping[str, Any], heavy: Mapping[str, Any]) -> list[Panel]:
 
     def bars(part: str, way: str) -> list[tuple[str, float, str]]:
         found = {
-            name: max(one["above"]) / MIB
-            for name, one in memory[f"float32, {part}"]["GPT"].items()
-            if "above" in one
+            name: max(one["above"]) / MIB for name, one in memory[f"float32, {part}"]["GPT"].items() if "above" in one
         }
         limit = "activations and one bucket"
         return [("plain loop", found["plain"], OTHERS), ("instep", found[way], OURS), (limit, found["limit"], LIMIT)]

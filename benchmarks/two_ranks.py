@@ -134,8 +134,8 @@ def rank(options: argparse.Namespace) -> None:
     chosen = {name: make for name, make in VARIANTS.items() if not options.variants or name in options.variants}
     loops = {name: make(shape, options.bucket_mib) for name, make in {PLAIN: Plain, **chosen}.items()}
     tokens = batches(options.rows, options.tokens, dist.get_rank())
-    # cross_iteration tries out, in its first 32 iterations, whether it pays.
-    times = interleave(loops, tokens, options.rounds, steps=options.steps, warmup=-(-36 // options.steps))
+    # cross_iteration tries out, in its first 64 iterations, whether it pays.
+    times = interleave(loops, tokens, options.rounds, steps=options.steps, warmup=-(-72 // options.steps))
     require_equal(loops, PLAIN, [name for name in UNEQUAL if name in loops])
     quiet = times.quiet()
     found: dict[str, Any] = {

@@ -213,3 +213,11 @@ def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(
         assert not re.findall(loads, text), page
     for sheet in tmp_path.rglob("*.css"):
         assert not re.findall(r"url\([\"']?(?:https?:)?//|@import", sheet.read_text(encoding="utf-8")), sheet
+
+
+def test_the_citation_is_of_the_version_that_comes() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    newest = re.search(r"^## (\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert newest is not None
+    assert citation["version"] == newest[1]
+    assert {"cff-version", "message", "title", "authors", "license"} <= citation.keys()

@@ -491,6 +491,6 @@ def test_nothing_is_run_or_imported(copied: Path, target: Target, monkeypatch: p
     monkeypatch.setattr(importlib, "import_module", only_ours)
     assert load_from(copied, *small()).step == 7
     manifest = manifest_of(copied)
-    manifest["optimizers"][0]["class"] = "antigravity.AdamW"
+    whole(manifest)["optimizers"][0]["class"] = "antigravity.AdamW"
     sign(copied, manifest)
     target.refuses(copied, "antigravity")

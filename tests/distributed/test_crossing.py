@@ -372,7 +372,7 @@ def chosen(crosses: float, waits: float) -> str | None:
     overlap = attached.overlap
     crossed = []
     with patch.object(CrossingTrial, "took", lambda trial, i, first, _: real(trial, i, first, seconds[first])):
-        for i in range(44):
+        for i in range(76):
             plain.step(i)
             attached.backward(i)
             crossed.append(bool(source_of(overlap).flights))
@@ -384,9 +384,9 @@ def chosen(crosses: float, waits: float) -> str | None:
                 if found is not None:
                     return found
     # Two steps until the buckets are known; then both ways are tried; then one is kept.
-    assert crossed[:17] == [False] * 2 + [True] * 7 + [False] * 8
-    assert set(crossed[33:]) == {crosses < waits}
-    assert overlap.step_count == 44
+    assert crossed[:25] == [False] * 2 + [True] * 7 + [False] * 8 + [True] * 8
+    assert set(crossed[66:]) == {crosses < waits}
+    assert overlap.step_count == 76
     overlap.detach()
     return first_difference(plain.state(), training_state(attached.model, attached.optimizer))
 

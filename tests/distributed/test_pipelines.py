@@ -619,17 +619,16 @@ def test_resumed_training(two_ranks: RankPool, kind: Kind, way: str) -> None:
 
 
 def checkpointed(kind: Kind, way: str, directory: str) -> None:
-    """All stages are in one checkpoint, of which a new loop takes what it has."""
+    """All stages are in one checkpoint, of which a loop that has trained on other data takes what it has. (The first
+    iteration of a new ``DistributedDataParallel`` in a stage differs in the last bit in plain torch, too.)"""
     group = pipelines_of(kind)
     loop, resumed = Loop(kind, group), Loop(kind, group)
     loop.overlap = attach_to(loop, way)
     for i in range(3):
         learn(loop, i)
     instep.save(directory, loop.models, loop.optimizers, extra={"rank": dist.get_rank()})
-    with torch.no_grad():
-        for p in parameters_in(resumed.models):
-            p.add_(1)
     resumed.overlap = attach_to(resumed, way)
+    learn(resumed, 9)
     checkpoint = instep.load(directory, resumed.models, resumed.optimizers)
     assert checkpoint is not None
     assert (checkpoint.step, checkpoint.extra) == (3, {"rank": dist.get_rank()})
@@ -659,8 +658,8 @@ def test_one_checkpoint_of_stages_on_several_ranks(
 
 def refused_checkpoints(directory: str) -> None:
     """Each rank has stages 0 and 3, or 1 and 2; and in another pipeline 0 and 2, or 1 and 3."""
-    v_shaped, looped = Kind(schedule="ScheduleZBVZeroBubble", per_rank=2), Kind(schedule="ScheduleLoopedBFS", per_rank=2)
-    loop, other = (Loop(replace(kind, optimizers=one_of_each)) for kind in (v_shaped, looped))
+    names = "ScheduleZBVZeroBubble", "ScheduleLoopedBFS"
+    loop, other = (Loop(Kind(name, per_rank=2, optimizers=one_of_each)) for name in names)
     loop.overlap, other.overlap = attach_to(loop, "backward"), attach_to(other, "backward")
     learn(loop, 0)
     with pytest.raises(CheckpointError, match=r"model is not what this rank has of ScheduleZBVZeroBubble of 4 stages"):
@@ -673,7 +672,7 @@ def refused_checkpoints(directory: str) -> None:
         instep.load(directory, loop.models, loop.optimizers)
     if dist.get_rank() == 0:
         loop.overlap = attach_to(loop, "backward")
-    with pytest.raises(CheckpointError, match=r"ranks 0 and 1 do not save the same: stage_count is 4 on the one and 0"):
+    with pytest.raises(CheckpointError, match=r"ranks 0 and 1 do not save the same: 'stage_count' is 4 on the one"):
         instep.save(directory, loop.models, loop.optimizers, step=2)
 
 

@@ -218,6 +218,7 @@ ALLOWED = {
         "sources.fsdp",
         "naming",
         "attachment",
+        "target",
         "_version",
     },
     "integrations": {

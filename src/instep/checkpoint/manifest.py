@@ -332,9 +332,7 @@ def _tensor(key: str, record: Json, files: Mapping[str, FileRecord]) -> TensorRe
     return TensorRecord(dtype, shape, tuple(chunks))
 
 
-def _names(
-    content: Json, where: str, prefix: str, tensors: Mapping[str, TensorRecord]
-) -> dict[str, tuple[str, ...]]:
+def _names(content: Json, where: str, prefix: str, tensors: Mapping[str, TensorRecord]) -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     for name, names in _object(content, where).items():
         names = _strings(names, where)

@@ -417,8 +417,8 @@ def _require_same(commons: Sequence[Json]) -> None:
     places = sorted(place for stages in first_with for place in stages)
     if places != list(range(commons[0]["stage_count"])):
         raise CheckpointError(
-            f"the ranks have the stages {places} of a pipeline of {commons[0]['stage_count']}: a checkpoint has each of "
-            "them once. All ranks of the pipeline must call save"
+            f"the ranks have the stages {places} of a pipeline of {commons[0]['stage_count']}: a checkpoint has each "
+            "of them once. All ranks of the pipeline must call save"
         )
 
 

@@ -34,9 +34,7 @@ class TrainingState:
         CheckpointError: the model or an optimizer has state that a checkpoint cannot hold, or does not fit the other.
     """
 
-    def __init__(
-        self, model: nn.Module | Sequence[nn.Module], optimizer: Optimizer | Sequence[Optimizer]
-    ) -> None:
+    def __init__(self, model: nn.Module | Sequence[nn.Module], optimizer: Optimizer | Sequence[Optimizer]) -> None:
         models = models_of(model, CheckpointError)
         by_id = attached_parameters()
         pipelines = [by_id[id(p)].pipeline for one in models for p in one.parameters() if id(p) in by_id]

@@ -200,28 +200,32 @@ class IterationTimes:
         return means
 
 
-_CHOSEN_AFTER, _TRIED_EVERY, _TRIED_FOR = 32, 512, 8
-"""In iterations: when a way is chosen, how often the other one is tried again, and for how long."""
+_CHOSEN_AFTER, _TRIED_EVERY, _TRIED_FOR = 65, 512, 8
+"""In iterations: when a way is chosen (times are exchanged in the one before), how often the other one is tried again,
+and for how long."""
+_LEAST_GAIN = 0.03
+"""How much shorter an iteration must be the other way, for a change: medians of so few differ by as much by chance."""
 
 
 class CrossingTrial:
     """Which of two ways to run an iteration is faster, on this machine and this network: with buckets that cross into
     the next iteration, or waited for. Both are tried, in training.
 
-    One way is tried in iterations 8 to 15, the other in the rest of the first 32, and the one that took less time is
-    kept. From then on the one that was not kept has eight iterations of every 512.
+    They take turns, eight iterations each, since a machine is slower at one time than at another. Then buckets are
+    waited for, unless crossing was shorter by ``_LEAST_GAIN``. From then on the way that was not kept has eight
+    iterations of every 512.
 
     All ranks count the same iterations, and give ``keep`` the same times: so all choose alike.
     """
 
     def __init__(self) -> None:
-        self._first = True  # the way that is kept
+        self._first = False  # the way that is kept
         self._took: dict[bool, list[float]] = {True: [], False: []}
 
     def first(self, iteration: int) -> bool:
         """Whether this iteration goes the first way; the second one, else."""
         if iteration < _CHOSEN_AFTER:
-            return not _TRIED_FOR <= iteration < 2 * _TRIED_FOR
+            return iteration // _TRIED_FOR % 2 == 0
         return self._first if iteration % _TRIED_EVERY >= _TRIED_FOR else not self._first
 
     def took(self, iteration: int, first: bool, seconds: float) -> None:
@@ -237,7 +241,9 @@ class CrossingTrial:
         """Choose by the mean of all ranks' times, which they have exchanged in ``iteration``. With one of them unknown
         everything stays as it is."""
         if iteration >= _CHOSEN_AFTER - 1 and max(first, second) < float("inf"):
-            self._first = first <= second
+            kept, other = (first, second) if self._first else (second, first)
+            if other < (1 - _LEAST_GAIN) * kept:
+                self._first = not self._first
             self._took = {True: [], False: []}
 
 
