@@ -88,7 +88,7 @@ class Case:
 
     @property
     def row(self) -> int:
-        """The row of the contract that it is a case of; ``docs/reliability.md`` has them."""
+        """The row of the contract that it is a case of; ``docs/checkpoints.md`` has them."""
         if self.kind == "save":
             return 14
         if self.kind == DIFFERS:
