@@ -653,15 +653,6 @@ def test_instep_itself_does_without_lightning() -> None:
     assert done.stdout.strip() == "False"
 
 
-def test_the_page_runs_as_it_stands() -> None:
-    page = Path(__file__).parents[2] / "docs" / "lightning.md"
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 2
-    for block in blocks:
-        with lightnings_own_warnings():
-            exec(block, {"__name__": "page"})
-
-
 # Two ranks.
 
 VIEWS: dict[str, Any] = {"gradient_as_bucket_view": True}

@@ -1,4 +1,4 @@
-"""The recipes of ``docs/galore.md`` and ``docs/fused-adafactor.md``: both sides of each, bit for bit."""
+"""The recipes of ``docs/migration.md``: both sides of each, bit for bit."""
 
 import copy
 from collections.abc import Callable, Iterator
