@@ -1,6 +1,5 @@
 """``Trainer(callbacks=[InstepCallback(…)])`` beside the same ``Trainer`` without it."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,7 +35,6 @@ from tests.integrations.fitting import (
     assert_same,
     fit,
     left_by,
-    lightnings_own_warnings,
     train,
     trainer_of,
 )
