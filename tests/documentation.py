@@ -4,16 +4,19 @@ import argparse
 import ast
 import contextlib
 import importlib.util
+import inspect
 import os
 import re
 import runpy
 import shlex
 import sys
+import textwrap
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import metadata
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,6 +31,7 @@ import instep
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "tests" / "README.md"])
+HOOKS = ("comm_hooks.cast_mean_allreduce", "comm_hooks.mean_allreduce")
 NOT_RUN = "not run: "
 _FENCE = re.compile(r"```(\w+)(?: title=\"([^\"]*)\")?")
 _COMMAND = re.compile(r"`((?:python|torchrun|taskset|instep|pytest|mkdocs|accelerate) [^`…]+)`")
@@ -40,8 +44,10 @@ class Block:
     """What stands between two fences.
 
     Attributes:
+        page: a page, or the source of the docstring.
         number: its place among the blocks of the page, from 1. A name with the line in it would be another test after
             each change above it.
+        of: the public name whose docstring it is in; empty on a page.
     """
 
     page: Path
@@ -49,9 +55,10 @@ class Block:
     language: str
     title: str
     code: str
+    of: str = ""
 
     def __str__(self) -> str:
-        return f"{self.page.relative_to(ROOT)}, block {self.number}"
+        return f"{self.of or self.page.relative_to(ROOT)}, block {self.number}"
 
     @property
     def not_run(self) -> bool:
@@ -61,23 +68,48 @@ class Block:
 
 def blocks_of(page: Path) -> list[Block]:
     """The blocks of a page. ``ValueError`` for a fence that says no language, or is written in another way."""
+    return _blocks_in(page.read_text(encoding="utf-8"), page)
+
+
+def _blocks_in(text: str, page: Path, of: str = "") -> list[Block]:
     found: list[Block] = []
     begun: tuple[int, str, str] | None = None
     lines: list[str] = []
-    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         if begun is None and line.lstrip().startswith("```"):
             match = _FENCE.fullmatch(line)
             if match is None:
-                raise ValueError(f"{page}:{number}: {line!r} is not ```language, at the start of a line")
+                raise ValueError(f"{of or page}:{number}: {line!r} is not ```language, at the start of a line")
             begun, lines = (number, match[1], match[2] or ""), []
         elif begun is not None and line == "```":
-            found.append(Block(page, len(found) + 1, *begun[1:], "\n".join(lines)))
+            found.append(Block(page, len(found) + 1, *begun[1:], "\n".join(lines), of))
             begun = None
         else:
             lines.append(line)
     if begun is not None:
-        raise ValueError(f"{page}:{begun[0]}: the block does not end")
+        raise ValueError(f"{of or page}:{begun[0]}: the block does not end")
     return found
+
+
+def public_names() -> dict[str, Any]:
+    """What the reference has, by its name in ``instep``: all functions and classes, and the errors."""
+    names = [*instep.__all__, *HOOKS, "recording.Recording", *(f"errors.{name}" for name in instep.errors.__all__)]
+    for name in names:
+        import_module("instep." + name.rpartition(".")[0] if "." in name else "instep")
+    return {name: attrgetter(name)(instep) for name in names}
+
+
+def members_of(name: str, public: Any) -> dict[str, Any]:
+    """``public``, and if it is a class what it defines for its users, by name."""
+    members = vars(public) if isinstance(public, type) else {}
+    shown = [key for key, one in members.items() if key[0] != "_" and (callable(one) or isinstance(one, property))]
+    return {name: public, **{f"{name}.{key}": members[key] for key in shown}}
+
+
+def examples_of(name: str, public: Any) -> list[Block]:
+    """The blocks at the end of a docstring, under ``Example:``."""
+    _, found, example = (inspect.getdoc(public) or "").partition("\n\nExample:\n")
+    return _blocks_in(textwrap.dedent(example), Path(instep.__file__), name) if found else []
 
 
 def commands_of(page: Path) -> Iterator[str]:
@@ -152,6 +184,10 @@ class Scheduler:
 
     def state_dict(self) -> dict[str, Any]:
         return {"lr": [group["lr"] for group in self.optimizer.param_groups]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for group, lr in zip(self.optimizer.param_groups, state["lr"], strict=True):
+            group["lr"] = lr
 
 
 class _Writer:

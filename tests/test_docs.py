@@ -1,15 +1,16 @@
 """What the documentation says of the repository is there, and its code runs."""
 
 import importlib.util
+import inspect
 import logging
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
-import instep
 from instep import errors
 from tests import documentation
 from tests.distributed.pool import RankPool
@@ -29,6 +30,11 @@ LANGUAGES = {"python", "diff", "sh", "text", "mermaid", "yaml"}
 # Blocks that are titled "not run: …", on all pages together.
 MAY_BE_LEFT_OUT = 2
 CODE = [block for page in PAGES for block in blocks_of(page) if block.language in ("python", "diff")]
+PUBLIC = documentation.public_names()
+MEMBERS = {key: one for name, public in PUBLIC.items() for key, one in documentation.members_of(name, public).items()}
+EXAMPLES = [block for name, public in MEMBERS.items() for block in documentation.examples_of(name, public)]
+SINCE = "Since 0.1.0."
+MOST_LINES = 10  # of an example, without empty ones
 
 
 @pytest.mark.parametrize(("page", "at_least"), [("features.md", 50), ("checkpoints.md", 30)])
@@ -54,7 +60,7 @@ def cited_tests(page: Path) -> list[tuple[str, str]]:
     return re.findall(r"`(\w+)::(test_\w+)`", page.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("block", [block for block in CODE if not block.not_run], ids=str)
+@pytest.mark.parametrize("block", [block for block in [*CODE, *EXAMPLES] if not block.not_run], ids=str)
 def test_a_block_runs(block: Block, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if block.language == "python":
         for variant in documentation.variants(block.code):
@@ -155,9 +161,25 @@ def test_a_fence_that_nobody_would_run_is_found(text: str, tmp_path: Path) -> No
 def test_the_reference_has_every_public_name() -> None:
     pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md")]
     listed = re.findall(r"^::: instep\.([\w.]+)", "\n".join(pages), re.MULTILINE)
-    hooks = {f"comm_hooks.{name}" for name in ("mean_allreduce", "cast_mean_allreduce")}
-    hooks.add("recording.Recording")  # what record() returns
-    assert sorted(listed) == sorted({*instep.__all__, *(f"errors.{name}" for name in errors.__all__), *hooks})
+    assert sorted(listed) == sorted(PUBLIC)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_docstring_says_since_when_and_ends_in_an_example(name: str) -> None:
+    text, _, example = (inspect.getdoc(PUBLIC[name]) or "").partition("\n\nExample:\n")
+    assert text.endswith(f"\n\n{SINCE}")
+    assert example or name.startswith("errors.")
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_an_example_is_one_short_block_of_python(name: str) -> None:
+    """What editors and the site show as code: indented below ``Example:``, and nothing after it."""
+    doc, blocks = inspect.getdoc(MEMBERS[name]) or "", documentation.examples_of(name, MEMBERS[name])
+    assert len(blocks) == len(re.findall(r"^\s*Examples?:", doc, re.MULTILINE)) == doc.count("```") / 2 <= 1
+    for block in blocks:
+        fenced = textwrap.indent(f"```python\n{block.code}\n```", "    ")
+        assert doc.endswith(f"\n\nExample:\n{fenced}")
+        assert len([line for line in block.code.splitlines() if line]) <= MOST_LINES
 
 
 def missing_paths(text: str) -> list[str]:

@@ -69,81 +69,84 @@ def attach(
     scaled and accumulated by the loop itself; ``step()`` returns at once, and each bucket is stepped before the module
     that reads it runs, or before anybody else uses one of its parameters in Python.
 
+    What the options decide, in the order in which they are described below:
+
+    - When it steps: ``schedule``, ``defer``, ``bucket_bytes``, ``pipeline``.
+    - What happens to gradients: ``clip``, ``accumulation_steps``, ``scaler``, ``undo``, ``nonfinite``.
+    - Ranks: ``comm_hook``, ``mixed_precision``, ``cross_iteration``, ``shard_state``.
+    - Memory and safety: ``offload``, ``check_steps``, ``random``, ``seed``.
+
     Args:
-        model: any module, already on its device and in its dtype; a ``DistributedDataParallel``; what
-            ``instep.replicate`` returned; a model that ``fully_shard``, ``FullyShardedDataParallel`` (with
-            ``use_orig_params=True``) or tensor parallelism was applied to. Or a list of modules, each of which the
-            loop calls by itself, with parameters in one optimizer: ``"0.weight"`` is a parameter of the first.
-        optimizer: one ``torch.optim.Optimizer`` or several, of parameters of ``model``. Frozen ones are left alone
-            until they are unfrozen. What accelerate or Fabric has prepared is taken, too.
-        schedule: when a bucket steps. ``"backward"``: as soon as its gradients are final. ``"forward"``: after
-            ``optimizer.step()``, behind the next forward; on CPU that hides the step of fused optimizers, and of
-            torch's Muon.
-        defer: with ``schedule="forward"``, whether the step is put off. ``True``: wherever that is possible. ``False``:
-            ``optimizer.step()`` steps at once, as in the plain loop. ``"auto"``: it is put off where that was found to
-            be faster, see ``Attachment.advice``. With ``schedule="backward"``, on a CPU, whether a thread updates full
-            buckets while backward goes on (fused optimizers and Muon, without options that have a part in an update);
-            the gradients of two more buckets are alive then.
-        bucket_bytes: the most bytes of gradient in a bucket; a single parameter may be larger. Unless told, a
-            twentieth of all gradients that are stepped in buckets, and on a CPU 16 MiB at most: backward frees all but
-            that twentieth (on an accelerator, where one fills while one is stepped, two). Not under DDP and
-            ``replicate``, whose own ``bucket_cap_mb`` decides, nor with FSDP, whose groups are the buckets. In a
-            pipeline a stage is one bucket, unless told: all of its gradients are there when it is stepped.
-        clip: clip the gradients of all attached parameters before they are applied.
-        accumulation_steps: every so many backwards step; the others only add to the gradients, under DDP in
-            ``no_sync``. For loops that cannot be given ``with overlap.accumulate():``.
-        scaler: the ``torch.amp.GradScaler`` of the loop. ``schedule="backward"`` needs it, and ``undo``, to apply
-            gradients without the scale; ``"forward"`` does without.
-        undo: with ``schedule="backward"``, keep all gradients, and copies of parameters and their state from before
-            the step (``"host"``: in host memory), until ``optimizer.step()``. Backward then steps on trial. Whatever
-            shows that the plain loop would have done otherwise (clipping, an infinite gradient, a step that is left
-            out, a gradient or weight that is used in between, an error) has it put back bit for bit, and
-            ``optimizer.step()`` steps as the plain loop does.
-        nonfinite: what becomes of a step with a gradient that holds NaN or infinity. ``"allow"``: what the plain loop
-            does. ``"skip"``: it is left out on all ranks, and parameters, state and groups stay bit for bit as they
-            were; with ``schedule="forward"`` or ``undo``. ``"raise"``: ``NonFiniteGradientError``
-            from ``optimizer.step()``, and nothing of the step is applied; with ``schedule="backward"`` and no
-            ``undo`` from ``backward()``, and the bucket that holds it is not applied, but others are: the step is torn.
-        comm_hook: under DDP, ``(state, hook)`` as for ``register_comm_hook``: ``hook(state, bucket)`` reduces each
-            bucket, in place of DDP's own mean, and what its future holds is stepped. The two must be given here: DDP
-            takes one hook. It stays after ``detach()``.
-        mixed_precision: a ``torch.distributed.fsdp.MixedPrecisionPolicy``. The forward and backward of ``model`` then
-            compute with copies of its parameters in ``param_dtype``, DDP's mean is computed and sent in
-            ``reduce_dtype`` (``param_dtype`` unless told), and the parameters, their gradients and the step stay as
-            they are, usually float32. Frozen parameters are cast too; buffers and batch normalization are not.
-            Floating-point inputs of ``model`` are cast to ``param_dtype`` unless ``cast_forward_inputs=False``, its
-            outputs to ``output_dtype`` if given.
-        cross_iteration: with ``schedule="forward"`` under DDP, backward does not wait for communication: buckets are
-            reduced and stepped while the next forward runs, each before the module that reads it, in an order that
-            suits that. ``optimizer.step()`` takes over gradients that are still on their way; whoever uses one before
-            waits for all of them. Needs ``gradient_as_bucket_view=True``. All ranks must attach: they make a process
-            group of their own.
-        shard_state: under DDP, each rank keeps the optimizer's state of its own rows of every parameter, steps those,
-            and gets the others' from the other ranks: 1/N of state and step on N ranks (ZeRO-1). Where the update is
-            not elementwise, or not known to be, each parameter is one rank's. ``optimizer.state_dict()`` is the plain
-            optimizer's, and ``detach()`` makes the optimizer so again; all ranks must call them.
-        offload: ``"host"``: optimizer state is in pinned host memory, and on the accelerator only while it is stepped:
-            that of two buckets at most. It is stepped there, by ``optimizer``, with the numbers of the plain loop.
-            ``optimizer.state`` and ``state_dict()`` have the tensors in host memory; ``detach()`` moves them back.
-            Where a step ends the host waits for the copies. Steps of ``schedule="forward"`` are always put off.
-        check_steps: so many of the first steps are taken twice: beside instep's own, copies of parameters and state are
-            stepped by the optimizer's plain ``step()`` with the same gradients, and every parameter, every entry of
-            state and every value of a group is compared bit for bit. For optimizers that ``overlap.plan`` calls
-            unproven. In these steps the gradients and copies of parameters and state are held until
-            ``optimizer.step()`` returns, which with ``schedule="forward"`` waits for the update. Forward and backward
-            run once, and random numbers stay the loop's. ``UnsupportedOptimizerError`` from ``optimizer.step()`` names
-            the first tensor that differs; the step is torn, or with ``undo`` put back.
-        random: ``"keyed"``, with a ``seed``: for an optimizer that draws random numbers in its update (stochastic
-            rounding). Each parameter is stepped by one call for it alone, for which torch's default generators are
-            seeded with ``instep.draw_key(seed, step, name)`` and then put back. So the draws depend neither on buckets
-            nor on the schedule or the number of ranks, and those of the loop stay as if the optimizer drew none. They
-            are not the draws of the plain loop. torch's own optimizers draw nothing, and are stepped as ever.
-        seed: a number from 0 to 2**63 - 1, the same on all ranks.
-        pipeline: the schedule of ``torch.distributed.pipelining`` that trains ``model``, which is then the module of
-            this rank's stage, or a list of those of all its stages. With ``schedule="backward"`` a stage is stepped
-            when its last micro-batch is through and torch has scaled its gradients, in the bubble behind its last
-            backward. ``clip=ClipNorm(…)`` takes the norm of the gradients of all stages, and ``nonfinite`` asks the
-            ranks of all.
+        model: what the loop calls, already on its device and in its dtype.
+            Any module; a ``DistributedDataParallel``; a ``Replicated``; a model under ``fully_shard``,
+            ``FullyShardedDataParallel(use_orig_params=True)`` or tensor parallelism. Or a list of modules that the loop
+            calls one by one: ``"0.weight"`` is a parameter of the first.
+        optimizer: one ``torch.optim.Optimizer`` or several, of parameters of ``model``.
+            Frozen parameters are left alone until unfrozen. What accelerate or Fabric has prepared is taken, too.
+        schedule: when a bucket steps; by default ``"forward"``: after ``optimizer.step()``, behind the next forward.
+            On a CPU that hides the step of fused optimizers and torch's Muon. ``"backward"``: as soon as the bucket's
+            gradients are final.
+        defer: whether a step of ``schedule="forward"`` is put off; by default ``"auto"``: where that is faster.
+            ``Attachment.advice`` says what was found. ``True``: wherever possible. ``False``: ``optimizer.step()``
+            steps at once. With ``schedule="backward"``, on a CPU: whether a thread updates full buckets beside backward
+            (fused optimizers and Muon, without options that take part in an update), with two more buckets of gradients
+            alive.
+        bucket_bytes: the most bytes of gradient in a bucket; by default a twentieth of all, on a CPU 16 MiB at most.
+            One parameter may be larger. Backward frees all but one bucket (on an accelerator two: one fills, one is
+            stepped). Refused with DDP and ``replicate`` (``bucket_cap_mb`` decides) and FSDP (its groups do). A stage
+            of a pipeline is one bucket by default, since all of its gradients are there when it is stepped.
+        pipeline: the schedule of ``torch.distributed.pipelining`` that trains ``model``; by default ``None``.
+            ``model`` is then the module of this rank's stage, or a list for several. With ``schedule="backward"`` a
+            stage is stepped in the bubble behind its last backward, once torch has scaled its gradients. ``ClipNorm``
+            and ``nonfinite`` go by the gradients of all stages.
+        clip: clips the gradients of all attached parameters before they are applied; by default ``None``: nothing is.
+        accumulation_steps: how many backwards make a step; by default 1.
+            The others only add up, under DDP in ``no_sync``. For loops without ``with overlap.accumulate():``.
+        scaler: the ``torch.amp.GradScaler`` of the loop; by default ``None``, which is enough for ``"forward"``.
+            ``schedule="backward"`` needs it, and ``undo``, to apply gradients without the scale.
+        undo: whether backward steps on trial, until ``optimizer.step()``; by default ``False``.
+            For ``schedule="backward"``. Keeps all gradients, and copies of parameters and state from before the step
+            (``"host"``: in host memory). Whatever shows that the plain loop would differ (clipping, an infinite
+            gradient, a step left out, a gradient or weight used in between, an error) puts the trial back bit for bit,
+            and ``optimizer.step()`` is the plain one.
+        nonfinite: what becomes of a step with NaN or infinity in a gradient; by default ``"allow"``: as in plain torch.
+            ``"skip"``, with ``"forward"`` or ``undo``: all ranks leave it out, and parameters, state and groups stay
+            bit for bit. ``"raise"``: ``optimizer.step()`` raises ``NonFiniteGradientError``, and nothing is applied;
+            with ``"backward"`` and no ``undo``, ``backward()`` raises: the bucket at fault is not applied, others are,
+            and the step is torn.
+        comm_hook: ``(state, hook)``, which reduces each bucket of DDP; by default ``None``: DDP's own mean.
+            In place of ``register_comm_hook``: DDP takes one hook. The result of ``hook(state, bucket)``, a future, is
+            stepped. The hook stays after ``detach()``.
+        mixed_precision: a ``MixedPrecisionPolicy`` of ``torch.distributed.fsdp``; by default ``None``.
+            Forward and backward use copies of all parameters, frozen ones too, in ``param_dtype``; DDP's mean is
+            computed and sent in ``reduce_dtype`` (else ``param_dtype``). Parameters, gradients and step stay as they
+            are, usually float32; so do buffers and batch normalization. Floating-point inputs are cast to
+            ``param_dtype`` unless ``cast_forward_inputs=False``, outputs to ``output_dtype`` if given.
+        cross_iteration: whether DDP's communication runs on behind the next forward; by default ``False``.
+            With ``schedule="forward"``: buckets are reduced and stepped before the modules that read them, in an order
+            that suits that. ``optimizer.step()`` takes over gradients still on their way; whoever uses one earlier
+            waits for all. Needs ``gradient_as_bucket_view=True``, and all ranks: they make a process group.
+        shard_state: whether each of N ranks keeps 1/N of the state, and of the step (ZeRO-1); by default ``False``.
+            Under DDP: a rank has the state of its rows of every parameter, steps these, and gets the others. Where the
+            update is not known to be elementwise, each parameter is one rank's. All ranks must call
+            ``optimizer.state_dict()``, which is the plain one, and ``detach()``, which makes the optimizer plain.
+        offload: ``"host"`` keeps optimizer state in pinned host memory; by default ``None``: on its device.
+            ``optimizer`` steps on the accelerator, with the plain loop's numbers, and there the state of two buckets at
+            most. ``optimizer.state`` and ``state_dict()`` have it in host memory until ``detach()``. Where a step
+            ends the host waits for the copies. ``schedule="forward"`` always puts off.
+        check_steps: how many of the first steps are compared with the plain ``step()``; by default 0.
+            For optimizers that ``overlap.plan`` calls unproven. The plain ``step()`` gets copies of parameters and
+            state, and the same gradients; parameters, state and values of groups are compared bit for bit. Gradients
+            and copies live until ``optimizer.step()`` returns, which with ``"forward"`` waits for the update. Forward
+            and backward run once; random numbers stay the loop's. ``optimizer.step()`` raises
+            ``UnsupportedOptimizerError`` with the first tensor that differs; the step is torn, or with ``undo`` put
+            back.
+        random: ``"keyed"`` is for optimizers that draw random numbers, and needs ``seed``; by default ``None``.
+            For stochastic rounding, say. Each parameter is stepped alone, while torch's default generators are seeded
+            with ``instep.draw_key(seed, step, name)``. So draws depend neither on buckets, schedule nor number of
+            ranks, are not those of the plain loop, and leave the loop's own as if the optimizer drew none. torch's own
+            optimizers draw nothing, and are stepped as ever.
+        seed: a number from 0 to 2**63 - 1, the same on all ranks, for ``random``; by default ``None``.
 
     Returns:
         The attachment. It lives as long as the model does, or any of several, whether or not it is kept.
@@ -158,6 +161,18 @@ def attach(
     takes each step, and gradients are clipped and looked at where ``optimizer.step()`` begins. What cannot be had that
     way is refused: ``ClipNorm(mode="per_bucket")``, ``comm_hook``, ``mixed_precision``, and ``random`` where an
     optimizer is not torch's own.
+
+    Since 0.1.0.
+
+    Example:
+        ```python
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+        instep.attach(model, optimizer, schedule="backward")
+        for batch in loader:
+            model(batch).backward()  # updates each parameter, and frees its gradient, as soon as that is final
+            optimizer.step()  # steps what is left, and commits
+            optimizer.zero_grad()
+        ```
     """
     models = models_of(model, AttachError)
     if isinstance(scaler, GradScaler) and not scaler.is_enabled():

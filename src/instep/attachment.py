@@ -43,6 +43,16 @@ def attached(model: nn.Module) -> "Attachment | None":
 
     Raises:
         AttachError: ``model`` is no ``torch.nn.Module``.
+
+    Since 0.1.0.
+
+    Example:
+        ```python
+        instep.attach(model, optimizer, schedule="backward")
+        overlap = instep.attached(model)  # elsewhere, where only the model is at hand
+        if overlap is not None:
+            print(overlap.step_count, overlap.state)
+        ```
     """
     require_model(model, AttachError)
     return _attachments.get(model)
@@ -79,6 +89,18 @@ def record(
         AttachError: ``model``, ``optimizer``, ``steps`` or ``pipeline`` is something else; a ``ValueError``.
         InstepError: several models that are no stages of a pipeline; on entering the block: ``torch.profiler`` is
             running already.
+
+    Since 0.1.0.
+
+    Example:
+        ```python
+        with instep.record(model, optimizer, steps=2) as recording:
+            for batch in loader:
+                model(batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        recording.save("plain.json")  # then: instep report plain.json
+        ```
     """
     models = models_of(model, AttachError)
     found = attached(models[0])
@@ -108,7 +130,20 @@ def giving_way(optimizers: Iterable[Optimizer]) -> "list[Attachment]":
 
 
 class Attachment:
-    """What ``attach`` returns. As a context manager it detaches on leaving."""
+    """What ``attach`` returns. As a context manager it detaches on leaving.
+
+    Since 0.1.0.
+
+    Example:
+        ```python
+        with instep.attach(model, optimizer, schedule="backward") as overlap:
+            for batch in loader:
+                model(batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        print(overlap.step_count)  # the model is detached again
+        ```
+    """
 
     def __init__(self, target: Target, options: Options) -> None:
         self._options = options
@@ -160,7 +195,18 @@ class Attachment:
         this rank has cast; ``freed_bytes`` of gradients that backward has freed before ``optimizer.step()``, in all
         steps. On a CPU, after the first step: ``exposed_ms``, milliseconds within ``optimizer.step()`` and of waiting
         for updates, and ``outside_ms``, of updates that ran outside of it (in backward, or beside the loop), both from
-        one commit to the next."""
+        one commit to the next.
+
+        Example:
+            ```python
+            overlap = instep.attach(model, optimizer, schedule="backward")
+            for batch in loader:
+                model(batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                print(overlap.stats())  # {"steps": 1, "redos": 0, …}
+            ```
+        """
         return stats_of(self._parts.schedule, self._parts.votes)
 
     @property
@@ -186,7 +232,19 @@ class Attachment:
 
     def record(self, steps: int = 5) -> "Recording":
         """Record what runs when in the loop, and what memory it holds: ``with overlap.record() as recording:`` around
-        it, and ``recording.save(path)`` afterwards. See ``instep.record``."""
+        it, and ``recording.save(path)`` afterwards. See ``instep.record``.
+
+        Example:
+            ```python
+            overlap = instep.attach(model, optimizer, schedule="backward")
+            with overlap.record(steps=2) as recording:
+                for batch in loader:
+                    model(batch).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            recording.save("attached.json")  # then: instep report attached.json
+            ```
+        """
         model, optimizers = self._parts.refs.model(), self._parts.refs.optimizers()
         if model is None or not optimizers:
             raise InstepError("there is nothing to record: the model or the optimizer is gone")
@@ -199,6 +257,18 @@ class Attachment:
         """Around forward and backward of every micro-batch but the last: gradients add up, nothing steps.
 
         Under DDP this is ``no_sync()`` too.
+
+        Example:
+            ```python
+            overlap = instep.attach(model, optimizer, schedule="backward")
+            *first, last = loader
+            with overlap.accumulate():
+                for batch in first:
+                    (model(batch) / len(loader)).backward()
+            (model(last) / len(loader)).backward()  # steps
+            optimizer.step()
+            optimizer.zero_grad()
+            ```
         """
         return self._parts.accumulation.hold()
 
@@ -216,6 +286,16 @@ class Attachment:
 
         Raises:
             InstepError: nobody calls ``optimizer.step()``: a verb of the functional API has attached the model.
+
+        Example:
+            ```python
+            overlap = instep.attach(model, optimizer, schedule="backward")
+            with overlap.keep_gradients():
+                model(batch).backward()
+            print(max(p.grad.abs().max() for p in model.parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+            ```
         """
         if self._options.steps_itself:
             raise InstepError(
@@ -248,6 +328,17 @@ class Attachment:
             AccumulationError: one backward for all micro-batches would not compute what the plain loop does. Nothing
                 was updated. While they wait, also of who uses a gradient; on several ranks of who steps.
             InstepError: ``loss`` is no tensor; ``gradient`` was given for one of several micro-batches.
+
+        Example:
+            ```python
+            overlap = instep.attach(model, optimizer, schedule="backward")
+            for i, batch in enumerate(loader, 1):
+                more = i % 2 != 0  # of this step's micro-batches are to come
+                overlap.backward(model(batch) / 2, more=more)
+                if not more:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            ```
         """
         if not isinstance(loss, torch.Tensor):
             raise InstepError(f"loss must be the tensor that backward() begins from, not {type(loss).__name__}")
@@ -289,6 +380,16 @@ class Attachment:
                 ``accumulate()``. Nothing was updated; of a backward that draws random numbers or writes buffers the
                 step is torn.
             InstepError: ``loss_of`` returned no loss; or an argument is missing.
+
+        Example:
+            ```python
+            overlap = instep.attach(model, optimizer, schedule="backward")
+            for micro_batches in batches:
+                losses = overlap.micro_batches(lambda batch: model(batch) / len(micro_batches), micro_batches)
+                optimizer.step()
+                optimizer.zero_grad()
+                print(sum(losses).item())
+            ```
         """
         self._require_no_pipeline("overlap.micro_batches()")
         return micro_batches(self._parts, loss_of, batches, together=self._frees_in_backward)
@@ -320,6 +421,16 @@ class Attachment:
 
         Raises:
             InstepError: ``schedule="backward"`` without ``undo``.
+
+        Example:
+            ```python
+            overlap = instep.attach(model, optimizer, schedule="backward", undo=True)
+            model(batch).backward()  # steps on trial
+            overlap.rollback()  # as if this backward had not been
+            model(loader[1]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ```
         """
         if self._waiting is not None:
             self._waiting.drop()
@@ -341,6 +452,18 @@ class Attachment:
         Clears the gradients, and counts the step if anything of it was written. A step that backward has written, and
         that no ``optimizer.step()`` has committed (after an interrupt), is given up in the same way: call it first
         then, and load after. Does nothing where no step is torn or written, nor with ``undo`` to one that is not torn.
+
+        Example:
+            ```python
+            overlap = instep.attach(model, optimizer, schedule="backward")
+            try:
+                loss = model(batch)
+            except instep.errors.TornStepError:  # the step before was applied in part
+                overlap.accept_torn()  # train on from these weights, on all ranks
+                loss = model(batch)
+            loss.backward()
+            optimizer.step()
+            ```
         """
         if self._parts.schedule.accept():
             _logger.warning("step %d was taken as it is", self.step_count)
@@ -420,6 +543,17 @@ class Attachment:
 
         One thing stays: DDP cannot let go of a communication hook. It becomes the plain mean that DDP computes
         without one, or the ``comm_hook`` that was given, and a later ``attach`` takes it up again.
+
+        Example:
+            ```python
+            overlap = instep.attach(model, optimizer, schedule="backward")
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            overlap.detach()
+            model(batch).backward()  # plain from here on: every gradient stays in .grad
+            optimizer.step()
+            ```
         """
         try:
             self._detach()

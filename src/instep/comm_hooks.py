@@ -12,6 +12,18 @@ def mean_allreduce(tensor: torch.Tensor, group: dist.ProcessGroup, divisor: int)
     Divides as DDP's reducer does without a hook (``torch/csrc/distributed/c10d/reducer.cpp``): a dense bucket is
     multiplied by ``1 / divisor`` and a sparse one divided, before the reduction. torch's ``allreduce_hook`` divides
     dense buckets too, which differs in the last bit when ``divisor`` is not a power of two.
+
+    Since 0.1.0.
+
+    Example:
+        ```python
+        import torch.distributed as dist
+
+        def hook(state, bucket):  # DDP's own
+            return instep.comm_hooks.mean_allreduce(bucket.buffer(), dist.group.WORLD, dist.get_world_size())
+
+        instep.attach(ddp, optimizer, schedule="backward", comm_hook=(None, hook))
+        ```
     """
     if divisor == 1:
         pass
@@ -31,6 +43,19 @@ def cast_mean_allreduce(
 
     The future is that of ``tensor``, which holds the result; of a new tensor when it is sparse. ``dtype=None`` is
     ``tensor``'s own.
+
+    Since 0.1.0.
+
+    Example:
+        ```python
+        import torch.distributed as dist
+
+        def hook(dtype, bucket):  # half the bytes of float32
+            ranks = dist.get_world_size()
+            return instep.comm_hooks.cast_mean_allreduce(bucket.buffer(), dist.group.WORLD, ranks, dtype)
+
+        instep.attach(ddp, optimizer, schedule="backward", comm_hook=(torch.bfloat16, hook))
+        ```
     """
     if dtype is None or dtype == tensor.dtype:
         return mean_allreduce(tensor, group, divisor)

@@ -23,11 +23,17 @@ __all__ = [
 
 
 class InstepError(RuntimeError):
-    """Base of all errors below."""
+    """Base of all errors below.
+
+    Since 0.1.0.
+    """
 
 
 class AttachError(InstepError, ValueError):
-    """The model, the optimizer or an option cannot be attached as given. Nothing was changed."""
+    """The model, the optimizer or an option cannot be attached as given. Nothing was changed.
+
+    Since 0.1.0.
+    """
 
 
 class UnsupportedOptimizerError(AttachError):
@@ -36,6 +42,8 @@ class UnsupportedOptimizerError(AttachError):
     Raised by ``attach`` where the class says so or trying it shows it, else at the first step in which two buckets
     disagree about a value they share, or with ``check_steps`` at the first that differs from a plain one; that step is
     then torn.
+
+    Since 0.1.0.
     """
 
 
@@ -43,6 +51,8 @@ class AccumulationError(InstepError):
     """A second backward reached a parameter that this step has already consumed.
 
     Wrap all but the last micro-batch in ``overlap.accumulate()`` (or DDP's ``no_sync``).
+
+    Since 0.1.0.
     """
 
 
@@ -50,37 +60,60 @@ class UncommittedStepError(AccumulationError):
     """A forward found that backward has already updated the weights, but ``step()`` never came.
 
     The plain loop would still see the old weights here.
+
+    Since 0.1.0.
     """
 
 
 class CheckpointError(InstepError):
-    """A checkpoint could not be written, or does not fit the model and the optimizer. Nothing was changed."""
+    """A checkpoint could not be written, or does not fit the model and the optimizer. Nothing was changed.
+
+    Since 0.1.0.
+    """
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint is not, bit for bit, what was saved, or not a checkpoint at all. Nothing was changed."""
+    """A checkpoint is not, bit for bit, what was saved, or not a checkpoint at all. Nothing was changed.
+
+    Since 0.1.0.
+    """
 
 
 class SpentGradientError(InstepError):
     """A gradient was used after it had been applied and freed during backward; or changed when others had been, clipped
-    by a norm that it is part of."""
+    by a norm that it is part of.
+
+    Since 0.1.0.
+    """
 
 
 class StaleAttachmentError(InstepError):
-    """A parameter was replaced, moved to another device or converted after ``attach``."""
+    """A parameter was replaced, moved to another device or converted after ``attach``.
+
+    Since 0.1.0.
+    """
 
 
 class HyperparameterChangedError(InstepError):
     """A hyper-parameter changed between the backward that used it and ``optimizer.step()``; or ``step()`` was called in
-    an autocast block that changes its update."""
+    an autocast block that changes its update.
+
+    Since 0.1.0.
+    """
 
 
 class ConcurrentBackwardError(InstepError):
-    """Two threads train one model at the same time. Nothing was written for the second one."""
+    """Two threads train one model at the same time. Nothing was written for the second one.
+
+    Since 0.1.0.
+    """
 
 
 class StepMismatchError(InstepError):
-    """Ranks are not at the same step, or do not train the same model in the same way."""
+    """Ranks are not at the same step, or do not train the same model in the same way.
+
+    Since 0.1.0.
+    """
 
 
 class NonFiniteGradientError(InstepError):
@@ -89,6 +122,8 @@ class NonFiniteGradientError(InstepError):
     Attributes:
         parameter: the name of the first such parameter on this rank, ``None`` if all gradients here are finite.
         rank: the first rank that has such a gradient; with ``schedule="backward"``, where nobody is asked, this one.
+
+    Since 0.1.0.
     """
 
     def __init__(self, message: str, parameter: str | None, rank: int) -> None:
@@ -113,6 +148,8 @@ class TornStepError(InstepError):
             interrupted.
         rank: this process's rank, 0 without ``torch.distributed``.
         cause: what stopped the step, when it is known. Also the ``__cause__``.
+
+    Since 0.1.0.
     """
 
     def __init__(

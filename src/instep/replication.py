@@ -41,6 +41,19 @@ def replicate(
 
     Raises:
         AttachError: about the model, an option or the process group, named in the message; a ``ValueError``.
+
+    Since 0.1.0.
+
+    Example:
+        ```python
+        model = instep.replicate(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+        instep.attach(model, optimizer, schedule="backward")
+        for batch in loader:
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ```
     """
     attached = attached_parameters()
     for name, parameter in require_model(model, AttachError).named_parameters():

@@ -30,6 +30,19 @@ class Verification:
         steps: how many steps were compared.
         tensors: how many tensors were compared after the last of them.
         difference: the first difference, with the tensor's name; ``None`` if there is none.
+
+    Since 0.1.0.
+
+    Example:
+        ```python
+        def build():
+            model = Model()
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+            return model, optimizer, lambda i: (model(loader[i]).backward(), optimizer.step(), optimizer.zero_grad())
+
+        result = instep.verify(build, schedule="backward")
+        assert result.equal, result.difference
+        ```
     """
 
     steps: int
@@ -55,6 +68,24 @@ def verify(build: Build, steps: int = 3, **options: Any) -> Verification:
 
     Raises:
         AttachError: ``build`` or what it returns is something else, and what ``attach`` raises.
+
+    Since 0.1.0.
+
+    Example:
+        ```python
+        def build():
+            model = Model()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+            def step(i):
+                model(loader[i]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+            return model, optimizer, step
+
+        print(instep.verify(build, steps=3, schedule="backward"))
+        ```
     """
     require_count("steps", steps, AttachError)
     if not callable(build) or isinstance(build, (nn.Module, type)):

@@ -44,6 +44,19 @@ class ClipNorm:
               ``bucket_bytes``.
             - ``"previous_norm"``: *another algorithm*. The factor comes from the norm of the step before; the first
               step is not clipped.
+
+    Since 0.1.0.
+
+    Example:
+        ```python
+        clip = instep.ClipNorm(1.0, mode="two_pass")
+        overlap = instep.attach(model, optimizer, schedule="backward", clip=clip)
+        for batch in loader:
+            overlap.backward(model(batch))  # two backwards: the first one measures
+            optimizer.step()
+            optimizer.zero_grad()
+            print(overlap.grad_norm)
+        ```
     """
 
     max_norm: float
@@ -70,6 +83,17 @@ class ClipValue:
     """Clamp every element of every gradient to ``[-clip_value, clip_value]``, as ``clip_grad_value_``.
 
     Exact under every schedule.
+
+    Since 0.1.0.
+
+    Example:
+        ```python
+        instep.attach(model, optimizer, schedule="backward", clip=instep.ClipValue(0.5))
+        for batch in loader:
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ```
     """
 
     clip_value: float

@@ -37,6 +37,16 @@ def draw_key(seed: int, step: int, name: str, shard: int | None = None) -> int:
         name: of the parameter, in the model without any wrapper.
         shard: which part of the parameter this rank updates, counted from 0 along the dimensions of the device mesh
             over which it is sharded; ``None``: all of it.
+
+    Since 0.1.0.
+
+    Example:
+        ```python
+        torch.manual_seed(instep.draw_key(1234, step=0, name="layers.0.weight"))
+        # What an optimizer draws by torch.randn_like in the first update of this weight, on a CPU, attached
+        # with random="keyed", seed=1234:
+        noise = torch.randn_like(model.layers[0].weight)
+        ```
     """
     part = "" if shard is None else str(shard)
     digest = hashlib.blake2b(f"{seed}/{step}/{part}/{name}".encode()).digest()

@@ -45,6 +45,16 @@ class Checkpoint:
         extra: what this rank gave to ``save``. Where there are more ranks now than then, new ones get that of rank 0.
         world_size: how many ranks saved it.
         path: its directory.
+
+    Since 0.1.0.
+
+    Example:
+        ```python
+        instep.save("run", model, optimizer, step=300, extra={"scheduler": scheduler.state_dict()})
+        checkpoint = instep.load("run", model, optimizer)
+        scheduler.load_state_dict(checkpoint.extra["scheduler"])
+        print(checkpoint.step, checkpoint.path)  # 300 run/step-000000000300
+        ```
     """
 
     step: int
@@ -83,6 +93,16 @@ def load(
     Raises:
         DamagedCheckpointError: there are checkpoints, and none is as it was saved.
         CheckpointError: the checkpoint does not fit. It says where. Nothing was changed.
+
+    Since 0.1.0.
+
+    Example:
+        ```python
+        checkpoint = instep.load("run", model, optimizer)  # None: nothing is there yet
+        for step in range(checkpoint.step if checkpoint else 0, steps):
+            train(step)  # forward, backward, optimizer.step(), zero_grad()
+        instep.save("run", model, optimizer, step=steps)
+        ```
     """
     ranks = Collective()
     directory = path_of(path, CheckpointError)

@@ -97,6 +97,16 @@ def save(
         UncommittedStepError, TornStepError: of the attached model's last step some was applied, and not all.
         CheckpointError: something that cannot be saved, named; ranks that differ; a file that could not be written, on
             any rank; a later checkpoint in ``path``. Nothing was changed.
+
+    Since 0.1.0.
+
+    Example:
+        ```python
+        for step in range(1, steps + 1):
+            train(step)  # forward, backward, optimizer.step(), zero_grad()
+            if step % 2 == 0:
+                instep.save("run", model, optimizer, step=step, extra={"scheduler": scheduler.state_dict()})
+        ```
     """
     ranks = Collective()
     directory = path_of(path, CheckpointError)

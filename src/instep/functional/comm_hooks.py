@@ -39,6 +39,22 @@ class OptimizerHookState:
 
     Raises:
         AttachError: ``functional_optim`` has no ``step_param``; names its class. A ``ValueError``.
+
+    Since 0.1.0.
+
+    Example:
+        ```python
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        class SGD:
+            def step_param(self, param, grad):
+                param.add_(grad, alpha=-0.1)
+
+        only = list(ddp.module.layers[0].parameters())  # the other gradients stay in .grad
+        state = instep.OptimizerHookState(SGD(), only)
+        ddp.register_comm_hook(None, instep.hook_then_optimizer(allreduce_hook, state))
+        ddp(batch).backward()
+        ```
     """
 
     __slots__ = ("functional_optimizer", "params_to_optimize")
@@ -68,6 +84,21 @@ def hook_then_optimizer(hook: Hook, optimizer_state: OptimizerHookState) -> Hook
 
     Raises:
         AttachError: ``hook`` is no function, or ``optimizer_state`` no ``OptimizerHookState``.
+
+    Since 0.1.0.
+
+    Example:
+        ```python
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        class SGD:
+            def step_param(self, param, grad):
+                param.add_(grad, alpha=-0.1)
+
+        hook = instep.hook_then_optimizer(fp16_compress_hook, instep.OptimizerHookState(SGD()))
+        ddp.register_comm_hook(None, hook)  # None: the state of fp16_compress_hook
+        ddp(batch).backward()  # sends float16, and steps
+        ```
     """
     if not callable(hook):
         raise AttachError(f"hook must be a function of (state, bucket), not {hook!r}")
@@ -96,6 +127,14 @@ class OptimInBackwardHookState:
     Attributes:
         optim_stream: the stream on which optimizers run on its device. ``None`` where there is no accelerator.
         wait_for_optim_stream_enqueued: whether the running backward will wait for that stream at its end.
+
+    Since 0.1.0.
+
+    Example:
+        ```python
+        # As apply_optim_in_backward_hook makes it where there is no accelerator.
+        state = instep.OptimInBackwardHookState(optim_stream=None, wait_for_optim_stream_enqueued=False)
+        ```
     """
 
     optim_stream: torch.Stream | None
@@ -123,6 +162,18 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool, *, comm_hook: Co
 
     Raises:
         AttachError: an argument is something else.
+
+    Since 0.1.0.
+
+    Example:
+        ```python
+        import weakref
+
+        instep.apply_optimizer_in_backward(torch.optim.SGD, ddp.parameters(), {"lr": 1e-2})
+        hook = instep.apply_optim_in_backward_hook(ddp.gradient_as_bucket_view, comm_hook=(state, powerSGD_hook))
+        ddp.register_comm_hook(weakref.ref(ddp), hook)
+        ddp(batch).backward()  # reduces by PowerSGD, and steps
+        ```
     """
     require_flag("gradient_is_bucket_view", gradient_is_bucket_view, AttachError)
     if comm_hook is not None and not (isinstance(comm_hook, tuple) and len(comm_hook) == 2 and callable(comm_hook[1])):

@@ -72,6 +72,15 @@ def apply_optimizer_in_backward(
     Raises:
         AttachError: something about ``params``, or where they are. Nothing was registered.
         UnsupportedOptimizerError: the optimizer's step needs more than one gradient.
+
+    Since 0.1.0.
+
+    Example:
+        ```python
+        instep.apply_optimizer_in_backward(torch.optim.AdamW, model.parameters(), {"lr": 1e-3})
+        for batch in loader:
+            model(batch).backward()  # steps every parameter, and frees its gradient
+        ```
     """
     parameters = _require_parameters(params, optimizer_class)
     _install()
@@ -98,6 +107,17 @@ def get_in_backward_optimizers(module: nn.Module) -> list[Optimizer]:
     """The optimizers that ``apply_optimizer_in_backward`` made for the parameters of ``module``, in their order.
 
     For checkpoints and schedulers; their ``step`` and ``zero_grad`` are not for the caller.
+
+    Since 0.1.0.
+
+    Example:
+        ```python
+        instep.apply_optimizer_in_backward(torch.optim.AdamW, model.parameters(), {"lr": 1e-3})
+        for batch in loader:
+            model(batch).backward()
+            for one in instep.get_in_backward_optimizers(model):
+                one.param_groups[0]["lr"] *= 0.9
+        ```
     """
     require_model(module, AttachError, "module")
     return [optimizer for parameter in module.parameters() for optimizer in getattr(parameter, OPTIMIZERS, ())]

@@ -26,6 +26,24 @@ class OverlappedOptimizer(ABC):
     Subclass it, and decorate the subclass with ``register_overlapped``, to decide for an optimizer of your own
     (``examples/overlapped_optimizer.py``). The method is that of
     ``torch/distributed/algorithms/_optimizer_overlap/optimizer_overlap.py``.
+
+    Since 0.1.0.
+
+    Example:
+        ```python
+        class OverlappedSGD(instep.OverlappedOptimizer):
+            def __init__(self, params):
+                super().__init__(torch.optim.SGD)
+                self.params = list(params)
+
+            def register_ddp(self, ddp):
+                instep.apply_optimizer_in_backward(self.optim_cls, self.params, {"lr": 0.1})
+
+            register_fsdp = register_ddp
+
+        OverlappedSGD(ddp.parameters()).register_ddp(ddp)
+        ddp(batch).backward()  # reduces, and steps
+        ```
     """
 
     def __init__(self, optim_cls: type) -> None:
@@ -55,6 +73,25 @@ def register_overlapped(optim_cls: type) -> Callable[[T], T]:
 
     Raises:
         ValueError: ``optim_cls`` is registered already, named with both classes; or it is no class.
+
+    Since 0.1.0.
+
+    Example:
+        ```python
+        class MySGD(torch.optim.SGD): ...
+
+        @instep.register_overlapped(MySGD)
+        class OverlappedMySGD(instep.OverlappedOptimizer):
+            def __init__(self, optim_cls, params, **kwargs):
+                super().__init__(optim_cls)
+                instep.apply_optimizer_in_backward(optim_cls, params, kwargs)
+
+            def register_ddp(self, ddp): ...  # nothing is left to do
+            def register_fsdp(self, fsdp): ...
+
+        instep.as_overlapped_optim(MySGD, ddp.parameters(), lr=0.1).register_ddp(ddp)
+        ddp(batch).backward()  # reduces, and steps
+        ```
     """
 
     if not isinstance(optim_cls, type):
@@ -80,6 +117,16 @@ def as_overlapped_optim(
 
     Raises:
         ValueError: no class in the MRO is registered, so ``optim_cls`` is no ``torch.optim.Optimizer``.
+
+    Since 0.1.0.
+
+    Example:
+        ```python
+        overlapped = instep.as_overlapped_optim(torch.optim.AdamW, ddp.parameters(), lr=1e-3)
+        overlapped.register_ddp(ddp)
+        for batch in loader:
+            ddp(batch).backward()  # reduces, and steps: the gradients are None afterwards
+        ```
     """
     # The nearest class first: an optimizer of the user's may be registered, and is one of torch's as well.
     for cls in optim_cls.__mro__ if isinstance(optim_cls, type) else ():

@@ -59,6 +59,20 @@ class AllreduceUpcastHookState:
     Raises:
         AttachError: the module has complex parameters, of which DDP's low-precision copies drop the imaginary part; or
             there is no policy, or there are two.
+
+    Since 0.1.0.
+
+    Example:
+        ```python
+        import weakref
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        stream = torch.Stream() if torch.accelerator.is_available() else None
+        state = instep.AllreduceUpcastHookState(weakref.ref(ddp), stream, mixed_precision=policy)
+        ddp.register_comm_hook(state, instep.reducer_allreduce_and_upcast_hook)
+        ddp(batch).backward()  # computes and reduces in bfloat16; .grad is float32
+        ```
     """
 
     ddp_weakref: Any
@@ -197,6 +211,18 @@ def reducer_allreduce_and_upcast_hook(
 
     Counterpart of ``_reducer_allreduce_and_upcast_hook``
     (``torch/distributed/algorithms/ddp_comm_hooks/mixed_precision_hooks.py``).
+
+    Since 0.1.0.
+
+    Example:
+        ```python
+        import weakref
+
+        instep.apply_optimizer_in_backward(torch.optim.AdamW, ddp.parameters(), {"lr": 1e-3})
+        state = instep.AllreduceUpcastHookState(weakref.ref(ddp), None, mixed_precision=policy)
+        ddp.register_comm_hook(state, instep.reducer_allreduce_and_upcast_hook)
+        ddp(batch).backward()  # reduces in the policy's dtype, and steps in float32
+        ```
     """
     ddp = hook_state._ddp()
     if hook_state.mixed_precision is not None:

@@ -73,6 +73,19 @@ class Recording:
 
     It begins with the first forward inside, of a pipeline with its first run, and ends after so many steps, or on
     leaving. Training goes on as ever, more slowly while it is recorded: ``torch.profiler`` runs.
+
+    Since 0.1.0.
+
+    Example:
+        ```python
+        recording = instep.record(model, optimizer, steps=2)
+        with recording:
+            for batch in loader:
+                model(batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        recording.save("plain.json.gz")  # then: instep report plain.json.gz
+        ```
     """
 
     def __init__(

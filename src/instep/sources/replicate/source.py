@@ -36,6 +36,19 @@ class Replicated(nn.Module):
     Attributes:
         module: the model that was given.
         require_backward_grad_sync: whether the backward of the next forward averages; see ``no_sync``.
+
+    Since 0.1.0.
+
+    Example:
+        ```python
+        model = instep.replicate(model)
+        with model.no_sync():
+            (model(loader[0]) / 2).backward()
+        (model(loader[1]) / 2).backward()  # averages the sum over the ranks
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.save(model.module.state_dict(), "model.pt")
+        ```
     """
 
     def __init__(
