@@ -1,8 +1,10 @@
 """``instep demo``: what it finds, what it refuses, and that it leaves nothing behind."""
 
+import html
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -152,11 +154,24 @@ def test_trains_to_equal_weights(ranks: int, text: Path, tmp_path: Path) -> None
     assert 'Memory: schedule="backward" saves' in said
     assert act["larger"]["depth"] > act["depth"]
     assert act["larger"]["peak_bytes"] <= plain["peak_bytes"]
+    accumulated = act["accumulation"]
+    assert (accumulated["micro_batches"], accumulated["difference"]) == (4, None)
+    assert accumulated["peak_bytes"] < accumulated["plain_peak_bytes"] - act["weight_bytes"] / 2
+    assert_last_lines_are_in_the_report(done.stdout, report)
     assert (numbers["two_ranks"] is None) == (ranks == 1)
     if ranks == 2:
         assert numbers["two_ranks"]["difference"] is None
         assert numbers["two_ranks"]["tensors_compared"] > 300
         assert numbers["two_ranks"]["gradient_bytes"] < numbers["two_ranks"]["ddp_gradient_bytes"] / 3
+
+
+def assert_last_lines_are_in_the_report(printed: str, report: Path) -> None:
+    """Word for word, from the line on memory to the one on weights."""
+    shown = " ".join(html.unescape(re.sub(r"<[^>]*>", " ", report.read_text())).split())
+    said = " ".join(printed.split())
+    last = said[said.index("Memory: ") : said.index(" Report: ")]
+    assert last.count(". ") >= 4
+    assert last in shown
 
 
 def alive(group: int) -> list[str]:
@@ -376,7 +391,7 @@ def test_unequal_weights_fail_and_are_named(monkeypatch: pytest.MonkeyPatch, tex
     assert "equal bit for bit" not in output
     numbers = json.loads(written.read_text())
     assert numbers["equal"] is False
-    assert len(numbers["differences"]) == 2
+    assert [one.partition(":")[0] for one in numbers["differences"]] == ["default", "backward", "micro_batches()"]
 
 
 @pytest.mark.usefixtures("tiny")

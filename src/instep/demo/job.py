@@ -21,6 +21,8 @@ class DemoError(Exception):
 
 WARM_UP_STEPS = 3
 """The first steps, which are not timed: the optimizer makes its state in them, and memory is counted."""
+MICRO_BATCHES = 4
+"""Into so many each row is cut where the demo accumulates."""
 RECORDED_STEPS = 4
 """Steps after all others, which are recorded for the report."""
 MIN_STEPS = WARM_UP_STEPS + 2  # quantiles need two timed steps
@@ -101,6 +103,7 @@ class Alone:
     shape: Shape
     line: Line
     device: str
+    micro_batches: int = 1  # into which each row is cut
 
     @property
     def name(self) -> str:

@@ -50,7 +50,7 @@ LR_WARM_UP_STEPS = 20
 
 
 class Loop:
-    """The training loop as a user writes it: a model, its optimizer and its scheduler. It knows nothing of instep."""
+    """The training loop as a user writes it: a model, its optimizer and its scheduler."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -65,6 +65,27 @@ class Loop:
         self.optimizer.zero_grad()
         self.scheduler.step()
         return loss.detach()
+
+    def accumulate(self, micro_batches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """Run one iteration of several micro-batches, and return the sum of their losses."""
+
+        def loss_of(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            inputs, targets = batch
+            loss = F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
+            return loss / len(micro_batches)
+
+        if (overlap := attached(self.model)) is not None:
+            losses = overlap.micro_batches(loss_of, micro_batches)
+        else:
+            losses = []
+            for batch in micro_batches:
+                loss = loss_of(batch)
+                loss.backward()
+                losses.append(loss.detach())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        return torch.stack(losses).sum()
 
 
 def new_model(shape: Shape, device: torch.device) -> nn.Module:
@@ -166,7 +187,7 @@ def train_alone(job: Alone, text: bytes, device: torch.device, pipe: Connection)
         options = job.line.options
         attachment = nullcontext() if options is None else attach(loop.model, loop.optimizer, **options)
         batches = Batches(text, 0, device, rows=1)
-        take_step = partial(_step, loop, batches, device)
+        take_step = partial(_step, loop, batches, device, job.micro_batches)
         turn = _take_turns(pipe, take_step, range(WARM_UP_STEPS))
     with attachment:
         turn = turn or _take_turns(pipe, take_step, count())
@@ -196,12 +217,13 @@ def _take_turns(pipe: Connection, take_step: Callable[[], Stepped], turns: Itera
     return None
 
 
-def _step(loop: Loop, batches: Batches, device: torch.device) -> Stepped:
+def _step(loop: Loop, batches: Batches, device: torch.device, micro_batches: int) -> Stepped:
     inputs, targets = batches.next()
+    taken = list(zip(inputs.chunk(micro_batches, 1), targets.chunk(micro_batches, 1), strict=True))
     # Kernels run behind the clock's back: it starts and stops where nothing runs.
     wait(device)
     started = perf_counter()
-    loss = loop.step(inputs, targets)
+    loss = loop.step(inputs, targets) if micro_batches == 1 else loop.accumulate(taken)
     if (attachment := attached(loop.model)) is not None:
         attachment.synchronize()  # an update that was put off is a part of the step
     wait(device)

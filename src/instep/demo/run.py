@@ -1,8 +1,8 @@
 """The demo from its options to its last line: two acts, their numbers, and what is shown.
 
 ``run`` refuses what it can before a process is started. The first act (``one_device``) trains the same loop in three
-processes that take turns, on one device, and then a deeper model in the memory that was saved (``larger``). The second
-act (``two_ranks``) trains data-parallel.
+processes that take turns, on one device, then a deeper model in the memory that was saved (``larger``), and then with
+several micro-batches in a step (``accumulation``). The second act (``two_ranks``) trains data-parallel.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ from rich.progress import Progress as Bar
 
 from instep._version import __version__
 from instep.demo.job import (
+    MICRO_BATCHES,
     MIN_STEPS,
     SHAPES,
     SIZE_OF_RANKS,
@@ -40,7 +41,15 @@ from instep.demo.job import (
 )
 from instep.demo.loops import load_text
 from instep.demo.processes import Workers, workers
-from instep.demo.summary import LargerSummary, Summary, TrainedLoop, print_line, show_summary, summarize
+from instep.demo.summary import (
+    LargerSummary,
+    Summary,
+    TrainedLoop,
+    conclusion,
+    print_line,
+    show_summary,
+    summarize,
+)
 from instep.report.figures import Compared
 from instep.report.files import NotWrittenError, require_writable, write
 from instep.report.page import page
@@ -69,16 +78,17 @@ def run(
     with progress(quietly, f"One device: three loops in three processes take {steps} steps, in turn", steps) as tell:
         trained = one_device(shape, device, steps, content, tell)
     deeper = larger(shape, device, trained, content)
+    accumulated = accumulation(shape, device, content)
     results = []
     if placement.ranks > 1:
         with progress(quietly, f"{placement.ranks} ranks: two loops take {steps} steps, in turn", steps) as tell:
             results = two_ranks(SHAPES[SIZE_OF_RANKS], placement, steps, content, tell)
-    summary = summarize(size, shape.depth, placement, trained, deeper, results)
+    summary = summarize(size, shape.depth, placement, trained, deeper, accumulated, results)
     show_summary(console, summary)
     if json is not None:
         write("--json", json, _numbers(summary))
     if no_report is None:
-        write("--report", report or REPORT, page(_acts(summary, trained, results)))
+        write("--report", report or REPORT, page(_acts(summary, trained, results), list(conclusion(summary))))
         print_line(console, f"Report: {(report or REPORT).resolve().as_uri()}")  # a terminal can open it
     else:
         print_line(console, f"No report: {no_report}. --report FILE writes one elsewhere")
@@ -214,6 +224,21 @@ def larger(shape: Shape, device: str, trained: Sequence[TrainedLoop], text: byte
         if result.peak_bytes <= budget:
             return LargerSummary(result.parameters, depth, result.peak_bytes)
     return None
+
+
+def accumulation(shape: Shape, device: str, text: bytes) -> list[TrainedLoop]:
+    """Train the plain loop and ``Line.BACKWARD`` for a few steps of several micro-batches each."""
+    lines = (Line.PLAIN, Line.BACKWARD)
+    with workers([Alone(shape, line, device, MICRO_BATCHES) for line in lines], text) as started:
+        taken: list[list[Stepped]] = [[], []]
+        for _ in range(WARM_UP_STEPS):
+            for number in range(len(lines)):
+                started.tell(number, Turn.STEP)
+            for number in range(len(lines)):
+                taken[number].append(_stepped(started, number))
+        results = [_end(started, number, Turn.END) for number in range(len(lines))]
+        started.join()
+    return [TrainedLoop(*one) for one in zip(lines, map(tuple, taken), results, strict=True)]
 
 
 def _activations(shape: Shape, backward: AloneResult) -> float:

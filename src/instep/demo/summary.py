@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from instep.demo.job import WARM_UP_STEPS, AloneResult, Line, Placement, RankResult, Size, Stepped
+from instep.demo.job import MICRO_BATCHES, WARM_UP_STEPS, AloneResult, Line, Placement, RankResult, Size, Stepped
 from instep.report.figures import change
 from instep.report.memory import MIB
 
@@ -84,6 +84,22 @@ class LargerSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class AccumulationSummary:
+    """The loop with several micro-batches in a step: plain, and by ``overlap.micro_batches()``.
+
+    Attributes:
+        plain_peak_bytes: the most bytes of tensors that were alive at once in the plain loop.
+        peak_bytes: the same, by ``overlap.micro_batches()``.
+        difference: how weights or state differ from the plain loop's, in words; ``None``: they do not.
+    """
+
+    micro_batches: int
+    plain_peak_bytes: int
+    peak_bytes: int
+    difference: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class OneDevice:
     """The first act."""
 
@@ -92,6 +108,7 @@ class OneDevice:
     weight_bytes: int
     loops: tuple[LoopSummary, ...]
     larger: LargerSummary | None
+    accumulation: AccumulationSummary
 
     @property
     def plain(self) -> LoopSummary:
@@ -103,7 +120,10 @@ class OneDevice:
 
     @property
     def differences(self) -> list[str]:
-        return [f"{one.line}: {one.difference}" for one in self.loops if one.difference is not None]
+        found = [f"{one.line}: {one.difference}" for one in self.loops if one.difference is not None]
+        if self.accumulation.difference is not None:
+            found.append(f"micro_batches(): {self.accumulation.difference}")
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +174,15 @@ def summarize(
     placement: Placement,
     trained: Sequence[TrainedLoop],
     larger: LargerSummary | None,
+    accumulated: Sequence[TrainedLoop],
     ranks: Sequence[RankResult],
 ) -> Summary:
-    """Put the answers of both acts together. ``ranks`` are in rank order; empty: there was no second act."""
+    """Put the answers of both acts together.
+
+    Args:
+        accumulated: the plain loop with several micro-batches in a step, and that by ``overlap.micro_batches()``.
+        ranks: in rank order; empty: there was no second act.
+    """
     plain = trained[list(Line).index(Line.PLAIN)]
     return Summary(
         model=size.value,
@@ -169,6 +195,7 @@ def summarize(
             weight_bytes=plain.result.weight_bytes,
             loops=tuple(_loop(one, plain) for one in trained),
             larger=larger,
+            accumulation=_accumulation(*accumulated),
         ),
         two_ranks=_two_ranks(placement, ranks) if ranks else None,
     )
@@ -187,6 +214,12 @@ def _loop(one: TrainedLoop, plain: TrainedLoop) -> LoopSummary:
         difference=_difference(one, plain),
         losses=tuple(step.loss for step in one.steps),
         step_seconds=seconds,
+    )
+
+
+def _accumulation(plain: TrainedLoop, freed: TrainedLoop) -> AccumulationSummary:
+    return AccumulationSummary(
+        MICRO_BATCHES, plain.result.peak_bytes, freed.result.peak_bytes, _difference(freed, plain)
     )
 
 
@@ -276,6 +309,7 @@ def _ratio(time: Time) -> str:
 def conclusion(summary: Summary) -> Iterator[str]:
     """Yield a line on each: what was saved, what it cost, and whether the weights are right."""
     yield from _memory_saved(summary.one_device)
+    yield _accumulated(summary.one_device)
     act, ranks = summary.one_device, summary.two_ranks
     if ranks is not None:
         yield (
@@ -311,6 +345,14 @@ def _memory_saved(act: OneDevice) -> Iterator[str]:
             f"trains in place of {act.parameters / 1e6:.1f} M ({act.larger.depth} layers in place of {act.depth}; "
             f"tried: {_mib(act.larger.peak_bytes)})."
         )
+
+
+def _accumulated(act: OneDevice) -> str:
+    found = act.accumulation
+    return (
+        f"Accumulation: with {found.micro_batches} micro-batches a step, tensors take {_mib(found.peak_bytes)} at the "
+        f"peak by overlap.micro_batches(), in place of {_mib(found.plain_peak_bytes)}."
+    )
 
 
 def _time_taken(plain_seconds: float, time: Time) -> str:

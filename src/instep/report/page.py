@@ -39,10 +39,11 @@ from instep.report.spans import Interval, Span, outside, within
 from instep.report.suggestions import suggestions, suggestions_beside
 
 
-def page(jobs: Sequence[Compared]) -> str:
+def page(jobs: Sequence[Compared], said: Sequence[str] = ()) -> str:
     """Return the page of one recording, or of several side by side, each job by itself.
 
-    The page can be read without its script, which shows the values under a pointer, and zooms.
+    ``said`` stands above them, a line each: what the command that recorded them prints last. The page can be read
+    without its script, which shows the values under a pointer, and zooms.
     """
     environment = Environment(
         loader=PackageLoader("instep.report"),
@@ -54,7 +55,7 @@ def page(jobs: Sequence[Compared]) -> str:
     environment.filters["ms"] = lambda seconds: f"{1e3 * seconds:.1f}"
     environment.filters["mib"] = lambda nbytes: f"{nbytes / MIB:.1f}"
     environment.filters["breakable"] = breakable
-    return environment.get_template("page.html").render(jobs=[_shown(job) for job in jobs], ticks=ticks)
+    return environment.get_template("page.html").render(jobs=[_shown(job) for job in jobs], said=said, ticks=ticks)
 
 
 def _shown(compared: Compared) -> dict[str, Any]:
