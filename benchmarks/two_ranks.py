@@ -23,6 +23,7 @@ from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
+import bars
 import torch
 import torch.distributed as dist
 from link import two_namespaces
@@ -33,7 +34,6 @@ from measure import (
     highest,
     interleave,
     loss_of,
-    picture,
     picture_path,
     ratio,
     require_equal,
@@ -219,11 +219,15 @@ def say(gbits: float, found: dict[str, Any]) -> None:
         say_bound(found)
 
 
-def say_bound(found: dict[str, Any]) -> None:
+def alone(found: dict[str, Any]) -> tuple[float, float]:
+    """Seconds of an iteration's collectives by themselves, and of all work that shares the core."""
     parts, nbytes = found["parts"], sum(found["parts"]["bucket_bytes"])
-    link = nbytes * parts["link_per_byte"]
     gloo = nbytes * parts["communication_cpu_per_byte"]
-    core = parts["forward"] + parts["backward"] + parts["step"] + gloo
+    return nbytes * parts["link_per_byte"], parts["forward"] + parts["backward"] + parts["step"] + gloo
+
+
+def say_bound(found: dict[str, Any]) -> None:
+    link, core = alone(found)
     bound = max(link, core)
     print(
         f"  bound of any overlap: {1e3 * bound:.1f} ms (collectives alone {1e3 * link:.1f}, the core's work "
@@ -268,12 +272,28 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
     if options.picture:
-        lines = {
-            name: {gbits: Spread(**runs[0]["ratio"][name]) for gbits, runs in results.items()} for name in some["ratio"]
-        }
-        picture(
-            options.picture, f"Two ranks, buckets of {options.bucket_mib:g} MiB", lines, "Gbit/s", "plain DDP / variant"
-        )
+        bars.draw(options.picture, gained(results))
+
+
+DRAWN = {"backward": 'schedule="backward"', "cross_iteration by default": "cross_iteration=True"}
+"""What the picture calls the variants that are drawn."""
+
+
+def gained(results: dict[float, list[dict[str, Any]]]) -> bars.Panel:
+    """How much faster than plain DDP each variant is, by link, and how much faster any overlap could be."""
+    groups = {}
+    for gbits in sorted(results):
+        found = results[gbits][0]
+        drawn = []
+        for name in DRAWN.keys() & found["ratio"].keys():
+            median, low, high = (100 * (found["ratio"][name][of] - 1) for of in ("median", "low", "high"))
+            drawn.append(bars.Bar(DRAWN[name], median, bars.OURS, (low, high)))
+        drawn.sort(reverse=True)
+        if "parts" in found:
+            most = found["seconds"][PLAIN]["median"] / max(alone(found))
+            drawn.append(bars.Bar("the most that could be", 100 * (most - 1), bars.LIMIT))
+        groups[f"{gbits:g} Gbit/s"] = drawn
+    return bars.Panel("Speed over plain DDP, per cent, two ranks", groups, "+.0f")
 
 
 if __name__ == "__main__":

@@ -37,14 +37,17 @@ def run(name: str, *options: str, ranks: int = 1) -> str:
 
 def test_bars_are_a_picture(tmp_path: Path) -> None:
     path = tmp_path / "bars.svg"
-    memory = bars.Panel("MiB & more", {"one batch": [("plain loop", 147.0, bars.OTHERS), ("instep", 9.0, bars.OURS)]})
-    speed = bars.Panel("speed", {"": [("plain loop", 1.0, bars.OTHERS), ("no step", 1.5, bars.LIMIT)]}, digits=2)
-    bars.draw(path, memory, speed)
-    words = [element.text for element in ElementTree.parse(path).iter() if element.tag.endswith("}text")]
+    one = [bars.Bar("plain loop", 147.0, bars.OTHERS), bars.Bar("instep", 9.0, bars.OURS)]
+    two = [bars.Bar("instep", -4.0, bars.OURS, (-9.0, 1.0)), bars.Bar("limit", 5.0, bars.LIMIT)]
+    bars.draw(path, bars.Panel("MiB & more", {"one batch": one}), bars.Panel("speed", {"": two}, "+.0f"))
+    drawn = ElementTree.parse(path).getroot()
+    words = [element.text for element in drawn.iter() if element.tag.endswith("}text")]
     assert words == [
         *("MiB & more", "one batch", "plain loop", "147", "instep", "9"),
-        *("speed", "plain loop", "1.00", "no step", "1.50"),
+        *("speed", "instep", "-4", "limit", "+5"),
     ]
+    below, above = [element for element in drawn.iter() if element.tag.endswith("}rect")][-2:]
+    assert float(below.attrib["x"]) + float(below.attrib["width"]) == pytest.approx(float(above.attrib["x"]), abs=0.1)
 
 
 def test_the_model_at_scale() -> None:
