@@ -119,7 +119,7 @@ def gains(memory: Mapping[str, Any], heavy: Mapping[str, Any]) -> list[Panel]:
         found = {
             name: max(one["above"]) / MIB for name, one in memory[f"float32, {part}"]["GPT"].items() if "above" in one
         }
-        limit = Bar("activations and one bucket", found["limit"], LIMIT)
+        limit = Bar("limit: activations, one bucket", found["limit"], LIMIT)
         return [Bar("plain loop", found["plain"], OTHERS), Bar("instep", found[way], OURS), limit]
 
     speeds = {way: heavy["ratio"][way]["median"] for way in ("backward, default", "no optimizer")}

@@ -218,13 +218,13 @@ def draw(path: Path, found: dict[str, dict[str, dict[str, Found]]], micro_batche
             continue
         ways = {name: way for name, way in installed(PARTS[part][2], SETTINGS["float32"]).items() if way.short}
         lines = [(way.short, one[name]["above"]) for name, way in ways.items() if "above" in one[name]]
-        lines.append(("estimate: activations and one bucket", one["limit"]["above"]))
+        lines.append(("limit: activations, one bucket", one["limit"]["above"]))
         groups[title] = [bars.Bar(words, max(nbytes) / MIB, _kind(words)) for words, nbytes in lines]
     bars.draw(path, bars.Panel("Memory of a step above weights and optimizer state, MiB", groups))
 
 
 def _kind(words: str) -> str:
-    return bars.OURS if words.startswith("instep") else bars.LIMIT if words.startswith("estimate") else bars.OTHERS
+    return bars.OURS if words.startswith("instep") else bars.LIMIT if words.startswith("limit") else bars.OTHERS
 
 
 def main() -> None:

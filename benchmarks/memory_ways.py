@@ -214,7 +214,7 @@ ONE_BATCH: dict[str, Way] = {
     "plain": Way("plain", attached(None), planned="plain", short="plain loop"),
     "backward": Way('`instep.attach(…, schedule="backward")`', attached(WHOLE), short="instep"),
     "4 MiB": Way(
-        "… and `bucket_bytes=4 * 2**20`", attached(BACKWARD), planned="backward", short="instep, buckets of 4 MiB"
+        "… and `bucket_bytes=4 * 2**20`", attached(BACKWARD), planned="backward", short="instep, 4 MiB buckets"
     ),
     "torch": Way("torch's `_apply_optimizer_in_backward`", torch_in_backward, short="torch, step in backward"),
     "torchtune": Way(
@@ -263,7 +263,7 @@ MICRO_BATCHES: dict[str, Way] = {
         "… and `bucket_bytes=4 * 2**20`",
         lambda model, setting: Accumulated(model, setting, "micro_batches"),
         planned="backward, micro_batches",
-        short="instep, micro_batches(), buckets of 4 MiB",
+        short="instep, the same, 4 MiB buckets",
     ),
     "no step": Way("no step: each gradient is dropped at once", dropped, oracle=""),
     "together": Way(
