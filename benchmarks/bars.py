@@ -129,7 +129,7 @@ def gains(memory: Mapping[str, Any], heavy: Mapping[str, Any]) -> list[Panel]:
             {"one batch": bars("one-batch", "backward"), "four micro-batches": bars("micro-batches", "micro_batches")},
         ),
         Panel(
-            "Speed where Muon steps, two cores, GPT of 4.7 M, times plain",
+            "Speed with Muon in float32, a core idle, GPT of 4.7 M, times plain",
             {
                 "": [
                     Bar("plain loop", 1.0, OTHERS),
