@@ -34,7 +34,6 @@ from measure import (
     highest,
     interleave,
     loss_of,
-    picture_path,
     ratio,
     require_equal,
     spread,
@@ -251,7 +250,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[], help="all, unless told")
     parser.add_argument("--json", type=Path, help="write everything there")
     parser.add_argument("--record", type=Path, help="write recordings for `instep report` to this directory")
-    parser.add_argument("--picture", type=picture_path, help="draw the ratios there, as SVG")
+    parser.add_argument("--picture", type=Path, help="draw the ratios there, as SVG")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:

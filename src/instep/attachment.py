@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -483,6 +483,13 @@ class Attachment:
         """
         resync_from(self._parts, rank)
 
+    def end_due(self) -> None:
+        """Wait for what is due before all ranks give up their steps. What fails in it is given up with them."""
+        # First: a rank that has taken the step waits for the vote of one that has not.
+        self._parts.schedule.cast_owed()
+        with suppress(Exception):
+            self.synchronize()
+
     def require_committed(self) -> None:
         """Wait for what is due, and raise unless parameters and state are those of the last committed step.
 
@@ -491,6 +498,7 @@ class Attachment:
             UncommittedStepError: a backward has been that ``optimizer.step()`` has not committed.
         """
         schedule = self._parts.schedule
+        schedule.cast_owed()
         schedule.synchronize()
         schedule.require_whole()
         gradients = any(p.grad is not None for p in living_parameters(schedule))
@@ -520,6 +528,7 @@ class Attachment:
         """
         schedule, clipping, draws = self._parts.schedule, self._parts.clipping, self._parts.draws
         schedule.forget(gradients=True)
+        self._parts.votes.forget()  # all ranks begin again at the same step, whatever they have said of the last one
         if draws is not None:
             draws.earlier = (draws.number if drawn is None else drawn) - step_count
         schedule.step_count = step_count

@@ -1,6 +1,7 @@
 """``attach(…, pipeline=)``: the weights, state, losses and norms of the schedule followed by ``optimizer.step()``."""
 
 import copy
+import dataclasses
 import gc
 import io
 import itertools
@@ -27,8 +28,10 @@ import instep
 from instep import ClipNorm
 from instep._step.in_backward import BackwardSchedule
 from instep._torch import pipelining
+from instep.checkpoint import manifest as manifests
 from instep.errors import AttachError, CheckpointError, InstepError
 from instep.verification import first_difference
+from tests.checkpoint.loops import sign
 from tests.devices import here
 from tests.distributed.pipelines import (
     MULTI,
@@ -670,10 +673,34 @@ def refused_checkpoints(directory: str) -> None:
     loop.overlap.detach()
     with pytest.raises(CheckpointError, match=r"has a model that is no attached stage: attach with pipeline= before"):
         instep.load(directory, loop.models, loop.optimizers)
+    with pytest.raises(CheckpointError, match=r"ranks 0 and 1 have different values of .*attach them with pipeline="):
+        instep.save(directory, loop.models, loop.optimizers, step=2)
     if dist.get_rank() == 0:
         loop.overlap = attach_to(loop, "backward")
     with pytest.raises(CheckpointError, match=r"ranks 0 and 1 do not save the same: 'stage_count' is 4 on the one"):
         instep.save(directory, loop.models, loop.optimizers, step=2)
+
+
+def saved_longer(directory: str) -> None:
+    loop = Loop(Kind())
+    loop.overlap = attach_to(loop, "backward")
+    learn(loop, 0)
+    instep.save(directory, loop.models, loop.optimizers)
+    manifest = manifests.read(Path(directory) / "step-000000000001")
+    first, second = manifest.models
+    third = dataclasses.replace(second, stages=(2,))
+    tensors = {k.replace("stages/1/", "stages/2/"): v for k, v in manifest.tensors.items()} | dict(manifest.tensors)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        longer = dataclasses.replace(manifest, models=(first, second, third), tensors=tensors)
+        sign(Path(directory) / "step-000000000001", longer.to_bytes())
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"had the stages 0; 1; 2, and this rank has the stages . of 2"):
+        instep.load(directory, loop.models, loop.optimizers)
+
+
+def test_a_checkpoint_of_a_longer_pipeline_is_refused(two_ranks: RankPool, tmp_path: Path) -> None:
+    two_ranks.run(saved_longer, str(tmp_path))
 
 
 def test_checkpoints_that_are_refused(two_ranks: RankPool, tmp_path: Path) -> None:

@@ -134,8 +134,9 @@ class Schedule:
         """Wait for what the ranks say of the last step; raise, if it does not stand on all of them."""
         self._step.ledger.votes.cast_owed(self._step.ledger.step_count)
 
-    def leave_run(self) -> None:
-        """A run of the pipeline does not begin on this rank. Others are to hear of it before they wait for this one."""
+    def cast_owed(self) -> None:
+        """This rank is about to wait for the others, or leaves a run of the pipeline out, with a step that it has not
+        taken. The others may wait for its vote on that."""
         self._step.ledger.votes.cast_owed(self._step.ledger.step_count)
 
     def run_failed(self) -> None:

@@ -9,7 +9,6 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -114,14 +113,14 @@ def load(
         nonlocal training
         require_directory(directory)
         training = TrainingState(model, optimizer)
+        # An update that is due may fail now, as in the loop. What it would have written is about to be overwritten.
+        # Before the exchange: others may wait for this rank's vote on a step, and come to it afterwards.
+        for attachment in training.attachments:
+            attachment.end_due()
         return json.dumps(_candidates(directory)).encode() if ranks.rank == 0 else b""
 
     names = json.loads(ranks.attempt(f"nothing was loaded from {directory}", look)[0])
     assert training is not None
-    for attachment in training.attachments:
-        # An update that is due may fail now, as in the loop. What it would have written is about to be overwritten.
-        with suppress(Exception):
-            attachment.synchronize()
     damages = []
     for name in names:
         try:
@@ -195,11 +194,14 @@ def _model_in(reader: CheckpointReader, training: TrainingState) -> ModelRecord:
     """The model of the checkpoint that this rank has: the only one, or that of the same stages."""
     models = reader.manifest.models
     for found in models:
-        if found.stages == training.stages:
+        # Not of a longer pipeline that begins with the same stages.
+        if found.stages == training.stages and sum(len(one.stages) for one in models) == training.stage_count:
             return found
     saved = "; ".join(listed_places(one.stages) for one in models)
     theirs = f"of a pipeline, whose ranks had the stages {saved}" if models[0].stages else "of a whole model"
-    mine = f"the stages {listed_places(training.stages)}" if training.stages else "a model that is no attached stage"
+    mine = "a model that is no attached stage"
+    if training.stages:
+        mine = f"the stages {listed_places(training.stages)} of {training.stage_count}"
     raise CheckpointError(
         f"the checkpoint {reader.directory} is {theirs}, and this rank has {mine}: attach with pipeline= before load, "
         "and divide the stages as they were"

@@ -6,6 +6,7 @@ rank writes its file there, and rank 0 writes the manifest and renames the direc
 on all ranks.
 """
 
+import hashlib
 import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -159,6 +160,16 @@ def _step_of(training: TrainingState, step: int | None) -> int:
     return step
 
 
+_SAMPLED = 64
+
+
+def _sample_of(tensor: torch.Tensor) -> str:
+    """A digest of so many elements from all over the tensor, which has its own memory."""
+    flat = tensor.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED].cpu().contiguous()
+    return hashlib.sha256(some.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
     """This rank's part of a tensor.
@@ -183,10 +194,12 @@ class LocalState:
         state: for each optimizer, the encoded state of its parameters by name. Ranks may have different ones.
         extra: the encoded ``extra`` of this rank.
         tensors: this rank's tensors, by the keys that they have in the manifest.
+        samples: by the keys of parameters, a digest of a few elements: other ranks' must be the same.
     """
 
     def __init__(self, training: TrainingState, step: int, rank: int, extra: Any) -> None:
         self.tensors: dict[str, LocalTensor] = {}
+        self.samples: dict[str, str] = {}
         self._prefix = key_prefix(training.stages)
         self.common: dict[str, Json] = {
             "step": step,
@@ -214,6 +227,7 @@ class LocalState:
             for key, one in self.tensors.items()
         }
         told = {"common": self.common, "state": self.state, "extra": self.extra, "tensors": tensors}
+        told["samples"] = self.samples
         return json.dumps(told, allow_nan=False).encode("ascii")
 
     def _put(self, key: str, where: str, tensor: torch.Tensor, *, finite: bool) -> str:
@@ -238,7 +252,10 @@ class LocalState:
     def _put_named(self, kind: str, named: Sequence[Named], *, finite: bool) -> dict[str, tuple[str, ...]]:
         """Take in the model's parameters or buffers. Returns all names of each, by its own."""
         for one in named:
-            self._put(f"model/{one.name}", f"{kind} {one.name!r}", one.tensor, finite=finite)
+            key = self._put(f"model/{one.name}", f"{kind} {one.name!r}", one.tensor, finite=finite)
+            # Not of buffers: DDP's differ from rank to rank, where nobody synchronizes batch normalization.
+            if kind == "parameter":
+                self.samples[key] = _sample_of(self.tensors[key].local)
         return {one.name: one.names for one in named}
 
     def _common(self, number: int, which: str, optimizer: Optimizer, training: TrainingState) -> Json:
@@ -388,6 +405,7 @@ def _share_out(parts: Sequence[Json], rank: int) -> tuple[dict[str, TensorRecord
     _require_same([part["common"] for part in parts])
     first: dict[str, tuple[str, list[int]]] = {}
     chunks: dict[str, dict[tuple[int, ...], tuple[str, Box]]] = {}
+    writer: dict[tuple[str, tuple[int, ...]], int] = {}
     mine = []
     for other, part in enumerate(parts):
         for key, (dtype, shape, offset, size) in part["tensors"].items():
@@ -398,8 +416,11 @@ def _share_out(parts: Sequence[Json], rank: int) -> tuple[dict[str, TensorRecord
             # By the offset alone: boxes that do not make up the tensor are refused below.
             if box.offset not in known and box.numel:
                 known[box.offset] = file_of(other), box
+                writer[key, box.offset] = other
                 if other == rank:
                     mine.append(key)
+            elif box.numel:
+                _require_equal(key, parts, writer[key, box.offset], other)
     tensors = {}
     for key, (dtype, shape) in first.items():
         tensors[key] = TensorRecord(DTYPE_OF_NAME[dtype], tuple(shape), tuple(chunks[key].values()))
@@ -409,6 +430,17 @@ def _share_out(parts: Sequence[Json], rank: int) -> tuple[dict[str, TensorRecord
                 "instep.save does not know"
             )
     return tensors, mine
+
+
+def _require_equal(key: str, parts: Sequence[Json], writer: int, other: int) -> None:
+    """Raise if two ranks that should have the same part of a parameter have different values in it: that of ``writer``
+    would be saved for both. Looks at a sample of the elements."""
+    if parts[writer]["samples"].get(key) != parts[other]["samples"].get(key):
+        raise CheckpointError(
+            f"ranks {writer} and {other} have different values of {key!r}, and one of them would be lost. If these are "
+            "stages of a pipeline, attach them with pipeline= before save; if each rank trains a model of its own, "
+            "give each a directory of its own; else broadcast or average the parameters first"
+        )
 
 
 def _require_same(commons: Sequence[Json]) -> None:
@@ -422,7 +454,7 @@ def _require_same(commons: Sequence[Json]) -> None:
             if theirs != mine:
                 difference = _difference(theirs, mine, "")
                 raise CheckpointError(
-                    f"ranks {other} and {rank} do not save the same: {difference}. All ranks must call save"
+                    f"ranks {other} and {rank} do not save the same: {difference}. {_way_out(theirs, mine)}"
                 )
     places = sorted(place for stages in first_with for place in stages)
     if places != list(range(commons[0]["stage_count"])):
@@ -430,6 +462,15 @@ def _require_same(commons: Sequence[Json]) -> None:
             f"the ranks have the stages {places} of a pipeline of {commons[0]['stage_count']}: a checkpoint has each "
             "of them once. All ranks of the pipeline must call save"
         )
+
+
+def _way_out(a: Json, b: Json) -> str:
+    """What the user can do about two ranks that do not save the same."""
+    if a["stage_count"] != b["stage_count"]:
+        return "Attach on all ranks of the pipeline, with pipeline=, before save"
+    if a["step"] != b["step"]:
+        return "All ranks must call save after the same step; where a rank has nothing to train, give step= on all"
+    return "All ranks must call save"
 
 
 def _difference(a: Json, b: Json, path: str) -> str:

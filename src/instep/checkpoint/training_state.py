@@ -84,11 +84,13 @@ class TrainingState:
 def _stages_of(pipeline: Pipeline, models: Sequence[nn.Module]) -> nn.Module:
     """This rank's stages as one model, in which several have their places in the pipeline as names."""
     stages = pipeline.stages
+    if not stages:
+        raise CheckpointError(f"the schedule of {pipeline!r} is gone, which has the stages: keep it while it is saved")
     if {id(one) for one in models} != {id(one) for one in stages.values()}:
         raise CheckpointError(
             f"model is not what this rank has of {pipeline!r}: give what attach was given, the "
             f"{'module of its stage' if len(pipeline.places) == 1 else 'modules of its stages'} "
-            f"{listed_places(pipeline.places)}, while the schedule is there"
+            f"{listed_places(pipeline.places)}"
         )
     return as_one(models) if len(models) == 1 else Models({str(place): one for place, one in stages.items()})
 

@@ -25,8 +25,8 @@ class Steps(Protocol):
     def hear_of_last_step(self) -> None:
         """Wait for what the ranks say of the last step; raise, if it does not stand on all of them."""
 
-    def leave_run(self) -> None:
-        """A run does not begin on this rank: the others are to hear of it before they wait for this one."""
+    def cast_owed(self) -> None:
+        """A run does not begin on this rank: the others may wait for its vote on the last one."""
 
     def run_failed(self) -> None:
         """A run has raised on this rank. Others may be through with it, and step."""
@@ -120,7 +120,7 @@ class PipelineSource:
         try:
             self.begin_run()
         except InstepError:
-            self._steps.leave_run()
+            self._steps.cast_owed()
             raise
         try:
             with self._accumulation.in_run():  # gradients only add up
