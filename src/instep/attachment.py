@@ -400,8 +400,7 @@ class Attachment:
         return self._options.communication.pipeline
 
     def _require_no_pipeline(self, call: str) -> None:
-        pipeline = self._options.communication.pipeline
-        if pipeline is not None:
+        if (pipeline := self.pipeline) is not None:
             raise InstepError(
                 f"{call} does not go with pipeline=: {pipeline.kind} runs {pipeline.micro_batches} micro-batches in "
                 "each schedule.step(…). Call that"
@@ -485,8 +484,7 @@ class Attachment:
 
     def end_due(self) -> None:
         """Wait for what is due before all ranks give up their steps. What fails in it is given up with them."""
-        # First: a rank that has taken the step waits for the vote of one that has not.
-        self._parts.schedule.cast_owed()
+        self._parts.schedule.cast_owed()  # a rank that has taken the step waits for the vote of one that has not
         with suppress(Exception):
             self.synchronize()
 
@@ -521,11 +519,8 @@ class Attachment:
 
     def restore(self, step_count: int, previous_norm: torch.Tensor | None = None, drawn: int | None = None) -> None:
         """Begin again where a checkpoint was taken. A step that is open or torn is given up, and gradients are cleared.
-        Parameters and state are the caller's to write, right after.
-
-        Args:
-            drawn: with ``random="keyed"``, the number of the next step; ``None``: it stays.
-        """
+        Parameters and state are the caller's to write, right after. With ``random="keyed"`` ``drawn`` is the number of
+        the next step; ``None``: it stays."""
         schedule, clipping, draws = self._parts.schedule, self._parts.clipping, self._parts.draws
         schedule.forget(gradients=True)
         self._parts.votes.forget()  # all ranks begin again at the same step, whatever they have said of the last one
