@@ -30,7 +30,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
-from measure import Spread, picture, picture_path
+import bars
 
 from instep.planning.pipelines import WAYS, Action, Kind, Pipeline, Stage, Steady, WayName, steady
 from instep.planning.simulate import SCHEDULES, Host, Link, ScheduleName, Work, bound, iteration_seconds
@@ -95,6 +95,13 @@ class Case:
     def ratio(self, schedule: ScheduleName) -> float:
         return self.seconds["plain"] / self.seconds[schedule]
 
+    def bars(self) -> list[bars.Bar]:
+        """How much faster than plain each way is, per cent, and how much faster any could be."""
+        ways: dict[str, ScheduleName] = {'schedule="backward"': "backward", "cross_iteration=True": "cross_iteration"}
+        drawn = [bars.Bar(words, 100 * (self.ratio(way) - 1), bars.OURS) for words, way in ways.items()]
+        most = 100 * (self.seconds["plain"] / self.limit - 1)
+        return [*drawn, bars.Bar("the most that could be", most, bars.LIMIT)]
+
     def __str__(self) -> str:
         plain = self.seconds["plain"]
         ratios = "  ".join(f"{self.ratio(schedule):{len(schedule)}.3f}" for schedule in SCHEDULES[1:])
@@ -130,18 +137,11 @@ def at_scale(options: argparse.Namespace) -> None:
         little = sum(ratio < 1.01 for ratio in ratios)
         print(f"{schedule}: {min(ratios):.3f} to {max(ratios):.3f}; in {little} of {len(cases)} below 1.01")
     if options.picture:
-        ranks = all_ranks[0]
-        lines = {
-            f"{schedule}, {billions:g} B": {
-                case.gbits: Spread(*[case.ratio(schedule)] * 3)
-                for case in cases
-                if (case.ranks, case.billions) == (ranks, billions)
-            }
-            for schedule in ("backward", "cross_iteration")
-            for billions in options.parameters
-        }
-        title = f"Simulated: {ranks} GPUs, {options.tokens} tokens each"
-        picture(options.picture, title, lines, "Gbit/s", "plain DDP / variant")
+        ranks, billions = all_ranks[0], options.parameters[-1]
+        title = f"Simulated speed over plain DDP, per cent: {ranks} GPUs, {billions:g} B, {options.tokens} tokens each"
+        drawn = [case for case in cases if (case.ranks, case.billions) == (ranks, billions)]
+        groups = {f"{case.gbits:g} Gbit/s": case.bars() for case in drawn}
+        bars.draw(options.picture, bars.Panel(title, groups, "+.1f"))
 
 
 PIPELINES: dict[str, int] = {
@@ -265,7 +265,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--measured", type=Path, help="compare with these times, as two_ranks.py --json writes them")
-    what.add_argument("--picture", type=picture_path, help="draw the ratios there, as SVG, for the first of --ranks")
+    what.add_argument(
+        "--picture",
+        type=Path,
+        help="draw the gains there, as SVG, of the first of --ranks and the last of --parameters",
+    )
     what.add_argument("--pipelines", action="store_true", help="torch's schedules of pipelines instead")
     parser.add_argument("--latency-us", type=float, default=20.0, help="from one rank to another")
     parser.add_argument("--ranks", type=int, nargs="+", help="8, 64, 512 and 4096; of pipelines 4 and 8")
