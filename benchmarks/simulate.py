@@ -95,7 +95,7 @@ class Case:
     def ratio(self, schedule: ScheduleName) -> float:
         return self.seconds["plain"] / self.seconds[schedule]
 
-    def bars(self) -> list[bars.Bar]:
+    def gains(self) -> list[bars.Bar]:
         """How much faster than plain each way is, per cent, and how much faster any could be."""
         ways: dict[str, ScheduleName] = {'schedule="backward"': "backward", "cross_iteration=True": "cross_iteration"}
         drawn = [bars.Bar(words, 100 * (self.ratio(way) - 1), bars.OURS) for words, way in ways.items()]
@@ -140,7 +140,7 @@ def at_scale(options: argparse.Namespace) -> None:
         ranks, billions = all_ranks[0], options.parameters[-1]
         title = f"Simulated speed over plain DDP, per cent: {ranks} GPUs, {billions:g} B, {options.tokens} tokens each"
         drawn = [case for case in cases if (case.ranks, case.billions) == (ranks, billions)]
-        groups = {f"{case.gbits:g} Gbit/s": case.bars() for case in drawn}
+        groups = {f"{case.gbits:g} Gbit/s": case.gains() for case in drawn}
         bars.draw(options.picture, bars.Panel(title, groups, "+.1f"))
 
 
