@@ -4,7 +4,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -250,8 +249,7 @@ class Attachment:
             raise InstepError("there is nothing to record: the model or the optimizer is gone")
         if self._options.disabled:
             return record_plain(model, optimizers, steps, self._options.communication.pipeline)
-        listen = partial(setattr, self, "recorder")
-        return record_attached(model, optimizers, steps, self._options, self._parts.planned.now, listen)
+        return record_attached(model, optimizers, steps, self._options, self._parts)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Around forward and backward of every micro-batch but the last: gradients add up, nothing steps.

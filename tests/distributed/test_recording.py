@@ -3,10 +3,12 @@
 import os
 from collections import Counter
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -86,6 +88,81 @@ def test_ddp(two_ranks: RankPool, how: str, tmp_path: Path) -> None:
     if how in ("backward", "crossing"):
         assert len(found.buckets) >= BUCKETS - 1
         assert all(bucket.flight is not None and bucket.step > 0 for bucket in found.buckets)
+
+
+def slow_crossing() -> tuple[int, list[bool]]:
+    """The number of reductions of a recorded loop, and which of them had arrived when the profiler stopped."""
+    from instep.recording import recording
+    from instep.sources.cross_iteration import source
+
+    futures: list[torch.futures.Future[Any]] = []
+    arrived: list[bool] = []
+
+    def start(buffer: torch.Tensor, *rest: Any) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        reduced = real(buffer, *rest)
+        Timer(0.2, lambda: future.set_result(reduced.wait())).start()
+        futures.append(future)
+        return future
+
+    class Watched(torch.profiler.profile):
+        def stop(self) -> None:
+            arrived.extend(future.done() for future in futures)
+            super().stop()
+
+    with pytest.MonkeyPatch.context() as patch:
+        real = source._start
+        patch.setattr(source, "_start", start)
+        patch.setattr(recording, "profile", Watched)
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Blocks(), gradient_as_bucket_view=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        with instep.attach(model, optimizer, **HOW["crossing"]) as overlap:
+            for _ in range(2):  # the second time they cross
+                futures.clear()
+                arrived.clear()
+                with overlap.record(steps=2):
+                    for _ in range(3):
+                        model(torch.randn(8, 16)).square().mean().backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+    return len(futures), arrived
+
+
+def test_a_recording_ends_when_nothing_communicates(two_ranks: RankPool) -> None:
+    """gloo writes down that a reduction has ended, in memory that the profiler frees when it stops."""
+    for count, arrived in two_ranks.run(slow_crossing):
+        assert 0 < len(arrived) < count
+        assert all(arrived)
+
+
+def profiled_votes() -> tuple[int, list[str]]:
+    """The number of votes in a profile of torch's, and the collectives that it has."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Blocks())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    overlap = instep.attach(model, optimizer, schedule="backward")
+    before = overlap.stats()["votes"]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        for _ in range(3):
+            model(torch.randn(8, 16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = [str(event.input_shapes) for event in profile.events() if event.name.startswith("gloo:")]
+    votes = int(overlap.stats()["votes"] - before)
+    overlap.detach()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        dist.all_reduce(torch.ones(6))
+    assert [event.name for event in profile.events() if "gloo" in event.name] == ["gloo:all_reduce"], "as before"
+    return votes, found
+
+
+def test_a_profiler_does_not_see_votes(two_ranks: RankPool) -> None:
+    """A vote is under way when the step has returned, and a profiler that stops then would crash."""
+    for votes, found in two_ranks.run(profiled_votes):
+        assert votes == 3
+        assert found, "the gradients"
+        assert "[[6]]" not in found
 
 
 def test_a_sharded_model(two_ranks: RankPool, tmp_path: Path) -> None:

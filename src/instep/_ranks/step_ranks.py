@@ -33,7 +33,7 @@ import torch.distributed as dist
 from instep._ranks.comparison import Comparison, Heard, Words, digest_of
 from instep._ranks.process_groups import is_lost, store_of_world, timeout_of, world
 from instep._ranks.votes import Verdict, Vote
-from instep._torch.engine import profiled
+from instep._torch.engine import profiled, unseen_by_profiler
 from instep.errors import InstepError, StepMismatchError
 
 _logger = logging.getLogger("instep")
@@ -404,7 +404,8 @@ class _VoteGroup:
         """
         if self._gloo is None:
             raise InstepError("an earlier vote of these ranks was lost: attach again on all ranks, in new processes")
-        self._last = self._gloo.allreduce([box], self._minimum)
+        with unseen_by_profiler():  # nobody waits for it before the next step
+            self._last = self._gloo.allreduce([box], self._minimum)
         return self._last
 
     def close(self) -> None:

@@ -491,3 +491,22 @@ def profiled(part: str, first: str = "") -> AbstractContextManager[Any]:
     if not profiler._is_profiler_enabled:
         return _NO_RANGE
     return profiler.record_function(f"instep::{part}", first or None)
+
+
+@contextmanager
+def unseen_by_profiler() -> Iterator[None]:
+    """Around the start of a collective on CPU tensors that may still run when the loop stops its profiler.
+
+    gloo's thread notes when the collective begins and ends, in lists of the profiler that this thread had when it
+    launched it. A profiler that stops reads these lists and frees them without asking that thread: it would read them
+    half written, and gloo's thread would write to memory that is somebody else's by then.
+    """
+    if not profiler._is_profiler_enabled:
+        yield
+        return
+    # Private: torch has no public way to leave something out of a profile. A collective takes this setting along.
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)

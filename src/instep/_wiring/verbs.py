@@ -1,6 +1,7 @@
 """What the methods of an attachment do: a recording, one rank's state on all ranks, numbers for a log."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -43,13 +44,27 @@ def record_attached(
     optimizers: Sequence[Optimizer],
     steps: int,
     options: Options,
-    plan: Callable[[], Plan],
-    listen: Listen,
+    parts: Parts,
 ) -> "Recording":
-    """``plan`` is asked when the recording is described, ``listen`` takes the recorder of buckets."""
+    """Of a loop whose steps are instep's."""
     return _recording(
-        model, optimizers, steps, lambda: _described(options, plan()), listen, options.communication.pipeline
+        model,
+        optimizers,
+        steps,
+        lambda: _described(options, parts.planned.now()),
+        partial(_listen, parts.schedule),
+        options.communication.pipeline,
     )
+
+
+def _listen(schedule: Schedule, recorder: Recorder | None) -> None:
+    try:
+        if recorder is None:
+            # The recording ends, and its profiler stops behind this. What still communicates then would be written down
+            # in memory that the profiler has freed: see ``unseen_by_profiler``.
+            schedule.synchronize()
+    finally:
+        schedule.times.recorder = recorder
 
 
 def _described(options: Options, plan: Plan) -> Described:
