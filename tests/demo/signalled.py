@@ -93,7 +93,7 @@ POINTS: dict[str, Callable[[], Any]] = {
     "starts its first process": partial(after, "multiprocessing.util.spawnv_passfds"),
     "starts a process": partial(before, "multiprocessing.spawn.get_command_line"),
     "started a process": partial(after, "multiprocessing.popen_spawn_posix.Popen._launch"),
-    "started all processes": partial(after, "instep.demo.processes.Workers.start"),
+    "started all processes": partial(after, "instep.demo.processes.Workers.give"),
     "shows a step": partial(before, "instep.demo.run._line"),
     "stops": again_while_it_stops,
     "makes its report": partial(before, "instep.demo.run.page"),
@@ -103,10 +103,10 @@ POINTS: dict[str, Callable[[], Any]] = {
 IN_PROCESS: dict[str, Callable[[], Any]] = {
     "a process begins": fire,
     "a process imports torch": partial(at_import, "torch.nn"),
-    "a loop has trained": partial(after, "instep.demo.processes.train_alone"),
+    "a loop has trained": partial(after, "instep.demo.loops.train_alone"),
     "ranks meet": partial(before, "instep.demo.processes.dist.init_process_group"),
     "ranks have met": partial(after, "instep.demo.processes.dist.init_process_group"),
-    "a rank has trained": partial(after, "instep.demo.processes.train_in_lockstep"),
+    "a rank has trained": partial(after, "instep.demo.loops.train_in_lockstep"),
     "a rank leaves": partial(before, "instep.demo.processes.dist.destroy_process_group"),
 }
 NEED_TWO_RANKS = ("ranks meet", "ranks have met", "a rank has trained", "a rank leaves")

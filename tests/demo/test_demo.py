@@ -28,9 +28,23 @@ from typer.testing import CliRunner
 import instep
 from instep.cli import app
 from instep.demo import loops, run
-from instep.demo.job import SHAPES, Alone, DemoError, InRank, Line, Placement, Progress, RankResult, Shape, Size, Turn
-from instep.demo.loops import CONTEXT, Batches, GradientProbe, load_text, new_model, train_alone
+from instep.demo.job import (
+    CONTEXT,
+    SHAPES,
+    Alone,
+    DemoError,
+    InRank,
+    Line,
+    Placement,
+    Progress,
+    RankResult,
+    Shape,
+    Size,
+    Turn,
+)
+from instep.demo.loops import Batches, GradientProbe, new_model, train_alone
 from instep.demo.processes import workers
+from instep.demo.run import load_text
 from instep.demo.summary import Time, _time_taken
 from instep.report.files import NotWrittenError
 from tests import net
@@ -71,12 +85,19 @@ class InThreads:
     """The processes of the first act as threads of this one."""
 
     def __init__(self, jobs: Sequence[Alone], text: bytes) -> None:
+        self._text = text
         self._pipes: list[Connection] = []
-        for job in jobs:
+        self._theirs: list[Connection] = []
+        for _ in jobs:
             ours, theirs = multiprocessing.Pipe()
-            train = partial(train_alone, job, text, torch.device("cpu"), theirs)
-            threading.Thread(target=train, daemon=True).start()
             self._pipes.append(ours)
+            self._theirs.append(theirs)
+        self.give(jobs)
+
+    def give(self, jobs: Sequence[Alone]) -> None:
+        for job, theirs in zip(jobs, self._theirs, strict=False):
+            train = partial(train_alone, job, self._text, torch.device("cpu"), theirs)
+            threading.Thread(target=train, daemon=True).start()
 
     def tell(self, number: int, turn: Turn) -> None:
         self._pipes[number].send(turn)
@@ -504,7 +525,7 @@ def test_a_failing_training_keeps_the_old_json(monkeypatch: pytest.MonkeyPatch, 
     def fail(*_: object) -> None:
         raise DemoError("rank 0 was killed by SIGKILL")
 
-    monkeypatch.setattr(run, "one_device", fail)
+    monkeypatch.setattr(run, "workers", fail)
     written = tmp_path / "numbers.json"
     written.write_text("old")
     code, _, errors = invoke("--ranks", 1, "--text", text, "--json", written)

@@ -25,6 +25,8 @@ MICRO_BATCHES = 4
 """Into so many each row is cut where the demo accumulates."""
 RECORDED_STEPS = 4
 """Steps after all others, which are recorded for the report."""
+CONTEXT = 64
+"""The bytes in a row of a batch, from which the model predicts the next."""
 MIN_STEPS = WARM_UP_STEPS + 2  # quantiles need two timed steps
 
 

@@ -12,7 +12,6 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
-from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -26,11 +25,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from instep.attaching import attach
 from instep.attachment import attached, record
 from instep.demo.job import (
+    CONTEXT,
     RECORDED_STEPS,
     WARM_UP_STEPS,
     Alone,
     AloneResult,
-    DemoError,
     InRank,
     Progress,
     RankResult,
@@ -95,7 +94,6 @@ def new_model(shape: Shape, device: torch.device) -> nn.Module:
 
 
 BYTES = 256
-CONTEXT = 64
 
 
 class ByteGPT(nn.Module):
@@ -130,36 +128,6 @@ def _block(shape: Shape) -> nn.Module:
         batch_first=True,
         norm_first=True,
     )
-
-
-MIN_BYTES = CONTEXT + 1
-MAX_BYTES = 16 * 1024 * 1024
-
-
-def load_text(path: Path | None) -> bytes:
-    """Return the bytes to train on: the first 16 MiB of the file at ``path``, or Python's own help topics.
-
-    Raises ``DemoError`` for a file that cannot be read, or is too short for one row of a batch.
-    """
-    if path is None:
-        return _help_topics()
-    try:
-        with path.open("rb") as file:
-            text = file.read(MAX_BYTES)
-    except OSError as error:
-        raise DemoError(f"cannot read --text {path}: {error.strerror}") from error
-    if len(text) < MIN_BYTES:
-        found = "is empty" if not text else f"has only {len(text)} bytes"
-        raise DemoError(f"--text {path} {found}: training needs at least {MIN_BYTES} bytes, and better some thousands")
-    return text
-
-
-def _help_topics() -> bytes:
-    try:
-        from pydoc_data.topics import topics
-    except ImportError as error:
-        raise DemoError("this Python comes without pydoc_data, the default text: give one with --text FILE") from error
-    return "\n\n".join(topics[name] for name in sorted(topics)).encode()
 
 
 class Batches:

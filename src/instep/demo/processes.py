@@ -29,7 +29,6 @@ import torch.distributed as dist
 
 from instep._signals import STOPPING, blocked, waiting
 from instep.demo.job import Alone, Answer, DemoError, InRank, ProcessJob, RankResult, Turn
-from instep.demo.loops import train_alone, train_in_lockstep
 
 TEXT_FILE = "text"
 STORE_FILE = "store"
@@ -43,9 +42,9 @@ def workers(jobs: Sequence[ProcessJob], text: bytes) -> "Iterator[Workers]":
     effect once nothing is left.
     """
     with waiting() as signalled, _workspace(text) as directory:
-        started = Workers(signalled)
+        started = Workers(signalled, directory)
         try:
-            started.start(jobs, directory)
+            started.give(jobs)
             yield started
         finally:
             started.stop()
@@ -96,22 +95,32 @@ class _Worker(NamedTuple):
 
 
 class Workers:
-    """The processes of one act, by the number of their job. Waiting for an answer raises a ``DemoError`` when a process
-    dies or fails."""
+    """The processes of the demo, by the number of their job. Waiting for an answer raises a ``DemoError`` when a
+    process dies or fails."""
 
-    def __init__(self, signalled: socket.socket) -> None:
+    def __init__(self, signalled: socket.socket, directory: Path) -> None:
         self._signalled = signalled
+        self._directory = directory
         self._workers: list[_Worker] = []
+        self._jobs = 0
 
-    def start(self, jobs: Sequence[ProcessJob], directory: Path) -> None:
-        """Start a process for each job."""
+    def give(self, jobs: Sequence[ProcessJob]) -> None:
+        """Give a job to each of as many processes. Those that are there have sent their last answer, and do it next: a
+        new process imports torch for seconds."""
+        self._jobs = len(jobs)
+        for number, (worker, job) in enumerate(zip(self._workers, jobs, strict=False)):
+            self._workers[number] = worker._replace(name=job.name)
+            self._send(number, job)
+        self._start(jobs[len(self._workers) :])
+
+    def _start(self, jobs: Sequence[ProcessJob]) -> None:
         context = multiprocessing.get_context("spawn")
         # A terminal sends Ctrl-C to all, and must not interrupt a process that is still importing: hence ``blocked``.
         # Files that torch makes in a process go with the directory: one that is killed removes none.
-        with _environment({**_QUIET, **_KEEP_MEMORY, **os.environ, "TMPDIR": str(directory)}), blocked():
+        with _environment({**_QUIET, **_KEEP_MEMORY, **os.environ, "TMPDIR": str(self._directory)}), blocked():
             for job in jobs:
                 ours, theirs = context.Pipe()
-                process = context.Process(target=serve, args=(job, directory, theirs), daemon=True)
+                process = context.Process(target=serve, args=(job, self._directory, theirs), daemon=True)
                 # Before it starts: ``stop`` must find it, whatever is raised from here on.
                 self._workers.append(_Worker(job.name, process, ours))
                 process.start()
@@ -119,8 +128,11 @@ class Workers:
 
     def tell(self, number: int, turn: Turn) -> None:
         """Tell a process what to do next."""
+        self._send(number, turn)
+
+    def _send(self, number: int, said: Turn | ProcessJob | None) -> None:
         with suppress(OSError):  # it is dead: its answer says so
-            self._workers[number].pipe.send(turn)
+            self._workers[number].pipe.send(said)
 
     def answer(self, number: int) -> Answer:
         """Wait for the next answer of a process."""
@@ -129,7 +141,7 @@ class Workers:
 
     def answers(self) -> Iterator[tuple[int, Answer]]:
         """Yield all answers, with the numbers of their processes, until each rank has sent its result."""
-        running = set(range(len(self._workers)))
+        running = set(range(self._jobs))
         while running:
             for number in self._ready(running):
                 answer = self._receive(number)
@@ -138,7 +150,9 @@ class Workers:
                     running.discard(number)
 
     def join(self) -> None:
-        """Wait for processes that have sent their last answer."""
+        """End processes that have sent their last answer, and wait for their ends."""
+        for number in range(len(self._workers)):
+            self._send(number, None)
         for worker in self._workers:
             worker.process.join(EXIT_SECONDS)
 
@@ -208,21 +222,29 @@ GROUP_TIMEOUT = timedelta(minutes=10)
 
 
 def serve(job: ProcessJob, directory: Path, pipe: Connection) -> None:
-    """Do ``job`` in this process, and answer through ``pipe``; with a ``DemoError`` if it cannot be done.
+    """Do ``job`` in this process, and those that come through ``pipe``. Answer through it; with a ``DemoError`` if a
+    job cannot be done.
 
     ``directory`` holds the text, and is where ranks meet.
     """
     for number in STOPPING:  # a terminal sends Ctrl-C to all: the parent decides
         signal.signal(number, signal.SIG_IGN)
     _exit_with_parent(directory)
+    from instep.demo.loops import train_alone, train_in_lockstep  # takes seconds, and the parent has no use for it
+
     try:
         text = (directory / TEXT_FILE).read_bytes()
-        if isinstance(job, Alone):
-            train_alone(job, text, _set_up(job.device, 0), pipe)
-            return
-        device = _set_up(job.placement.device, job.rank)
-        with _process_group(job, directory, device):
-            train_in_lockstep(job, text, device, pipe.send)
+        doing: ProcessJob | None = job
+        while doing is not None:
+            if isinstance(doing, Alone):
+                train_alone(doing, text, _set_up(doing.device, 0), pipe)
+            else:
+                device = _set_up(doing.placement.device, doing.rank)
+                with _process_group(doing, directory, device):
+                    train_in_lockstep(doing, text, device, pipe.send)
+            doing = pipe.recv()
+    except EOFError:  # the parent is gone, or about to kill this process
+        return
     except DemoError as error:
         pipe.send(error)
     except Exception:

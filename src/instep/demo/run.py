@@ -1,8 +1,8 @@
 """The demo from its options to its last line: two acts, their numbers, and what is shown.
 
 ``run`` refuses what it can before a process is started. The first act (``one_device``) trains the same loop in three
-processes that take turns, on one device, then a deeper model in the memory that was saved (``larger``), and then with
-several micro-batches in a step (``accumulation``). The second act (``two_ranks``) trains data-parallel.
+processes that take turns, on one device, and then a deeper model in the memory that was saved, and several
+micro-batches in a step (``untimed``). The second act (``two_ranks``) trains data-parallel.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from rich.progress import Progress as Bar
 
 from instep._version import __version__
 from instep.demo.job import (
+    CONTEXT,
     MICRO_BATCHES,
     MIN_STEPS,
     SHAPES,
@@ -39,7 +40,6 @@ from instep.demo.job import (
     Stepped,
     Turn,
 )
-from instep.demo.loops import load_text
 from instep.demo.processes import Workers, workers
 from instep.demo.summary import (
     LargerSummary,
@@ -75,14 +75,16 @@ def run(
     console, quietly = Console(), Console(quiet=quiet)  # tables and conclusion; and all else, unless ``quiet``
     show_header(quietly, placement, f"{len(content):,} bytes of {text or 'the text of Python’s help topics'}")
     shape, device = SHAPES[size], placement.device
-    with progress(quietly, f"One device: three loops in three processes take {steps} steps, in turn", steps) as tell:
-        trained = one_device(shape, device, steps, content, tell)
-    deeper = larger(shape, device, trained, content)
-    accumulated = accumulation(shape, device, content)
-    results = []
-    if placement.ranks > 1:
-        with progress(quietly, f"{placement.ranks} ranks: two loops take {steps} steps, in turn", steps) as tell:
-            results = two_ranks(SHAPES[SIZE_OF_RANKS], placement, steps, content, tell)
+    with workers([Alone(shape, line, device) for line in Line], content) as started:
+        act = f"One device: three loops in three processes take {steps} steps, in turn"
+        with progress(quietly, act, steps) as tell:
+            trained = one_device(started, steps, tell)
+        deeper, accumulated = untimed(started, shape, device, trained)
+        results = []
+        if placement.ranks > 1:
+            with progress(quietly, f"{placement.ranks} ranks: two loops take {steps} steps, in turn", steps) as tell:
+                results = two_ranks(started, placement, steps, tell)
+        started.join()
     summary = summarize(size, shape.depth, placement, trained, deeper, accumulated, results)
     show_summary(console, summary)
     if json is not None:
@@ -93,6 +95,36 @@ def run(
     else:
         print_line(console, f"No report: {no_report}. --report FILE writes one elsewhere")
     return not summary.differences
+
+
+MIN_BYTES = CONTEXT + 1
+MAX_BYTES = 16 * 1024 * 1024
+
+
+def load_text(path: Path | None) -> bytes:
+    """Return the bytes to train on: the first 16 MiB of the file at ``path``, or Python's own help topics.
+
+    Raises ``DemoError`` for a file that cannot be read, or is too short for one row of a batch.
+    """
+    if path is None:
+        return _help_topics()
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_BYTES)
+    except OSError as error:
+        raise DemoError(f"cannot read --text {path}: {error.strerror}") from error
+    if len(text) < MIN_BYTES:
+        found = "is empty" if not text else f"has only {len(text)} bytes"
+        raise DemoError(f"--text {path} {found}: training needs at least {MIN_BYTES} bytes, and better some thousands")
+    return text
+
+
+def _help_topics() -> bytes:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise DemoError("this Python comes without pydoc_data, the default text: give one with --text FILE") from error
+    return "\n\n".join(topics[name] for name in sorted(topics)).encode()
 
 
 def _why_not(report: Path | None) -> str | None:
@@ -171,19 +203,19 @@ Tell = Callable[[int, float], None]
 """Is told the number of each step, and the loss."""
 
 
-def one_device(shape: Shape, device: str, steps: int, text: bytes, tell: Tell) -> list[TrainedLoop]:
+def one_device(started: Workers, steps: int, tell: Tell) -> list[TrainedLoop]:
     """Train each ``Line`` in a process of its own. The processes take turns."""
     lines = list(Line)
     taken: list[list[Stepped]] = [[] for _ in lines]
-    with workers([Alone(shape, line, device) for line in lines], text) as started:
-        for step in range(steps):
-            # Another one goes first in each step: whichever goes first finds other caches than the next.
-            for number in islice(cycle(range(len(lines))), step % len(lines), step % len(lines) + len(lines)):
-                started.tell(number, Turn.STEP)
-                taken[number].append(_stepped(started, number))
-            tell(step + 1, taken[0][-1].loss)
-        results = [_end(started, number, Turn.RECORD) for number in range(len(lines))]
-        started.join()
+    for step in range(steps):
+        # Another one goes first in each step: whichever goes first finds other caches than the next.
+        for number in islice(cycle(range(len(lines))), step % len(lines), step % len(lines) + len(lines)):
+            started.tell(number, Turn.STEP)
+            taken[number].append(_stepped(started, number))
+        tell(step + 1, taken[0][-1].loss)
+    # Nobody sees a recording of the default: its loop runs as the plain one does until a trial has found a gain.
+    turns = [Turn.END if line is Line.DEFAULT else Turn.RECORD for line in lines]
+    results = [_end(started, number, turn) for number, turn in enumerate(turns)]
     return [TrainedLoop(*one) for one in zip(lines, map(tuple, taken), results, strict=True)]
 
 
@@ -204,41 +236,46 @@ MOMENTS = 2
 """The numbers that AdamW's state has for each weight."""
 
 
-def larger(shape: Shape, device: str, trained: Sequence[TrainedLoop], text: bytes) -> LargerSummary | None:
-    """Train the deepest model that fits in the plain loop's peak by a step in backward; ``None``: none is deeper."""
-    by_line = {one.line: one.result for one in trained}
-    budget, freed = by_line[Line.PLAIN].peak_bytes, by_line[Line.BACKWARD].peak_bytes
-    # A block more takes its weights, AdamW's state of them, and what it keeps for backward.
-    block = by_line[Line.BACKWARD].weight_bytes / shape.depth * (1 + MOMENTS) + _activations(
-        shape, by_line[Line.BACKWARD]
-    )
+def untimed(
+    started: Workers, shape: Shape, device: str, trained: Sequence[TrainedLoop]
+) -> tuple[LargerSummary | None, list[TrainedLoop]]:
+    """Train what is measured in memory alone, a few steps of each: the processes of ``one_device`` do that next, beside
+    each other.
+
+    Returns:
+        The deepest model that fits in the plain loop's peak by a step in backward, ``None`` if none is deeper. And the
+        plain loop and ``Line.BACKWARD`` with several micro-batches in a step.
+    """
+    budget = next(one.result.peak_bytes for one in trained if one.line is Line.PLAIN)
+    accumulating = [Alone(shape, line, device, MICRO_BATCHES) for line in (Line.PLAIN, Line.BACKWARD)]
+    deeper = [Alone(replace(shape, depth=depth), Line.BACKWARD, device) for depth in _depths(shape, trained, budget)]
+    found = _few_steps(started, [*accumulating, *deeper[:1]])
+    accumulated = [TrainedLoop(job.line, *one) for job, one in zip(accumulating, found, strict=False)]
     # The depth is an estimate: if the model does not fit, the next smaller one is tried.
-    for depth in range(shape.depth + int((budget - freed) / block), shape.depth, -1):
-        job = Alone(replace(shape, depth=depth), Line.BACKWARD, device)
-        with workers([job], text) as started:
-            for _ in range(WARM_UP_STEPS):
-                started.tell(0, Turn.STEP)
-                _stepped(started, 0)
-            result = _end(started, 0, Turn.END)
-            started.join()
+    tried = chain(found[len(accumulating) :], (_few_steps(started, [job])[0] for job in deeper[1:]))
+    for job, (_, result) in zip(deeper, tried, strict=True):
         if result.peak_bytes <= budget:
-            return LargerSummary(result.parameters, depth, result.peak_bytes)
-    return None
+            return LargerSummary(result.parameters, job.shape.depth, result.peak_bytes), accumulated
+    return None, accumulated
 
 
-def accumulation(shape: Shape, device: str, text: bytes) -> list[TrainedLoop]:
-    """Train the plain loop and ``Line.BACKWARD`` for a few steps of several micro-batches each."""
-    lines = (Line.PLAIN, Line.BACKWARD)
-    with workers([Alone(shape, line, device, MICRO_BATCHES) for line in lines], text) as started:
-        taken: list[list[Stepped]] = [[], []]
+def _few_steps(started: Workers, jobs: Sequence[Alone]) -> list[tuple[tuple[Stepped, ...], AloneResult]]:
+    """Take the first steps of each job, in which memory is counted, and return them with the job's result."""
+    started.give(jobs)
+    for number in range(len(jobs)):
         for _ in range(WARM_UP_STEPS):
-            for number in range(len(lines)):
-                started.tell(number, Turn.STEP)
-            for number in range(len(lines)):
-                taken[number].append(_stepped(started, number))
-        results = [_end(started, number, Turn.END) for number in range(len(lines))]
-        started.join()
-    return [TrainedLoop(*one) for one in zip(lines, map(tuple, taken), results, strict=True)]
+            started.tell(number, Turn.STEP)
+    taken = [tuple(_stepped(started, number) for _ in range(WARM_UP_STEPS)) for number in range(len(jobs))]
+    results = [_end(started, number, Turn.END) for number in range(len(jobs))]
+    return list(zip(taken, results, strict=True))
+
+
+def _depths(shape: Shape, trained: Sequence[TrainedLoop], budget: int) -> range:
+    """Return the depths that may fit into ``budget`` bytes by a step in backward, from the deepest on."""
+    backward = next(one.result for one in trained if one.line is Line.BACKWARD)
+    # A block more takes its weights, AdamW's state of them, and what it keeps for backward.
+    block = backward.weight_bytes / shape.depth * (1 + MOMENTS) + _activations(shape, backward)
+    return range(shape.depth + int((budget - backward.peak_bytes) / block), shape.depth, -1)
 
 
 def _activations(shape: Shape, backward: AloneResult) -> float:
@@ -246,23 +283,21 @@ def _activations(shape: Shape, backward: AloneResult) -> float:
     return max(0.0, backward.peak_bytes - (1 + MOMENTS) * backward.weight_bytes) / shape.depth
 
 
-def two_ranks(shape: Shape, placement: Placement, steps: int, text: bytes, tell: Tell) -> list[RankResult]:
+def two_ranks(started: Workers, placement: Placement, steps: int, tell: Tell) -> list[RankResult]:
     """Train data-parallel, and return the results in the order of ranks."""
-    jobs = [InRank(shape, steps, placement, rank) for rank in range(placement.ranks)]
+    started.give([InRank(SHAPES[SIZE_OF_RANKS], steps, placement, rank) for rank in range(placement.ranks)])
     results: dict[int, RankResult] = {}
-    with workers(jobs, text) as started:
-        for rank, answer in started.answers():
-            if isinstance(answer, RankResult):
-                results[rank] = answer
-            elif isinstance(answer, Progress):
-                tell(answer.step, answer.loss)
-        started.join()
+    for rank, answer in started.answers():
+        if isinstance(answer, RankResult):
+            results[rank] = answer
+        elif isinstance(answer, Progress):
+            tell(answer.step, answer.loss)
     return [results[rank] for rank in sorted(results)]
 
 
 def _acts(summary: Summary, trained: Sequence[TrainedLoop], results: Sequence[RankResult]) -> list[Compared]:
     """Return the recordings of each act, for the report. The two acts train models of their own."""
-    alone = [one.result.recorded for one in trained if one.line is not Line.DEFAULT]
+    alone = [one.result.recorded for one in trained]
     act, ranks = summary.one_device, summary.two_ranks
     acts = [Compared([run for run in alone if run is not None], "One device", _weights(summary, act.differences))]
     if ranks is not None:
