@@ -29,8 +29,8 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 import instep
 from instep._optim.parameters import MIB, ParameterSpec, fill_buckets
-from instep.demo.job import Shape
-from instep.demo.loops import CONTEXT, ByteGPT
+from instep.demo.job import CONTEXT, Shape
+from instep.demo.loops import ByteGPT
 from instep.functional import apply_optimizer_in_backward
 from instep.options import DEFAULT_BUCKET_BYTES
 from instep.planning.rehearse import LiveBytes
