@@ -4212,6 +4212,22 @@ MUTANTS = [
         "both_are_tried",
     ),
     Mutant(
+        "a profiler that stops meets a vote",
+        "_VoteGroup.minimum",
+        "with unseen_by_profiler():",
+        "with suppress():",
+        RECORDING_RANKS,
+        "does_not_see_votes",
+    ),
+    Mutant(
+        "a recording ends while gradients are on their way",
+        "_listen",
+        "            schedule.synchronize()\n",
+        "            pass\n",
+        RECORDING_RANKS,
+        "nothing_communicates",
+    ),
+    Mutant(
         "micro-batches of a pipeline are counted as forwards of their own",
         "ForwardHooks.before_forward",
         " or self._accumulation.runs_stages",
