@@ -6,6 +6,7 @@ processes, and the children ignore it. A process that dies or fails is a ``DemoE
 is killed, its children end themselves.
 """
 
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -242,6 +243,7 @@ def serve(job: ProcessJob, directory: Path, pipe: Connection) -> None:
                 device = _set_up(doing.placement.device, doing.rank)
                 with _process_group(doing, directory, device):
                     train_in_lockstep(doing, text, device, pipe.send)
+            gc.collect()  # the last job's model: an accelerator's peak counts all that is alive
             doing = pipe.recv()
     except EOFError:  # the parent is gone, or about to kill this process
         return
