@@ -86,6 +86,7 @@ class InThreads:
 
     def __init__(self, jobs: Sequence[Alone], text: bytes) -> None:
         self._text = text
+        self._threads: list[threading.Thread] = []
         self._pipes: list[Connection] = []
         self._theirs: list[Connection] = []
         for _ in jobs:
@@ -97,7 +98,8 @@ class InThreads:
     def give(self, jobs: Sequence[Alone]) -> None:
         for job, theirs in zip(jobs, self._theirs, strict=False):
             train = partial(train_alone, job, self._text, torch.device("cpu"), theirs)
-            threading.Thread(target=train, daemon=True).start()
+            self._threads.append(threading.Thread(target=train, daemon=True))
+            self._threads[-1].start()
 
     def tell(self, number: int, turn: Turn) -> None:
         self._pipes[number].send(turn)
@@ -106,7 +108,9 @@ class InThreads:
         assert self._pipes[number].poll(NET)
         return self._pipes[number].recv()
 
-    def join(self) -> None: ...
+    def join(self) -> None:
+        for thread in self._threads:  # each has sent its last answer, and is about to end
+            thread.join(NET)
 
 
 @pytest.fixture
