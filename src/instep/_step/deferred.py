@@ -721,7 +721,7 @@ class ForwardSchedule(Schedule):
         return True
 
     def hear_of_last_step(self) -> None:
-        self._step.ledger.votes.cast_owed(self._step.ledger.step_count)
+        self.cast_owed()
         self._step.hear(_nothing, wait=True)
         if any(bucket.step.ranks.refuse() for bucket in self._deferred.all()):
             self.synchronize()  # raises what a read of these weights would, for which the run may have to wait

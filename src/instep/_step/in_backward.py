@@ -407,7 +407,7 @@ class BackwardSchedule(BucketSink):
         return True
 
     def hear_of_last_step(self) -> None:
-        self._step.ledger.votes.cast_owed(self._step.ledger.step_count)
+        self.cast_owed()
         self._step.hear(self._writes.release, wait=True)
 
     def run_failed(self) -> None:

@@ -132,7 +132,7 @@ class Schedule:
 
     def hear_of_last_step(self) -> None:
         """Wait for what the ranks say of the last step; raise, if it does not stand on all of them."""
-        self._step.ledger.votes.cast_owed(self._step.ledger.step_count)
+        self.cast_owed()
 
     def cast_owed(self) -> None:
         """This rank is about to wait for the others, or leaves a run of the pipeline out, with a step that it has not

@@ -246,9 +246,10 @@ def untimed(
         The deepest model that fits in the plain loop's peak by a step in backward, ``None`` if none is deeper. And the
         plain loop and ``Line.BACKWARD`` with several micro-batches in a step.
     """
-    budget = next(one.result.peak_bytes for one in trained if one.line is Line.PLAIN)
+    by_line = {one.line: one.result for one in trained}
+    budget, backward = by_line[Line.PLAIN].peak_bytes, by_line[Line.BACKWARD]
     accumulating = [Alone(shape, line, device, MICRO_BATCHES) for line in (Line.PLAIN, Line.BACKWARD)]
-    deeper = [Alone(replace(shape, depth=depth), Line.BACKWARD, device) for depth in _depths(shape, trained, budget)]
+    deeper = [Alone(replace(shape, depth=depth), Line.BACKWARD, device) for depth in _depths(shape, backward, budget)]
     found = _few_steps(started, [*accumulating, *deeper[:1]])
     accumulated = [TrainedLoop(job.line, *one) for job, one in zip(accumulating, found, strict=False)]
     # The depth is an estimate: if the model does not fit, the next smaller one is tried.
@@ -270,9 +271,8 @@ def _few_steps(started: Workers, jobs: Sequence[Alone]) -> list[tuple[tuple[Step
     return list(zip(taken, results, strict=True))
 
 
-def _depths(shape: Shape, trained: Sequence[TrainedLoop], budget: int) -> range:
+def _depths(shape: Shape, backward: AloneResult, budget: int) -> range:
     """Return the depths that may fit into ``budget`` bytes by a step in backward, from the deepest on."""
-    backward = next(one.result for one in trained if one.line is Line.BACKWARD)
     # A block more takes its weights, AdamW's state of them, and what it keeps for backward.
     block = backward.weight_bytes / shape.depth * (1 + MOMENTS) + _activations(shape, backward)
     return range(shape.depth + int((budget - backward.peak_bytes) / block), shape.depth, -1)
