@@ -73,7 +73,8 @@ class SettingsGuard(Stage):
         for index, (members, _) in enumerate(members_of):
             live, used = optimizer.param_groups[index], self._groups.get(index)
             if used is not None:
-                require_same(self._name, f"param_groups[{index}]", used, live)
+                if not used.is_of(live):
+                    require_same(self._name, f"param_groups[{index}]", used, live)
             elif members:
                 self._groups[index] = self._snapshot_of(index, live)
 
@@ -395,11 +396,13 @@ class StateGuard(Stage):
         self._left = []
 
     def after(self, update: Update) -> None:
-        # All at once: Ctrl-C may come anywhere.
-        self._left.append(EntriesAsLeft(update.owned, update.optimizer.state))
+        # A kernel writes into the entries that it was given. All at once: Ctrl-C may come anywhere.
+        entries = update.entries if update.kernel is not None else list(map(update.optimizer.state.get, update.owned))
+        self._left.append(EntriesAsLeft(update.owned, entries))
 
     def require_unchanged(self, optimizer: Optimizer) -> None:
-        if not all(entries.are_as_left(optimizer.state) for entries in self._left):
+        # Of all buckets together: each question is one pass.
+        if not EntriesAsLeft.of_all(self._left).are_as_left(optimizer.state):
             raise HyperparameterChangedError(
                 f"the state of {self._name} was written between backward() and optimizer.step(), but backward had "
                 "already updated it: the plain loop would have written the old one. Write it after optimizer.step() "
@@ -420,9 +423,9 @@ class EntriesAsLeft:
 
     __slots__ = ("_entries", "_found", "_others", "_parameters", "_tensors", "_values")
 
-    def __init__(self, parameters: Sequence[torch.Tensor], state: Mapping[Any, Any]) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], entries: Sequence[Mapping[Any, Any] | None]) -> None:
         self._parameters = list(parameters)
-        self._entries: list[Mapping[Any, Any] | None] = list(map(state.get, parameters))
+        self._entries = entries
         self._values = self._tensors = self._values_now()
         self._others: list[tuple[Any, Any]] = []
         if not are_plain(self._values):
@@ -430,6 +433,18 @@ class EntriesAsLeft:
             others = [v for v in self._values if not isinstance(v, torch.Tensor) and not is_immutable(v)]
             self._others = [(value, fingerprint(value)) for value in others]
         self._found = versions_of(self._tensors)
+
+    @classmethod
+    def of_all(cls, parts: Sequence["EntriesAsLeft"]) -> "EntriesAsLeft":
+        """Those of all ``parts``, as each was left."""
+        joined = cls((), ())
+        joined._parameters = list(chain.from_iterable(part._parameters for part in parts))
+        joined._entries = list(chain.from_iterable(part._entries for part in parts))
+        joined._values = list(chain.from_iterable(part._values for part in parts))
+        joined._tensors = list(chain.from_iterable(part._tensors for part in parts))
+        joined._others = list(chain.from_iterable(part._others for part in parts))
+        joined._found = list(chain.from_iterable(part._found for part in parts))
+        return joined
 
     def are_as_left(self, state: Mapping[Any, Any]) -> bool:
         """Whether ``state`` has the same entries, an empty one being none, and nothing in them was written."""

@@ -75,17 +75,16 @@ class KernelCall(NamedTuple):
     @property
     def is_one_group(self) -> bool:
         """Whether ``step()`` would call the kernel once, with these lists: on an accelerator it takes no others."""
-        if self.lists[0][0].device.type == "cpu":
-            return True
         counted = self.lists[:-1] if self.counters else self.lists  # a counter has a dtype of its own
         every, alike = chain.from_iterable(self.lists), chain.from_iterable(counted)
         return len(set(map(_DEVICE, every))) == 1 and len(set(map(_DTYPE, alike))) == 1
 
     def run(self) -> None:
-        if self.counters and self.counters[0].device.type == "cpu":
-            torch._foreach_add_(self.counters, list(repeat(_one(self.counters[0].dtype), len(self.counters))))
-        elif self.counters:
-            torch._foreach_add_(self.counters, 1)
+        counters = self.counters
+        if counters and counters[0].device.type == "cpu":
+            torch._foreach_add_(counters, list(repeat(_one(counters[0].dtype), len(counters))))
+        elif counters:
+            torch._foreach_add_(counters, 1)
         self.function(*self.lists, **self.options)
 
 
@@ -123,13 +122,15 @@ class Kernel:
             entries: the state of each.
             members: by group, where they stand.
         """
-        if is_captured(tensors[0].device):
+        device = tensors[0].device
+        on_cpu = device.type == "cpu"
+        if not on_cpu and is_captured(device):
             return None  # step() asks whether it may be recorded
         scaler = vars(optimizer)  # GradScaler says there what the kernel is to do with its scale
         if scaler.get("grad_scale") is not None or scaler.get("found_inf") is not None:
             return None
         gradients: Tensors = list(map(_GRADIENT, tensors))
-        if not (are_plain(tensors) and are_plain(gradients) and _STRIDED.issuperset(map(_LAYOUT, gradients))):
+        if not (are_plain(chain(tensors, gradients)) and _STRIDED.issuperset(map(_LAYOUT, gradients))):
             return None
         if list(map(_DTYPE, gradients)) != list(map(_DTYPE, tensors)):
             return None
@@ -146,7 +147,7 @@ class Kernel:
             else:
                 some = [[of[i] for i in mine] for of in (tensors, gradients, entries)]
                 call = self._call(some[0], some[1], some[2], options, group)
-            if call is None or not call.is_one_group:
+            if call is None or not (on_cpu or call.is_one_group):
                 return None
             calls.append(call)
         return calls

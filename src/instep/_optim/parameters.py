@@ -101,6 +101,10 @@ def _span(names: list[str]) -> str:
 
 
 _LARGEST, _SMALLEST, _SHARE = 16 * MIB, 48 * 1024, 20
+_ENOUGH = 0.4
+"""Of a bucket's size, where ``attach`` is not told it. Between two large matrices there are often a few small tensors,
+such as biases, which would be buckets of their own: from a quarter to half of all buckets. ``benchmarks/
+default_bucket.py`` saves as much memory with them in the bucket of the next matrix, or more."""
 
 
 def bucket_bytes_for(parameters: Iterable[ParameterSpec]) -> int:
@@ -119,11 +123,20 @@ def bucket_bytes_for(parameters: Iterable[ParameterSpec]) -> int:
     return max(_SMALLEST, min(_LARGEST, share) if on_cpu else share)
 
 
-def fill_buckets(source: str, parameters: Iterable[ParameterSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
+def default_buckets(source: str, parameters: Sequence[ParameterSpec]) -> tuple[Bucket, ...]:
+    """``parameters`` in buckets, where ``attach`` is not told their size."""
+    size = bucket_bytes_for(parameters)
+    return fill_buckets(source, parameters, size, enough=int(size * _ENOUGH))
+
+
+def fill_buckets(
+    source: str, parameters: Iterable[ParameterSpec], bucket_bytes: int, *, enough: int = 0
+) -> tuple[Bucket, ...]:
     """Cut ``parameters`` into buckets, in the order given.
 
-    None holds more than ``bucket_bytes``, but that of a single parameter, which is never split. Parameters of
-    different devices never share one: each device steps on a stream of its own. Those of one group always do.
+    None holds more than ``bucket_bytes``, but that of a single parameter, which is never split; and one that holds less
+    than ``enough`` takes the next parameter whatever its size. Parameters of different devices never share one: each
+    device steps on a stream of its own. Those of one group always do.
     """
     done: list[list[ParameterSpec]] = []
     filling: dict[tuple[torch.device, int | None], list[ParameterSpec]] = {}
@@ -131,7 +144,8 @@ def fill_buckets(source: str, parameters: Iterable[ParameterSpec], bucket_bytes:
     for parameter in parameters:
         kind = parameter.device, parameter.group
         bucket = filling.get(kind)
-        if bucket is None or (parameter.group is None and held[kind] + parameter.nbytes > bucket_bytes):
+        is_full = parameter.group is None and held[kind] >= enough and held[kind] + parameter.nbytes > bucket_bytes
+        if bucket is None or is_full:
             held[kind] = 0
             bucket = filling[kind] = []
             done.append(bucket)

@@ -17,7 +17,7 @@ An update counts as begun once the first two are entered: what they raise leaves
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import is_
 from typing import Any
@@ -45,7 +45,7 @@ class Update:
         kernel: what to call in place of a shadow's ``step()``; ``None``: a shadow steps.
         shared: a copy of what ``state`` holds beside parameters; empty where the update uses none of it.
         state: the mapping that the update finds: the optimizer's own, unless a stage replaces it.
-        entries: of each parameter, its state; where ``CopiedEntries`` was entered.
+        entries: of each parameter, its state; for a kernel, and where ``CopiedEntries`` was entered.
         attributes: to set on the shadow beside those of the optimizer.
         shadow: the optimizer object that steps; ``None``: not made yet.
         made_with: the shadow's attributes as it was made.
@@ -99,12 +99,13 @@ class Update:
                 and autograd must notice that a weight was saved for a node that runs later.
         """
         try:
-            if self.kernel is not None:
-                with torch.no_grad():
-                    for call in self.kernel:
-                        call.run()
-            else:
+            if self.kernel is None:
                 self._step_shadow(step)
+            elif torch.is_grad_enabled():  # in a backward with create_graph
+                with torch.no_grad():
+                    _run(self.kernel)
+            else:
+                _run(self.kernel)
         finally:
             if counts_writes:  # also of an update that raised: what it has written is written
                 torch.autograd.graph.increment_version(self.tensors)
@@ -115,6 +116,11 @@ class Update:
         self.made_with = dict(vars(shadow))
         with torch.no_grad(), without_autocast(self.tensors[0].device.type):
             step(shadow, self.members)
+
+
+def _run(calls: Iterable[KernelCall]) -> None:
+    for call in calls:
+        call.run()
 
 
 class Stage:

@@ -221,8 +221,8 @@ class Stepper:
     def _update(self, running: _RunningStep, update: Update) -> None:
         update.members = self._layout.members_of(update.owned)
         if running.kernel is not None and running.finds_own_state and update.shards is None:
-            entries = list(map(update.optimizer.state.get, update.owned))
-            update.kernel = running.kernel.calls(update.optimizer, update.tensors, entries, update.members)
+            update.entries = list(map(update.optimizer.state.get, update.owned))
+            update.kernel = running.kernel.calls(update.optimizer, update.tensors, update.entries, update.members)
         if update.kernel is not None:
             for stage in running.over_parameters:
                 stage.before(update)

@@ -31,6 +31,7 @@ class Accumulation:
     Attributes:
         runs_stages: whether a run of a pipeline is under way, in which each stage only adds up the gradients of its
             micro-batches; ``None``: the model is in none.
+        kept: how many ``keep`` this is inside of: gradients are reduced as ever, and are left to ``optimizer.step()``.
         waiting: returns how many micro-batches of the step wait, after their forward, for the last one's backward.
         finish: runs one backward for those, if no last one comes.
     """
@@ -47,7 +48,7 @@ class Accumulation:
         self._votes = votes
         self._ranks_differ = False
         self._held = 0
-        self._kept = 0
+        self.kept = 0
         self._backwards = 0
         self._outermost: int | None = None
         self._counted: int | None = None
@@ -64,11 +65,6 @@ class Accumulation:
         return bool(wrapped) and any(
             not ddp.require_backward_grad_sync for ddp in wrapped if ddp not in self._held_back
         )
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether this is inside of ``keep``: gradients are reduced as ever, and are left to ``optimizer.step()``."""
-        return self._kept > 0
 
     @property
     def is_partial(self) -> bool:
@@ -117,11 +113,11 @@ class Accumulation:
 
     @contextmanager
     def keep(self) -> Iterator[None]:
-        self._kept += 1
+        self.kept += 1
         try:
             yield
         finally:
-            self._kept -= 1
+            self.kept -= 1
 
     def decide(self) -> None:
         """Whether the next backward communicates. DDP asks in its forward; FSDP in backward, before which there may
@@ -146,13 +142,16 @@ class Accumulation:
         if self._sharded:
             self.decide()
 
-    def count(self) -> None:
+    def count(self) -> bool:
         """A parameter has got its gradient: its backward counts, once, with those that reentrant checkpointing nests in
-        it where ``begin`` told of it."""
+        it where ``begin`` told of it. Returns whether gradients of this backward are left to add up."""
+        if self.steps == 1:
+            return self.is_in_hold
         task = graph_task() if self._outermost is None else self._outermost
-        if self.steps > 1 and task is not None and task != self._counted:
+        if task is not None and task != self._counted:
             self._counted = task
             self._backwards += 1
+        return self.only_adds
 
     def _ended(self) -> None:
         self._outermost = None

@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from time import perf_counter
-from typing import cast
+from typing import Any
 
 import torch
 
@@ -79,9 +79,8 @@ class BucketSink(Schedule):
         if step.passes.running != "measuring":
             # Before the step is looked at: a gradient that only adds up opens none. Where several of the engine's
             # threads may count, they are in hooks of ``LocalSource``, which hold the lock already.
-            step.accumulation.count()
             step.has_gradients = True
-            if step.accumulation.only_adds or self.keeps_gradients:
+            if step.accumulation.count() or self.keeps_gradients:
                 return False
         with step.lock:
             if step.ledger.torn is not None:
@@ -95,8 +94,7 @@ class BucketSink(Schedule):
                     return False
             if not step.members.offered:
                 self._open()
-            step.backwards.gives_gradients()
-            step.backwards.begin(parameters[0].spec.device)
+            step.backwards.gives_gradients(parameters[0].spec.device)
             self._offer(AttachedParameters.of(parameters))
             seen = step.backwards.running is not None or step.accumulation.runs_stages is not None
             return self._writes.accepts_update(seen=seen)
@@ -138,7 +136,8 @@ class BucketSink(Schedule):
         """
         step, writes = self._step, self._writes
         with step.lock:
-            self._note_updates()  # one thread at a time steps with an optimizer
+            if self._beside is not None:
+                self._note_updates()  # one thread at a time steps with an optimizer
             if step.ledger.torn is not None or self._failure.error is not None or step.ledger.redoes:
                 return False
             writes.begun = AttachedParameters()
@@ -175,7 +174,7 @@ class BucketSink(Schedule):
         bucket = AttachedParameters.of(bucket)
         beside = self._beside
         done = (beside is not None and beside.takes_some and self._hand_over(beside, bucket)) or self.apply(bucket)
-        self.retire(bucket)
+        self._writes.retire(bucket)
         self.count_freed(bucket)
         return done
 
@@ -254,9 +253,10 @@ class BucketSink(Schedule):
 
     def count_freed(self, bucket: Sequence[AttachedParameter]) -> None:
         """Of those that were applied nobody has the gradients any more."""
-        step, bucket = self._step, AttachedParameters.of(bucket)
-        if not self.frees_gradients:
+        step = self._step
+        if not self._writes.frees_gradients:
             return
+        bucket = AttachedParameters.of(bucket)
         if not step.members.applied.issuperset(bucket.indices):
             bucket = AttachedParameters(filter(step.members.is_applied, bucket))
         step.freed_bytes += bucket.nbytes
@@ -276,7 +276,7 @@ class BucketSink(Schedule):
     @property
     def keeps_gradients(self) -> bool:
         """Whether all of the running step is left to ``optimizer.step()``. Not where backward has begun to apply it."""
-        return self._step.accumulation.is_kept and not self._step.members.applied
+        return self._step.accumulation.kept > 0 and not self._step.members.applied
 
     @property
     def frees_gradients(self) -> bool:
@@ -350,12 +350,12 @@ def _with_gradient(
     """Those of ``bucket`` that have a gradient, with parameters and gradients: a parameter that was frozen after the
     forward is offered, and has none."""
     parameters = bucket.tensors()
-    gradients = list(map(GRADIENT, parameters))
+    gradients: list[Any] = list(map(GRADIENT, parameters))
     if not all_there(gradients):
         there = [gradient is not None for gradient in gradients]
         bucket = AttachedParameters(compress(bucket, there))
         parameters, gradients = bucket.tensors(), list(compress(gradients, there))
-    return bucket, parameters, cast(list[torch.Tensor], gradients)
+    return bucket, parameters, gradients
 
 
 # ``schedule="backward"``: buckets are stepped in backward, as soon as their gradients are final.

@@ -191,8 +191,7 @@ class MeasuringSink:
         self._open = False
 
     def arrive(self, parameters: Sequence[AttachedParameter]) -> bool:
-        self._accumulation.count()
-        if self._accumulation.only_adds:
+        if self._accumulation.count():
             return False
         if not self._open:
             self._open = True

@@ -14,12 +14,12 @@ nothing that is not in it: not for the side stream, which has been waited for be
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
 
-from instep._torch.engine import is_captured, on_stream
+from instep._torch.engine import AS_IT_IS, is_captured, on_stream
 
 
 class Mark(NamedTuple):
@@ -133,13 +133,13 @@ class StepStreams:
         for one in {device, *self._sides}:
             self.producers.note_current(one)
 
-    @contextmanager
-    def on(self, device: torch.device) -> Iterator[None]:
+    def on(self, device: torch.device) -> AbstractContextManager[None]:
         """Make the device's side stream current, ordered after all that the device's current stream holds now, and
         those that make gradients: the gradients, and every kernel that still reads an old weight."""
-        if device.type == "cpu":
-            yield
-            return
+        return AS_IT_IS if device.type == "cpu" else self._on(device)
+
+    @contextmanager
+    def _on(self, device: torch.device) -> Iterator[None]:
         if is_captured(device):
             self.producers.gather(device)
             yield

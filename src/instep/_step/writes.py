@@ -295,13 +295,24 @@ class Writes(ABC):
         # Noted anew in every call: one that Ctrl-C has ended has not returned, and nobody has looked at its note.
         self._at_rest = (applied, versions_of(applied.tensors())) if applied and stepper.is_foreign else _NONE
 
-    def _call(self, stepper: Stepper, bucket: AttachedParameters, gradients: Sequence[torch.Tensor]) -> None:
+    def _call(
+        self,
+        stepper: Stepper,
+        bucket: AttachedParameters,
+        parameters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+    ) -> None:
         """Step those of ``bucket`` that belong to this optimizer."""
         if bucket.steppers != (stepper,):
             mine = [(a, g) for a, g in zip(bucket, gradients, strict=True) if a.stepper is stepper]
             bucket, gradients = AttachedParameters(a for a, _ in mine), [g for _, g in mine]
+            parameters = bucket.tensors()
+        begins = partial(self._begins, bucket)
+        if bucket.are_plain:  # as mostly: there is nothing to divide
+            stepper.step(parameters, begins=begins)
+            return
         for call in calls_of(bucket, gradients, alias=False):
-            call.step(stepper, partial(self._begins, bucket))
+            call.step(stepper, begins)
 
     def _begins(self, bucket: AttachedParameters) -> None:
         """An update is about to write these."""
@@ -393,7 +404,7 @@ class FinalWrites(Writes):
             passes.clipping.clip(parameters)
         try:
             for stepper in bucket.steppers:
-                self._call(stepper, bucket, gradients)
+                self._call(stepper, bucket, parameters, gradients)
         finally:
             if parameters[0].device.type != "cpu":
                 self._let_go_of_memory(parameters[0].device)

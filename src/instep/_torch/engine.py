@@ -63,6 +63,8 @@ def default_device() -> torch.device | None:
     thread of the engine has never had one. ``torch.get_default_device()`` does not see a block of ``torch.device`` in
     torch 2.6; the names of the stack are private.
     """
+    if not torch._C._len_torch_function_stack():  # as mostly, and asked before each bucket
+        return None
     modes = _get_current_function_mode_stack()
     return next((mode.device for mode in reversed(modes) if isinstance(mode, DeviceContext)), None)
 
@@ -77,9 +79,12 @@ def as_default_device(device: torch.device | None) -> AbstractContextManager[Any
     """Make ``device``, as ``default_device`` has told it, this thread's."""
     now = default_device()
     if now == device:
-        return nullcontext()
+        return AS_IT_IS
     # torch's own way also writes a variable that all threads share.
     return _DefaultDevice(DeviceContext(device)) if now is None else device or torch.device("cpu")
+
+
+AS_IT_IS: AbstractContextManager[None] = nullcontext()
 
 
 class _DefaultDevice:
@@ -239,9 +244,11 @@ class Backwards:
         """The running backward is the first of its step."""
         self._of_step = {self.running}
 
-    def gives_gradients(self) -> None:
-        """The running backward has given gradients to the step: also one that nobody has seen to begin."""
+    def gives_gradients(self, device: torch.device) -> None:
+        """The running backward, also one that nobody has seen to begin, has given the step gradients on ``device``."""
         self._of_step.add(graph_task())
+        if device.type != "cpu":
+            self.begin(device)
 
     def begin(self, device: torch.device) -> None:
         """The running backward has come to something on ``device``."""
@@ -477,9 +484,6 @@ def current() -> Backward:
 # What torch's profiler shows of instep: ranges named ``instep::…``, on the thread that the work runs on.
 
 
-_NO_RANGE: AbstractContextManager[None] = nullcontext()
-
-
 def profiled(part: str, first: str = "") -> AbstractContextManager[Any]:
     """Around a part of a step: a range in the trace of a running profiler, else nothing.
 
@@ -489,7 +493,7 @@ def profiled(part: str, first: str = "") -> AbstractContextManager[Any]:
     # Private: whether any profiler is on, as torch's own code asks. Without that question each range would cost some
     # microseconds. tests/unit/test_profile.py fails if torch renames it.
     if not profiler._is_profiler_enabled:
-        return _NO_RANGE
+        return AS_IT_IS
     return profiler.record_function(f"instep::{part}", first or None)
 
 

@@ -52,9 +52,7 @@ class UntracedHook(BoundHook):
 
     __slots__ = ()
 
-    @untraced
-    def __call__(self, *args: Any) -> Any:
-        return super().__call__(*args)
+    __call__ = untraced(BoundHook.__call__)
 
 
 # torch has public ways to register a hook, and none to say where among the others it runs.

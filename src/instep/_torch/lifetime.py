@@ -41,11 +41,12 @@ def weakly(method: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     For what a parameter, a gradient or a graph refers to: autograd keeps these where the garbage collector does not
     look, so that a way from there back to a parameter would never be freed. ``args`` must not lead to one either.
     """
-    ref = WeakMethod(method)
+    bound: Any = method
+    owner_of, function = weakref.ref(bound.__self__), bound.__func__
 
     def call(*more: Any) -> Any:
-        alive = ref()
-        return None if alive is None else alive(*args, *more)
+        owner = owner_of()
+        return None if owner is None else function(owner, *args, *more)
 
     return call
 

@@ -25,7 +25,7 @@ from instep._optim.parameters import (
     AttachedParameters,
     Bucket,
     all_there,
-    bucket_bytes_for,
+    default_buckets,
     fill_buckets,
     none_there,
 )
@@ -216,14 +216,14 @@ class LocalSource:
     # In backward, with one hook for each bucket.
 
     def _bucket_accumulated(self, number: int, last: int, parameter: torch.Tensor) -> None:
-        with self._sink.lock:
-            self._sink.streams.producers.note_current(parameter.device)
-            self._count_bucket(number, last)
-
-    def _count_bucket(self, number: int, last: int) -> None:
         """The last gradient of a bucket has been accumulated. In order, all of the bucket are final: offer and step
         them. Otherwise offer this one alone; the end of backward looks for the others (``_offer_rest``)."""
-        members = self._layout.members[number]
+        with self._sink.lock:  # the gradients of another device arrive on a thread of their own
+            if (device := parameter.device).type != "cpu":
+                self._sink.streams.producers.note_current(device)
+            self._count_bucket(self._layout.members[number], last)
+
+    def _count_bucket(self, members: AttachedParameters, last: int) -> None:
         if self._began != graph_task() or not all_there(map(GRADIENT, members.tensors())):
             self._in_order = False
         if not self._in_order:
@@ -348,8 +348,10 @@ class LocalLayout:
     def _fill(self, order: Iterable[AttachedParameter]) -> None:
         attached = {a.spec.index: a for a in order}
         specs = [a.spec for a in attached.values()]
-        size = self._bucket_bytes or bucket_bytes_for(specs)
-        self.buckets: tuple[Bucket, ...] = fill_buckets("local", specs, size)
+        size = self._bucket_bytes
+        self.buckets: tuple[Bucket, ...] = (
+            fill_buckets("local", specs, size) if size else default_buckets("local", specs)
+        )
         self.members = [AttachedParameters(attached[s.index] for s in bucket.parameters) for bucket in self.buckets]
         self.bucket_of = {a.spec.index: number for number, members in enumerate(self.members) for a in members}
 
