@@ -371,8 +371,8 @@ MUTANTS = [
     Mutant(
         "kernels: do not count the step",
         "KernelCall.run",
-        "torch._foreach_add_(self.counters, list(",
-        "repr(list(",
+        "torch._foreach_add_(counters, _one(",
+        "repr((",
         "tests/unit/test_kernels.py",
     ),
     Mutant(
@@ -416,6 +416,34 @@ MUTANTS = [
         "held[kind] + parameter.nbytes > bucket_bytes",
         "False",
         "tests/unit/test_plan.py",
+    ),
+    Mutant(
+        "make small tensors buckets of their own by default",
+        "default_buckets",
+        "enough=int(size * _ENOUGH)",
+        "enough=0",
+        "tests/unit/test_plan.py",
+    ),
+    Mutant(
+        "let a bucket hold more than was asked for",
+        "LocalLayout._fill",
+        'fill_buckets("local", specs, size) if size',
+        'fill_buckets("local", specs, size, enough=size) if size',
+        "tests/unit/test_plan.py",
+    ),
+    Mutant(
+        "look at the state of the step's first bucket alone",
+        "StateGuard.require_unchanged",
+        "EntriesAsLeft.of_all(self._left)",
+        "EntriesAsLeft.of_all(self._left[:1])",
+        STATE,
+    ),
+    Mutant(
+        "look at the entries that a step of torch's was given",
+        "StateGuard.after",
+        "update.entries if update.kernel is not None else list(map(update.optimizer.state.get, update.owned))",
+        "update.entries",
+        STATE,
     ),
     Mutant(
         "rest: hooks that do not rest are woken",
@@ -831,8 +859,8 @@ MUTANTS = [
     Mutant(
         "step every bucket twice",
         "Writes._call",
-        "            call.step(stepper, partial(self._begins, bucket))\n",
-        "            call.step(stepper), call.step(stepper, partial(self._begins, bucket))\n",
+        "            stepper.step(parameters, begins=begins)\n",
+        "            stepper.step(parameters), stepper.step(parameters, begins=begins)\n",
         PARITY,
     ),
     Mutant(
@@ -3275,22 +3303,22 @@ MUTANTS = [
     Mutant(
         "a step whose gradients are kept is taken in backward",
         "BucketSink.arrive",
-        "if step.accumulation.only_adds or self.keeps_gradients:",
-        "if step.accumulation.only_adds:",
+        "if step.accumulation.count() or (step.accumulation.kept and self.keeps_gradients):",
+        "if step.accumulation.count():",
         KEEP,
     ),
     Mutant(
         "gradients are kept after the block",
         "Accumulation.keep",
-        "            self._kept -= 1\n",
+        "            self.kept -= 1\n",
         "            pass\n",
         KEEP,
     ),
     Mutant(
         "an error in the block keeps gradients from then on",
         "Accumulation.keep",
-        "        try:\n            yield\n        finally:\n            self._kept -= 1\n",
-        "        yield\n        self._kept -= 1\n",
+        "        try:\n            yield\n        finally:\n            self.kept -= 1\n",
+        "        yield\n        self.kept -= 1\n",
         KEEP,
     ),
     Mutant(
@@ -3478,7 +3506,7 @@ MUTANTS = [
     Mutant(
         "bytes of gradients that undo holds count as freed",
         "BucketSink.count_freed",
-        "        if not self.frees_gradients:\n            return\n",
+        "        if not self._writes.frees_gradients:\n            return\n",
         "",
         STATS,
     ),

@@ -26,7 +26,7 @@ def _mutant(name: str, where: str, old: str, new: str, tests: str, picks: str) -
 MUTANTS = [
     _mutant(
         "in a graph: buckets go to the side stream",
-        "StepStreams.on",
+        "StepStreams._on",
         "        if is_captured(device):\n",
         "        if False:\n",
         CAPTURED,
@@ -90,7 +90,7 @@ MUTANTS = [
     ),
     _mutant(
         "the side stream does not wait for gradients",
-        "StepStreams.on",
+        "StepStreams._on",
         "            side.stream.wait_stream(stream)\n",
         "            pass\n",
         ONE_DEVICE,
@@ -98,7 +98,7 @@ MUTANTS = [
     ),
     _mutant(
         "the side stream waits for the last gradient of a bucket alone",
-        "StepStreams.on",
+        "StepStreams._on",
         "        for stream in side.producers:\n            side.stream.wait",
         "        for stream in {torch.accelerator.current_stream(device)}:\n            side.stream.wait",
         MAKERS,
@@ -202,7 +202,7 @@ MUTANTS = [
     ),
     _mutant(
         "the stream of a step is not seen",
-        "StepStreams.on",
+        "StepStreams._on",
         "        self.producers.note(current)\n        for stream in side.producers:\n            side",
         "        for stream in side.producers:\n            side",
         ORDERS,
@@ -416,7 +416,7 @@ MUTANTS = [
     ),
     _mutant(
         "steps are on the loop's stream",
-        "StepStreams.on",
+        "StepStreams._on",
         "        with on_stream(side.stream):\n",
         "        with on_stream(torch.accelerator.current_stream(device)):\n",
         ONE_DEVICE,

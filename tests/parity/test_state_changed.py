@@ -85,6 +85,26 @@ def test_state_changed_between_backward_and_step(way: str, change: Change) -> No
     lockstep(name, build, lambda lane, i: iteration(change, "before step", lane, i), 5, refused, **UNDO.get(way, {}))
 
 
+@pytest.mark.parametrize("change", [lambda entry: entry["exp_avg"].zero_(), dict.clear])
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_state_of_any_bucket_is_looked_at(fused: bool, change: Callable[[Any], Any]) -> None:
+    for number in range(len(list(Blocks(depth=1).parameters()))):
+        model = Blocks(depth=1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+        overlap = instep.attach(model, optimizer, schedule="backward", bucket_bytes=SMALL)
+        for i in range(3):
+            loss_of(model(batch(i)[0]), batch(i)[1]).backward()
+            if i == 2:
+                change(optimizer.state[list(model.parameters())[number]])
+                with pytest.raises(HyperparameterChangedError, match="state of AdamW was written"):
+                    optimizer.step()
+                break
+            optimizer.step()
+            optimizer.zero_grad()
+        assert overlap.state == "torn"
+        overlap.detach()
+
+
 @pytest.mark.parametrize("when", ["before step", "while due"])
 @pytest.mark.parametrize("change", [*OF_THE_MAPPING, *OF_AN_ENTRY])
 @in_forward

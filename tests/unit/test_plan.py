@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 
-from instep._optim.parameters import MIB, ParameterSpec, Plan, bucket_bytes_for, fill_buckets
+import instep
+from instep._optim.parameters import MIB, ParameterSpec, Plan, bucket_bytes_for, default_buckets, fill_buckets
 
 
 def specs(*sizes: int, device: str = "cpu") -> list[ParameterSpec]:
@@ -31,6 +33,36 @@ def sizes_of(buckets: object) -> list[list[int]]:
 )
 def test_a_bucket_closes_before_it_holds_too_much(sizes: tuple[int, ...], bucket_bytes: int, expected: object) -> None:
     assert sizes_of(fill_buckets("local", specs(*sizes), bucket_bytes)) == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((1, 12, 1, 12), [[1, 12], [1, 12]]),
+        ((3, 12), [[3, 12]]),
+        ((4, 12), [[4], [12]]),
+        ((2, 2, 7), [[2, 2], [7]]),
+        ((1, 2, 100), [[1, 2, 100]]),
+    ],
+)
+def test_a_bucket_with_less_than_enough_takes_one_more(sizes: tuple[int, ...], expected: object) -> None:
+    assert sizes_of(fill_buckets("local", specs(*sizes), 10, enough=4)) == expected
+
+
+def test_by_default_small_tensors_go_along_with_the_next_large_one() -> None:
+    """And not where a size is given, which is a bound."""
+    kib = 1024
+    both = specs(*(64 * kib, kib) * 16)  # a twentieth is 52 KiB
+    assert sizes_of(default_buckets("local", both)) == [[64 * kib], *[[kib, 64 * kib]] * 15, [kib]]
+    medium = specs(*(64 * kib, 40 * kib) * 16)
+    assert sizes_of(default_buckets("local", medium)) == [[64 * kib], [40 * kib]] * 16
+
+    widths = (128, 4) * 16
+    model = nn.ParameterList(nn.Parameter(torch.ones(width, 128)) for width in widths)
+    for bucket_bytes, count in ((None, 16), (52 * kib, 32)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with instep.attach(model, optimizer, schedule="backward", bucket_bytes=bucket_bytes) as overlap:
+            assert len(overlap.plan.buckets) == count
 
 
 def test_devices_never_share_a_bucket() -> None:

@@ -72,7 +72,7 @@ def test_bytes_that_backward_has_freed() -> None:
 
 
 def test_a_bucket_whose_update_fails_is_not_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise ValueError("the update failed")
 
     model, _, overlap = attached(schedule="backward")

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from operator import is_, methodcaller
+from operator import attrgetter, is_, methodcaller
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -437,13 +437,9 @@ class EntriesAsLeft:
     @classmethod
     def of_all(cls, parts: Sequence["EntriesAsLeft"]) -> "EntriesAsLeft":
         """Those of all ``parts``, as each was left."""
-        joined = cls((), ())
-        joined._parameters = list(chain.from_iterable(part._parameters for part in parts))
-        joined._entries = list(chain.from_iterable(part._entries for part in parts))
-        joined._values = list(chain.from_iterable(part._values for part in parts))
-        joined._tensors = list(chain.from_iterable(part._tensors for part in parts))
-        joined._others = list(chain.from_iterable(part._others for part in parts))
-        joined._found = list(chain.from_iterable(part._found for part in parts))
+        joined = object.__new__(cls)
+        for name in cls.__slots__:
+            setattr(joined, name, list(chain.from_iterable(map(attrgetter(name), parts))))
         return joined
 
     def are_as_left(self, state: Mapping[Any, Any]) -> bool:

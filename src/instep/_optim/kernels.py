@@ -15,7 +15,7 @@ that are plain numbers; everything else is left to ``step()``. ``tests/unit/test
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from itertools import chain, repeat
+from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,7 +82,7 @@ class KernelCall(NamedTuple):
     def run(self) -> None:
         counters = self.counters
         if counters and counters[0].device.type == "cpu":
-            torch._foreach_add_(counters, list(repeat(_one(counters[0].dtype), len(counters))))
+            torch._foreach_add_(counters, _one(counters[0].dtype))
         elif counters:
             torch._foreach_add_(counters, 1)
         self.function(*self.lists, **self.options)

@@ -80,7 +80,7 @@ class BucketSink(Schedule):
             # Before the step is looked at: a gradient that only adds up opens none. Where several of the engine's
             # threads may count, they are in hooks of ``LocalSource``, which hold the lock already.
             step.has_gradients = True
-            if step.accumulation.count() or self.keeps_gradients:
+            if step.accumulation.count() or (step.accumulation.kept and self.keeps_gradients):
                 return False
         with step.lock:
             if step.ledger.torn is not None:
@@ -136,7 +136,7 @@ class BucketSink(Schedule):
         """
         step, writes = self._step, self._writes
         with step.lock:
-            if self._beside is not None:
+            if self._beside is not None and self._beside.steps:
                 self._note_updates()  # one thread at a time steps with an optimizer
             if step.ledger.torn is not None or self._failure.error is not None or step.ledger.redoes:
                 return False
