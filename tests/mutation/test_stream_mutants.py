@@ -75,7 +75,7 @@ MUTANTS = [
     _mutant(
         "in a graph: kernels are called without asking torch",
         "Kernel.calls",
-        "        if is_captured(tensors[0].device):\n",
+        "        if not on_cpu and is_captured(device):\n",
         "        if False:\n",
         CAPTURED,
         "torch_is_asked",
