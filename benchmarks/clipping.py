@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from default_bucket import MIB, SHAPES
-from measure import batches, loss_of, processor_times, ratio, require_equal
+from measure import SETTLED, batches, loss_of, processor_times, ratio, require_equal
 from torch import nn
 
 import instep
@@ -31,8 +31,6 @@ JOBS = {"never clips": 1e6, "every step clips": 1e-3}
 """The bound of the norm."""
 PLAIN, AGAIN = "plain", "plain again"
 PREVIOUS = "backward, previous_norm"
-SETTLED = 45
-"""Steps after which the default has decided whether steps are put off."""
 WAYS: dict[str, dict[str, Any] | None] = {
     PLAIN: None,
     "default": {},

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import batches, interleave, loss_of, ratio, require_equal, spread
+from measure import SETTLED, batches, interleave, loss_of, ratio, require_equal, spread
 from torch import nn
 from torch.optim import _muon
 
@@ -32,8 +32,6 @@ import instep
 from instep.demo.job import Shape
 from instep.demo.loops import ByteGPT
 
-SETTLED = 45
-"""Steps after which the default has decided whether steps are put off, or run beside backward."""
 PLAIN, NONE = "plain", "no optimizer"
 WAYS: dict[str, dict[str, Any] | None] = {
     PLAIN: None,

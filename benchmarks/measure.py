@@ -26,6 +26,8 @@ from torch import nn  # noqa: E402
 
 from instep.verification import first_difference, training_state  # noqa: E402
 
+SETTLED = 45
+"""Steps after which a loop has decided what a worker does: whether it is put off, or beside backward."""
 OTHERS = 0.15
 """A round in which other processes took more than this share of a core is left out."""
 

@@ -23,7 +23,7 @@ from time import perf_counter, process_time
 from typing import Any
 
 import torch
-from measure import Spread, batches, loss_of, picture, picture_path, ratio, require_equal, spread
+from measure import SETTLED, Spread, batches, loss_of, picture, picture_path, ratio, require_equal, spread
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
@@ -37,8 +37,6 @@ from instep.planning.rehearse import LiveBytes
 
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
 PLAIN = "plain, fused"
-SETTLED = 45
-"""Rounds after which the default has decided whether steps are put off."""
 BUCKETS_MIB = (0.25, 1.0, 4.0, 16.0, 64.0)
 
 
