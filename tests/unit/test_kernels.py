@@ -11,6 +11,7 @@ from torch import nn
 
 import instep
 from instep._optim.kernels import KernelCall, kernel_of
+from instep.errors import HyperparameterChangedError
 from instep.verification import first_difference, training_state
 
 WAYS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -98,6 +99,63 @@ def test_a_kernel_computes_what_step_computes(way: str, dtype: torch.dtype) -> N
     makes_no_state = WAYS[way][1].get("momentum", 0) == 0 and way.startswith("sgd")
     # The first step makes the state, in torch's own way; from then on there is a call for each bucket.
     assert counted.calls == parameters * (5 if makes_no_state else 4)
+
+
+def trained(way: str = "adamw") -> tuple[Loop, instep.Attachment]:
+    """A loop whose next step calls kernels, and which has just run backward."""
+    loop = Loop(way)
+    overlap = instep.attach(loop.model, loop.optimizer, schedule="backward", bucket_bytes=1)
+    for i in range(2):
+        loop.step(i)
+    return loop, overlap
+
+
+def test_settings_changed_between_backward_and_step_are_found() -> None:
+    for number in range(2):
+        loop, overlap = trained()
+        loop.model(torch.ones(4, 5)).sum().backward()
+        loop.optimizer.param_groups[number]["lr"] = 0.5
+        with pytest.raises(HyperparameterChangedError, match=rf"param_groups\[{number}\]\['lr'\] changed to 0.5"):
+            loop.optimizer.step()
+        assert overlap.state == "torn"
+        overlap.detach()
+
+
+def test_settings_changed_within_backward_are_found() -> None:
+    loop, overlap = trained()
+
+    def change(*_: object) -> None:
+        loop.optimizer.param_groups[1]["lr"] = 0.5
+
+    loop.model[2].register_full_backward_pre_hook(change)  # the last layer's bucket has been updated
+    with pytest.raises(HyperparameterChangedError, match=r"param_groups\[1\]\['lr'\]"):
+        loop.step(2)
+    overlap.detach()
+
+
+def test_autograd_counts_what_a_kernel_writes() -> None:
+    """A weight that was saved for a later node is known to have been written."""
+    loop, overlap = trained()
+    before = [p._version for p in loop.model.parameters()]
+    loop.step(2)
+    assert all(now._version > then for now, then in zip(loop.model.parameters(), before, strict=True))
+    overlap.detach()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")  # torch's, once
+def test_a_kernel_is_no_part_of_a_graph() -> None:
+    plain, (other, overlap) = Loop("adamw"), trained()
+    for i in range(2):
+        plain.step(i)
+    with Counted() as counted:
+        for loop in (plain, other):
+            loop.model(torch.ones(4, 5)).sum().backward(create_graph=True)
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+    assert plain.difference(other) is None
+    assert counted.calls == len(list(other.model.parameters()))
+    assert all(p.grad_fn is None and p.is_leaf for p in other.model.parameters())
+    overlap.detach()
 
 
 def test_one_bucket_of_two_groups_is_two_calls() -> None:

@@ -60,9 +60,6 @@ class SettingsGuard(Stage):
         self.layout = layout
         self._switches = switches()
 
-    def before(self, update: Update) -> None:
-        self.look(update.optimizer, update.members)
-
     def look(self, optimizer: Optimizer, members_of: Sequence[Members]) -> None:
         """Raise ``HyperparameterChangedError`` if a group was changed since the step's first update; or this is that of
         the group.
@@ -80,7 +77,7 @@ class SettingsGuard(Stage):
 
     @contextmanager
     def around(self, update: Update) -> Iterator[None]:
-        self.before(update)
+        self.look(update.optimizer, update.members)
         given = self._give(update)
         try:
             yield
@@ -395,10 +392,14 @@ class StateGuard(Stage):
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
         self._left = []
 
-    def after(self, update: Update) -> None:
-        # A kernel writes into the entries that it was given. All at once: Ctrl-C may come anywhere.
-        entries = update.entries if update.kernel is not None else list(map(update.optimizer.state.get, update.owned))
-        self._left.append(EntriesAsLeft(update.owned, entries))
+    @contextmanager
+    def around(self, update: Update) -> Iterator[None]:
+        yield
+        self.note(update.owned, list(map(update.optimizer.state.get, update.owned)))
+
+    def note(self, parameters: Sequence[torch.Tensor], entries: Sequence[Any]) -> None:
+        """An update has left ``entries`` of ``parameters`` as they are now."""
+        self._left.append(EntriesAsLeft(parameters, entries))  # all at once: Ctrl-C may come anywhere
 
     def require_unchanged(self, optimizer: Optimizer) -> None:
         # Of all buckets together: each question is one pass.

@@ -80,6 +80,7 @@ class KernelCall(NamedTuple):
         return len(set(map(_DEVICE, every))) == 1 and len(set(map(_DTYPE, alike))) == 1
 
     def run(self) -> None:
+        # A kernel has no derivative: autograd records nothing of it, in a backward with create_graph either.
         counters = self.counters
         if counters and counters[0].device.type == "cpu":
             torch._foreach_add_(counters, _one(counters[0].dtype))

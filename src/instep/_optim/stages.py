@@ -17,7 +17,7 @@ An update counts as begun once the first two are entered: what they raise leaves
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import is_
 from typing import Any
@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.kernels import KernelCall
 from instep._optim.local_shard import LocalShard, shard_of_entry, whole_of_entry
 from instep._optim.shadow import GroupLayout, Members, StepCopy, shadow_of, without_autocast
+from instep._torch.engine import AS_IT_IS
 
 
 class Update:
@@ -42,10 +42,9 @@ class Update:
     Attributes:
         members: by group, where the parameters stand in the bucket, and in the group.
         groups: copies of the optimizer's groups, with ``tensors`` as members.
-        kernel: what to call in place of a shadow's ``step()``; ``None``: a shadow steps.
         shared: a copy of what ``state`` holds beside parameters; empty where the update uses none of it.
         state: the mapping that the update finds: the optimizer's own, unless a stage replaces it.
-        entries: of each parameter, its state; for a kernel, and where ``CopiedEntries`` was entered.
+        entries: of each parameter, its state; where ``CopiedEntries`` was entered.
         attributes: to set on the shadow beside those of the optimizer.
         shadow: the optimizer object that steps; ``None``: not made yet.
         made_with: the shadow's attributes as it was made.
@@ -55,7 +54,6 @@ class Update:
         "attributes",
         "entries",
         "groups",
-        "kernel",
         "made_with",
         "members",
         "optimizer",
@@ -80,7 +78,6 @@ class Update:
         self.shards = shards
         self.members: Sequence[Members] = ()
         self.groups: list[dict[str, Any]] = []
-        self.kernel: Sequence[KernelCall] | None = None
         self.shared: Mapping[Any, Any] = {}
         self.state: MutableMapping[Any, Any] = optimizer.state
         self.entries: list[Any] = []
@@ -90,8 +87,7 @@ class Update:
 
     def run(self, step: StepCopy, *, counts_writes: bool) -> None:
         """The user's own update, by a *shadow* of the optimizer: an object of the same class with the same attributes,
-        whose ``param_groups`` hold these parameters alone. It lives for this call. Or by the very kernel that its
-        ``step()`` would call (``kernels.py``).
+        whose ``param_groups`` hold these parameters alone. It lives for this call.
 
         Args:
             step: steps a copy of the optimizer.
@@ -99,13 +95,7 @@ class Update:
                 and autograd must notice that a weight was saved for a node that runs later.
         """
         try:
-            if self.kernel is None:
-                self._step_shadow(step)
-            elif torch.is_grad_enabled():  # in a backward with create_graph
-                with torch.no_grad():
-                    _run(self.kernel)
-            else:
-                _run(self.kernel)
+            self._step_shadow(step)
         finally:
             if counts_writes:  # also of an update that raised: what it has written is written
                 torch.autograd.graph.increment_version(self.tensors)
@@ -116,11 +106,6 @@ class Update:
         self.made_with = dict(vars(shadow))
         with torch.no_grad(), without_autocast(self.tensors[0].device.type):
             step(shadow, self.members)
-
-
-def _run(calls: Iterable[KernelCall]) -> None:
-    for call in calls:
-        call.run()
 
 
 class Stage:
@@ -143,16 +128,9 @@ class Stage:
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
         """A step begins, with its first bucket."""
 
-    def before(self, update: Update) -> None:
-        """The update is about to run."""
-
-    def after(self, update: Update) -> None:
-        """It has run. Not called where it has raised."""
-
     def around(self, update: Update) -> AbstractContextManager[Any]:
-        """Entered before the update runs, and left after it: with its error, if it has raised. Where a kernel runs,
-        which writes nothing but its lists, ``before`` and ``after`` are called instead: they cost less."""
-        return _around(self, update)
+        """Entered before the update runs, and left after it: with its error, if it has raised."""
+        return AS_IT_IS
 
     def portions_of(self, tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
         """Where it ``steps_every_parameter``: what of a bucket is stepped by an update of its own."""
@@ -167,13 +145,6 @@ class Stage:
 
     def forget(self) -> None:
         """The step is over."""
-
-
-@contextmanager
-def _around(stage: Stage, update: Update) -> Iterator[None]:
-    stage.before(update)
-    yield
-    stage.after(update)
 
 
 Begins = Callable[[], None]

@@ -48,7 +48,7 @@ class _RunningStep(NamedTuple):
     Attributes:
         state: the mapping with which it began.
         size: how many entries that had.
-        kernel: that its ``step()`` calls, if that can be called in its place.
+        kernel: that its ``step()`` calls, if that can be called in its place, over the state in the optimizer itself.
         finds_own_state: whether an update over the parameters themselves finds the state in the optimizer itself.
         over_parameters: the stages of such an update.
         stages: those of any other one.
@@ -152,11 +152,15 @@ class Stepper:
         optimizer = self.optimizer()
         running = self._running or self._begin(optimizer)
         owned = parameters if in_place_of is None else in_place_of
-        update = Update(optimizer, parameters, owned, shards)
-        if begins is None or not self.options:
-            self._run(running, update, begins)
-        else:
+        if begins is not None and self.options:
+            update = Update(optimizer, parameters, owned, shards)
             _through(iter(self.options), update, partial(self._run, running, update, begins))
+            return
+        if begins is not None:
+            begins()
+        # Mostly it is the kernel that is to be called, and then nothing else is made for a bucket.
+        if shards is not None or not self._call_kernel(running, optimizer, parameters, owned):
+            self._run(running, Update(optimizer, parameters, owned, shards), None)
 
     def look_at_settings(self, parameters: Sequence[torch.Tensor]) -> None:
         """An update of ``parameters`` is about to be handed to another thread: raise ``HyperparameterChangedError``, as
@@ -202,7 +206,7 @@ class Stepper:
         own = known and self.offloaded is None
         if not self._kind.is_looked_at:
             self._kind = self._kind._replace(kernel=kernel_of(optimizer), is_looked_at=True)
-        kernel = self._kind.kernel
+        kernel = self._kind.kernel if own else None
         self._running = _RunningStep(optimizer.state, len(optimizer.state), kernel, own, guards, stages, divides)
         return self._running
 
@@ -219,22 +223,40 @@ class Stepper:
             self._update(running, Update(update.optimizer, update.tensors[part], update.owned[part], shards))
 
     def _update(self, running: _RunningStep, update: Update) -> None:
-        update.members = self._layout.members_of(update.owned)
-        if running.kernel is not None and running.finds_own_state and update.shards is None:
-            update.entries = list(map(update.optimizer.state.get, update.owned))
-            update.kernel = running.kernel.calls(update.optimizer, update.tensors, update.entries, update.members)
-        if update.kernel is not None:
-            for stage in running.over_parameters:
-                stage.before(update)
-            update.run(self._kind.step_copy, counts_writes=self._looks_back)
-            for stage in running.over_parameters:
-                stage.after(update)
+        if update.shards is None and self._call_kernel(running, update.optimizer, update.tensors, update.owned):
             return
+        update.members = self._layout.members_of(update.owned)
         stages = (
             running.over_parameters if running.finds_own_state and update.tensors is update.owned else running.stages
         )
         run = partial(update.run, self._kind.step_copy, counts_writes=self._looks_back)
         _through(iter(stages), update, run)
+
+    def _call_kernel(
+        self,
+        running: _RunningStep,
+        optimizer: Optimizer,
+        tensors: Sequence[torch.Tensor],
+        owned: Sequence[torch.Tensor],
+    ) -> bool:
+        """The update by the very kernel that ``step()`` would call (``kernels.py``), which writes nothing but its
+        lists: of the stages only the two guards have anything to do. ``False``: it is to be run otherwise."""
+        if running.kernel is None:
+            return False
+        entries, members = list(map(optimizer.state.get, owned)), self._layout.members_of(owned)
+        calls = running.kernel.calls(optimizer, tensors, entries, members)
+        if calls is None:
+            return False
+        self._settings.look(optimizer, members)
+        try:
+            for call in calls:
+                call.run()
+        finally:
+            if self._looks_back:  # also of an update that raised: what it has written is written
+                torch.autograd.graph.increment_version(tensors)
+        if self._looks_back:
+            self._state_guard.note(owned, entries)
+        return True
 
     def _take_in(self, optimizer: Optimizer) -> None:
         """Parameters were added to the groups since the step began, and ``step()`` has found gradients of them."""
