@@ -57,12 +57,14 @@ def torn(whole: int = 0) -> Iterator[None]:
     """The update of a bucket fails half way, after that of so many others."""
     step, calls = Stepper.step, count()
 
-    def fail_half_way(stepper: Stepper, tensors: Any, parameters: Any, shards: Any, begins: Any) -> None:
+    def fail_half_way(
+        stepper: Stepper, tensors: Any, parameters: Any = None, shards: Any = None, begins: Any = None
+    ) -> None:
         if next(calls) < whole:
             step(stepper, tensors, parameters, shards, begins)
             return
         some = slice(0, -(-len(tensors) // 2))
-        step(stepper, tensors[some], parameters[some], shards and shards[some], begins)
+        step(stepper, tensors[some], parameters and parameters[some], shards and shards[some], begins)
         raise ValueError("the update failed")
 
     with patch.object(Stepper, "step", fail_half_way):
