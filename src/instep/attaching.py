@@ -91,10 +91,11 @@ def attach(
             steps at once. With ``schedule="backward"``, on a CPU: whether a thread updates full buckets beside backward
             (fused optimizers and Muon, without options that take part in an update), with two more buckets of gradients
             alive.
-        bucket_bytes: the most bytes of gradient in a bucket; by default a twentieth of all, on a CPU 16 MiB at most.
-            One parameter may be larger. Backward frees all but one bucket (on an accelerator two: one fills, one is
-            stepped). Refused with DDP and ``replicate`` (``bucket_cap_mb`` decides) and FSDP (its groups do). A stage
-            of a pipeline is one bucket by default, since all of its gradients are there when it is stepped.
+        bucket_bytes: the most bytes of gradient in a bucket; by default a twentieth of all, on a CPU 16 MiB at most,
+            and one parameter more where less than half of that is full. One parameter may be larger. Backward frees all
+            but one bucket (on an accelerator two: one fills, one is stepped). Refused with DDP and ``replicate``
+            (``bucket_cap_mb`` decides) and FSDP (its groups do). A stage of a pipeline is one bucket by default, since
+            all of its gradients are there when it is stepped.
         pipeline: the schedule of ``torch.distributed.pipelining`` that trains ``model``; by default ``None``.
             ``model`` is then the module of this rank's stage, or a list for several. With ``schedule="backward"`` a
             stage is stepped in the bubble behind its last backward, once torch has scaled its gradients. ``ClipNorm``
