@@ -80,7 +80,7 @@ def peak(shape: Shape, dtype: torch.dtype, options: dict[str, int] | None) -> fl
         return (bytes_at_peak - loop.own_bytes()) / MIB
 
 
-def row(mib: int, dtype: torch.dtype, rows: int, rounds: int) -> str:
+def row(mib: int, dtype: torch.dtype, rows: int, rounds: int, warm_up: int) -> str:
     shape = SHAPES[mib]
     loops = {name: Loop(shape, dtype, options) for name, options in WAYS.items()}
     tokens = batches(rows, 64)
@@ -89,7 +89,7 @@ def row(mib: int, dtype: torch.dtype, rows: int, rounds: int) -> str:
         for loop in loops.values():
             loop.step(batch)
     require_equal(loops, "plain")
-    for _ in range(SETTLED):
+    for _ in range(warm_up):
         batch = next(tokens)
         for loop in loops.values():
             loop.step(batch)
@@ -111,13 +111,16 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rows", type=int, default=8, help="of 64 tokens, in a timed step")
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--warm-up", type=int, default=SETTLED, help="steps that are not timed, after the first three")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{arguments.dtype}, {arguments.rows} x 64 tokens. All loops are equal to the plain one, bit for bit.\n")
     print("| gradients, MiB | buckets | plain, MiB | default | each | saved | plain | default | each | plain again |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for mib in arguments.mib:
-        print(row(mib, getattr(torch, arguments.dtype), arguments.rows, arguments.rounds), flush=True)
+        print(
+            row(mib, getattr(torch, arguments.dtype), arguments.rows, arguments.rounds, arguments.warm_up), flush=True
+        )
 
 
 if __name__ == "__main__":
