@@ -52,7 +52,10 @@ class UntracedHook(BoundHook):
 
     __slots__ = ()
 
-    __call__ = untraced(BoundHook.__call__)
+    @untraced
+    def __call__(self, *args: Any) -> Any:
+        # As above, and not by way of it: this is called for every bucket.
+        return None if self._call is None else self._call(*args)
 
 
 # torch has public ways to register a hook, and none to say where among the others it runs.
