@@ -105,6 +105,53 @@ def test_the_state_of_any_bucket_is_looked_at(fused: bool, change: Callable[[Any
         overlap.detach()
 
 
+def move_to_the_next(optimizer: Any) -> None:
+    """The values stay the same, one after the other, and are in another entry, as old ones."""
+    (_, one), (_, next_one) = list(optimizer.state.items())[:2]
+    for name in list(one):
+        next_one[f"old {name}"] = one.pop(name)
+
+
+def move_to_the_one_before(optimizer: Any) -> None:
+    (_, one), (_, next_one) = list(optimizer.state.items())[:2]
+    for name in list(next_one):
+        one[f"old {name}"] = next_one.pop(name)
+
+
+def rename(optimizer: Any) -> None:
+    for entry in optimizer.state.values():
+        for name in list(entry):
+            entry[f"old {name}"] = entry.pop(name)
+
+
+@pytest.mark.parametrize("change", [move_to_the_next, move_to_the_one_before, rename])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("way", ["backward", "undo"])
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD])
+def test_state_moved_or_renamed_between_backward_and_step(cls: Any, way: str, fused: bool, change: Change) -> None:
+    """With each parameter in its own bucket, and in its own group."""
+
+    def build() -> Any:
+        model = Blocks(depth=1)
+        more = {"momentum": 0.9} if cls is torch.optim.SGD else {}
+        return model, cls([{"params": [p]} for p in model.parameters()], lr=1e-2, fused=fused, **more)
+
+    torch.manual_seed(0)
+    model, optimizer = build()
+    overlap = instep.attach(model, optimizer, schedule="backward", bucket_bytes=1, undo=way == "undo")
+    for i in range(3):
+        loss_of(model(batch(i)[0]), batch(i)[1]).backward()
+        if i == 2:
+            change(optimizer)
+            with pytest.raises(HyperparameterChangedError, match=r"state of .* was written"):
+                optimizer.step()
+            break
+        optimizer.step()
+        optimizer.zero_grad()
+    assert overlap.state == ("torn" if way == "backward" else "open")
+    overlap.detach()
+
+
 @pytest.mark.parametrize("when", ["before step", "while due"])
 @pytest.mark.parametrize("change", [*OF_THE_MAPPING, *OF_AN_ENTRY])
 @in_forward

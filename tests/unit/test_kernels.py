@@ -2,6 +2,9 @@
 
 import copy
 import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -11,6 +14,7 @@ from torch import nn
 
 import instep
 from instep._optim.kernels import KernelCall, kernel_of
+from instep._optim.shadow import Members
 from instep.errors import HyperparameterChangedError
 from instep.verification import first_difference, training_state
 
@@ -28,6 +32,7 @@ WAYS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 if "decoupled_weight_decay" in inspect.signature(torch.optim.Adam).parameters:  # since torch 2.7
     WAYS["adam, decoupled"] = torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True}
+ADAM: Any = import_module("torch.optim.adam")  # which torch.optim does not name
 CALLS = "instep._optim.kernels.KernelCall.run"
 
 
@@ -139,6 +144,138 @@ def test_autograd_counts_what_a_kernel_writes() -> None:
     before = [p._version for p in loop.model.parameters()]
     loop.step(2)
     assert all(now._version > then for now, then in zip(loop.model.parameters(), before, strict=True))
+    overlap.detach()
+
+
+def both(way: str, change: Callable[[Loop], object], at: int = 3, **more: Any) -> tuple[int, str | None]:
+    """Trains a plain loop and an attached one, with ``change`` made in both before step ``at``.
+
+    Returns:
+        How many kernels were called from then on, and the first difference.
+    """
+    plain, other = Loop(way, **more), Loop(way, **more)
+    with instep.attach(other.model, other.optimizer, schedule="backward", bucket_bytes=1), Counted() as counted:
+        for i in range(6):
+            if i == at:
+                change(plain), change(other)
+                counted.calls = 0
+            plain.step(i)
+            other.step(i)
+            if (found := plain.difference(other)) is not None:
+                return counted.calls, f"step {i}: {found}"
+    return counted.calls, None
+
+
+def test_a_list_of_betas_is_written_in_place() -> None:
+    def make_lists(loop: Loop) -> None:
+        for group in loop.optimizer.param_groups:
+            group["betas"] = list(group["betas"])
+
+    def write(loop: Loop) -> None:
+        make_lists(loop) if isinstance(loop.optimizer.param_groups[0]["betas"], tuple) else None
+        for group in loop.optimizer.param_groups:
+            group["betas"][0] -= 0.1
+
+    plain, other = Loop("adamw"), Loop("adamw")
+    with instep.attach(other.model, other.optimizer, schedule="backward", bucket_bytes=1), Counted() as counted:
+        for i in range(6):
+            for loop in (plain, other):
+                if i in (2, 4, 5):
+                    write(loop)
+                loop.step(i)
+            assert (found := plain.difference(other)) is None, f"step {i}: {found}"
+    assert counted.calls == 5 * len(list(plain.model.parameters()))
+
+
+@pytest.mark.parametrize("way", ["sgd, momentum", "sgd", "adamw"])
+def test_a_group_that_asks_for_foreach_too(way: str) -> None:
+    """torch's SGD takes foreach then, and its Adam the fused kernel."""
+    calls, found = both(way, lambda loop: [g.update(foreach=True) for g in loop.optimizer.param_groups])
+    assert found is None
+    assert (calls > 0) == (way == "adamw")
+
+
+@contextmanager
+def nothing_replaced() -> Iterator[None]:
+    """What a test replaces of torch's is put back."""
+    with (
+        patch.object(torch.optim.Adam, "_init_group", torch.optim.Adam._init_group),
+        patch.object(ADAM, "adam", ADAM.adam),
+        patch.object(ADAM, "_fused_adam", ADAM._fused_adam),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("where", ["instance", "Adam._init_group", "adam.adam", "adam._fused_adam"])
+def test_somebody_replaces_what_step_calls(where: str) -> None:
+    """No kernel is called from then on; and again, once it is put back."""
+    called: list[str] = []
+
+    def replaced(of: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            called.append(where)
+            return of(*args, **options)
+
+        return call
+
+    def change(loop: Loop) -> None:
+        optimizer: Any = loop.optimizer
+        if where == "instance":
+            optimizer._init_group = replaced(optimizer._init_group)
+        elif where == "Adam._init_group":
+            torch.optim.Adam._init_group = replaced(torch.optim.Adam._init_group)  # type: ignore[method-assign]
+        else:
+            name = where.rpartition(".")[2]
+            setattr(ADAM, name, replaced(getattr(ADAM, name)))
+
+    with nothing_replaced():
+        calls, found = both("adam", change)
+    assert (calls, found) == (0, None)
+    assert called
+    calls, found = both("adam", lambda loop: None)
+    assert found is None
+    assert calls > 0
+
+
+def test_a_scale_that_the_class_has() -> None:
+    """GradScaler puts it on the object, and torch reads it wherever it is."""
+
+    class Scaled(torch.optim.Adam):
+        grad_scale = torch.tensor(2.0)
+
+    optimizer = Scaled([nn.Parameter(torch.ones(2))], fused=True)
+    kernel = kernel_of(torch.optim.Adam([nn.Parameter(torch.ones(2))], fused=True))
+    assert kernel is not None
+    tensors = optimizer.param_groups[0]["params"]
+    assert kernel.calls(optimizer, tensors, [{}], [Members([0], [0])]) is None
+
+
+def test_momentum_in_groups_of_which_one_is_fused() -> None:
+    def build() -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+        first, _, last = model
+        groups: list[dict[str, Any]] = [{"params": list(first.parameters())}, {"params": list(last.parameters())}]
+        groups[1]["fused"] = False
+        return model, torch.optim.SGD(groups, lr=0.1, momentum=0.9, fused=True)
+
+    loops = [build(), build()]
+    with instep.attach(*loops[1], schedule="backward", bucket_bytes=1):
+        for i in range(4):
+            for model, optimizer in loops:
+                model(torch.full((3, 4), 1.0 + i)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            plain, other = (training_state(*loop) for loop in loops)
+            assert first_difference(plain, other) is None
+
+
+def test_a_count_that_is_no_tensor_is_left_to_torch() -> None:
+    loop, overlap = trained("adam")
+    for entry in loop.optimizer.state.values():
+        entry["step"] = 3
+    with pytest.raises(RuntimeError, match="state_steps"):
+        loop.step(2)
     overlap.detach()
 
 

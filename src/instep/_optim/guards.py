@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.kinds import OF_EVERY_OPTIMIZER, STEPPED_WHOLE, beside_parameters
+from instep._optim.kinds import CHECKED_ONCE, OF_EVERY_OPTIMIZER, STEPPED_WHOLE, beside_parameters
 from instep._optim.shadow import GroupLayout, Members
 from instep._optim.stages import Stage, Update
 from instep._optim.values import (
@@ -342,7 +342,7 @@ def _changed_attributes(shadow: Optimizer, before: Mapping[str, Any]) -> dict[st
     set_anew = {
         name: value
         for name, value in vars(shadow).items()
-        if value is not before.get(name, ABSENT) and name not in OF_EVERY_OPTIMIZER
+        if value is not before.get(name, ABSENT) and name not in OF_EVERY_OPTIMIZER and name != CHECKED_ONCE
     }
     return {k: v for k, v in set_anew.items() if not same(v, before.get(k, ABSENT))} if set_anew else set_anew
 
@@ -422,11 +422,12 @@ class EntriesAsLeft:
     """The entries of some parameters in an optimizer's state, to find out later whether somebody has written them. They
     are large: no copies."""
 
-    __slots__ = ("_entries", "_found", "_others", "_parameters", "_tensors", "_values")
+    __slots__ = ("_entries", "_found", "_names", "_others", "_parameters", "_tensors", "_values")
 
     def __init__(self, parameters: Sequence[torch.Tensor], entries: Sequence[Mapping[Any, Any] | None]) -> None:
         self._parameters = list(parameters)
         self._entries = entries
+        self._names = self._names_now()
         self._values = self._tensors = self._values_now()
         self._others: list[tuple[Any, Any]] = []
         if not are_plain(self._values):
@@ -461,11 +462,14 @@ class EntriesAsLeft:
         """Whether an entry has other values since, or one of them was written. Not seen: a tensor through ``.data``."""
         values = self._values_now()
         return (
-            len(values) != len(self._values)
+            self._names_now() != self._names  # with them, each value is known to be in its own entry
             or not all(map(is_, values, self._values))
             or versions_of(self._tensors) != self._found
             or not all(alike(fingerprint(value), then) for value, then in self._others)
         )
+
+    def _names_now(self) -> list[tuple[Any, ...]]:
+        return list(map(tuple, filter(None, self._entries)))
 
     def _values_now(self) -> list[Any]:
         return list(chain.from_iterable(map(_VALUES, filter(None, self._entries))))

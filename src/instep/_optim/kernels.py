@@ -13,6 +13,7 @@ that are plain numbers; everything else is left to ``step()``. ``tests/unit/test
 ``step()``, and fails where torch changes what it hands to them.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import chain
@@ -25,6 +26,7 @@ from torch.optim import Optimizer
 
 from instep._optim.kinds import replaced_step
 from instep._optim.shadow import Members
+from instep._optim.values import is_immutable
 from instep._torch.engine import is_captured
 from instep._torch.versions import are_plain
 
@@ -107,8 +109,23 @@ class Kernel:
 
     def __init__(self) -> None:
         self._read = itemgetter(*self.settings)
+        self._functions: list[Any] = []  # that step() goes through, as they were found last
+        self._are_torchs = False
         # By the number of a group: the settings that it had, and the kernel's options, which are dear to make.
         self._known: dict[int, tuple[tuple[Any, ...], Settings]] = {}
+
+    def is_called_by(self, optimizer: Optimizer) -> bool:
+        """Whether ``step()`` comes to the kernel by functions of torch's alone: anybody may have replaced one since.
+        To be asked in each step."""
+        if "_init_group" in vars(optimizer):
+            return False
+        cls: Any = type(optimizer)
+        module = sys.modules[cls.step.__module__]
+        name = module.__name__.rpartition(".")[2]  # "adam", which has adam() and _fused_adam()
+        functions = [cls._init_group, *map(vars(module).get, (name, f"_fused_{name}"))]
+        if functions != self._functions:
+            self._functions, self._are_torchs = functions, all(map(_is_torchs, functions))
+        return self._are_torchs
 
     def calls(
         self,
@@ -127,8 +144,8 @@ class Kernel:
         on_cpu = device.type == "cpu"
         if not on_cpu and is_captured(device):
             return None  # step() asks whether it may be recorded
-        scaler = vars(optimizer)  # GradScaler says there what the kernel is to do with its scale
-        if scaler.get("grad_scale") is not None or scaler.get("found_inf") is not None:
+        # GradScaler says there what the kernel is to do with its scale.
+        if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
             return None
         gradients: Tensors = list(map(_GRADIENT, tensors))
         if not (are_plain(chain(tensors, gradients)) and _STRIDED.issuperset(map(_LAYOUT, gradients))):
@@ -165,7 +182,8 @@ class Kernel:
         options = self._options(dict(zip(self.settings, given, strict=True)))
         if not _NUMBERS.issuperset(map(type, options.values())):
             return None
-        self._known[number] = given, options
+        if all(map(is_immutable, given)):  # a list of betas may be written in place
+            self._known[number] = given, options
         return options
 
     def _options(self, settings: dict[str, Any]) -> Settings:
@@ -217,10 +235,12 @@ class _SGD(Kernel):
     def _call(
         self, tensors: Tensors, gradients: Tensors, entries: Sequence[Any], options: Settings, group: Settings
     ) -> KernelCall | None:
+        if group.get("foreach"):  # which torch asks first, and of Adam last
+            return None
         buffers: Tensors = []
         if options["momentum"] != 0:
             columns = _columns(entries, ("momentum_buffer",))
-            if columns is None or not are_plain(columns[0]):  # None, in a state that was loaded
+            if columns is None:
                 return None
             buffers = columns[0]
         return KernelCall(torch._fused_sgd_, (tensors, gradients, buffers), [], options)
@@ -234,8 +254,10 @@ _KERNELS: dict[type[Optimizer], type[Kernel]] = {
 
 
 def _columns(entries: Sequence[Any], names: Sequence[str]) -> list[Tensors] | None:
-    """One list for each of the ``names``; ``None``: an entry lacks one of them, as before the first step."""
+    """One list for each of the ``names``; ``None``: an entry lacks one of them, as before the first step, or has no
+    plain tensor there, as in a state that was loaded."""
     try:
-        return [list(map(itemgetter(name), entries)) for name in names]
+        columns = [list(map(itemgetter(name), entries)) for name in names]
     except (KeyError, TypeError):
         return None
+    return columns if are_plain(chain.from_iterable(columns)) else None

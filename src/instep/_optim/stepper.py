@@ -207,6 +207,8 @@ class Stepper:
         if not self._kind.is_looked_at:
             self._kind = self._kind._replace(kernel=kernel_of(optimizer), is_looked_at=True)
         kernel = self._kind.kernel if own else None
+        if kernel is not None and not kernel.is_called_by(optimizer):
+            kernel = None
         self._running = _RunningStep(optimizer.state, len(optimizer.state), kernel, own, guards, stages, divides)
         return self._running
 
