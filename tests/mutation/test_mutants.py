@@ -392,7 +392,7 @@ MUTANTS = [
     Mutant(
         "kernels: leave the loss scale on",
         "Kernel.calls",
-        'if scaler.get("grad_scale") is not None or scaler.get("found_inf") is not None:',
+        'if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:',
         "if False:",
         "tests/unit/test_kernels.py",
     ),

@@ -243,11 +243,14 @@ def test_a_scale_that_the_class_has() -> None:
     class Scaled(torch.optim.Adam):
         grad_scale = torch.tensor(2.0)
 
-    optimizer = Scaled([nn.Parameter(torch.ones(2))], fused=True)
-    kernel = kernel_of(torch.optim.Adam([nn.Parameter(torch.ones(2))], fused=True))
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    entry = {"step": torch.tensor(1.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
+    plain, scaled = torch.optim.Adam([weight], fused=True), Scaled([weight], fused=True)
+    kernel = kernel_of(plain)
     assert kernel is not None
-    tensors = optimizer.param_groups[0]["params"]
-    assert kernel.calls(optimizer, tensors, [{}], [Members([0], [0])]) is None
+    assert kernel.calls(plain, [weight], [entry], [Members([0], [0])]) is not None
+    assert kernel.calls(scaled, [weight], [entry], [Members([0], [0])]) is None
 
 
 def test_momentum_in_groups_of_which_one_is_fused() -> None:
