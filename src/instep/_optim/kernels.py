@@ -9,8 +9,8 @@ kernel from the same values: the bits are the same.
 
 The kernels have no public name (``torch._fused_adamw_``; ``torch.optim`` calls them so). They are called for what is
 known of them alone, exactly torch's classes with torch's own ``step`` and what that calls, plain tensors, state that is
-there and settings that are plain numbers; everything else is left to ``step()``. ``tests/unit/test_kernels.py`` compares each with
-``step()``, and fails where torch changes what it hands to them.
+there and settings that are plain numbers; everything else is left to ``step()``. ``tests/unit/test_kernels.py``
+compares each with ``step()``, and fails where torch changes what it hands to them.
 """
 
 import sys
