@@ -237,6 +237,16 @@ def test_somebody_replaces_what_step_calls(where: str) -> None:
     assert calls > 0
 
 
+def test_what_torch_compile_wraps_is_torchs() -> None:
+    """It wraps what calls a fused kernel once anything is compiled."""
+    with nothing_replaced():
+        for name in ("adam", "_fused_adam"):
+            setattr(ADAM, name, torch.compiler.disable(getattr(ADAM, name)))
+        calls, found = both("adam", lambda loop: None)
+    assert found is None
+    assert calls > 0
+
+
 def test_a_scale_that_the_class_has() -> None:
     """GradScaler puts it on the object, and torch reads it wherever it is."""
 

@@ -46,17 +46,17 @@ def kernel_of(optimizer: Optimizer) -> "Kernel | None":
 
 
 def _is_torchs(step: Any) -> bool:
-    """Whether a function, and all that it wraps, is in a file of ``torch.optim``: anybody may replace a method of a
-    class of torch's."""
+    """Whether a function, and all that it wraps, is in a file of torch's: anybody may replace a method of a class of
+    torch's, and torch.compile itself wraps the functions that call a fused kernel."""
     while step is not None:
         code = getattr(step, "__code__", None)
-        if code is None or Path(code.co_filename).parent != _TORCH_OPTIM:
+        if code is None or _TORCH not in Path(code.co_filename).parents:
             return False
         step = getattr(step, "__wrapped__", None)
     return True
 
 
-_TORCH_OPTIM = Path(torch.optim.__file__).parent
+_TORCH = Path(torch.__file__).parent
 
 
 class KernelCall(NamedTuple):
