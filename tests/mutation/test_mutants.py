@@ -3692,7 +3692,7 @@ MUTANTS = [
     ),
     Mutant(
         "keyed: what was added since backward is stepped in the groups of then",
-        "Stepper._run",
+        "Stepper._step_shadows",
         "if not all(map(self._layout.holds, update.owned)):",
         "if False:",
         KEYED,

@@ -160,7 +160,7 @@ class Stepper:
             begins()
         # Mostly it is the kernel that is to be called, and then nothing else is made for a bucket.
         if shards is not None or not self._call_kernel(running, optimizer, parameters, owned):
-            self._run(running, Update(optimizer, parameters, owned, shards), None)
+            self._step_shadows(running, Update(optimizer, parameters, owned, shards))
 
     def look_at_settings(self, parameters: Sequence[torch.Tensor]) -> None:
         """An update of ``parameters`` is about to be handed to another thread: raise ``HyperparameterChangedError``, as
@@ -212,21 +212,22 @@ class Stepper:
         self._running = _RunningStep(optimizer.state, len(optimizer.state), kernel, own, guards, stages, divides)
         return self._running
 
-    def _run(self, running: _RunningStep, update: Update, begins: Begins | None) -> None:
-        if begins is not None:
-            begins()
+    def _run(self, running: _RunningStep, update: Update, begins: Begins) -> None:
+        begins()
+        if update.shards is not None or not self._call_kernel(running, update.optimizer, update.tensors, update.owned):
+            self._step_shadows(running, update)
+
+    def _step_shadows(self, running: _RunningStep, update: Update) -> None:
         if running.divides is None:
-            self._update(running, update)
+            self._step_shadow(running, update)
             return
         if not all(map(self._layout.holds, update.owned)):
             self._take_in(update.optimizer)
         for part in running.divides.portions_of(update.tensors):
             shards = None if update.shards is None else update.shards[part]
-            self._update(running, Update(update.optimizer, update.tensors[part], update.owned[part], shards))
+            self._step_shadow(running, Update(update.optimizer, update.tensors[part], update.owned[part], shards))
 
-    def _update(self, running: _RunningStep, update: Update) -> None:
-        if update.shards is None and self._call_kernel(running, update.optimizer, update.tensors, update.owned):
-            return
+    def _step_shadow(self, running: _RunningStep, update: Update) -> None:
         update.members = self._layout.members_of(update.owned)
         stages = (
             running.over_parameters if running.finds_own_state and update.tensors is update.owned else running.stages
