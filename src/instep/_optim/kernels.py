@@ -85,7 +85,8 @@ class KernelCall(NamedTuple):
         # A kernel has no derivative: autograd records nothing of it, in a backward with create_graph either.
         counters = self.counters
         if counters and counters[0].device.type == "cpu":
-            torch._foreach_add_(counters, _one(counters[0].dtype))
+            # A list: torch goes through one a quarter as long as through the counters with a single number or tensor.
+            torch._foreach_add_(counters, [_one(counters[0].dtype)] * len(counters))
         elif counters:
             torch._foreach_add_(counters, 1)
         self.function(*self.lists, **self.options)
