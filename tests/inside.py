@@ -16,6 +16,12 @@ def source_of(overlap: instep.Attachment) -> Any:
     return source
 
 
+def trial_of(overlap: instep.Attachment) -> Any:
+    """What decides whether steps are put off, or updates run beside backward."""
+    schedule = schedule_of(overlap)
+    return schedule._beside._deferring if hasattr(schedule, "_beside") else schedule._deferring
+
+
 def before_forward(overlap: instep.Attachment) -> None:
     """What instep does before the model's forward, and nothing of what others do there."""
     model = overlap._parts.refs.model()

@@ -845,6 +845,28 @@ MUTANTS = [
         "if False:",
         "tests/distributed/test_left_to_torch.py",
     ),
+    Mutant(
+        "try to gain more than there is",
+        "DeferralTrial._look",
+        "(share := median(self._shares)) < LEAST_GAIN",
+        "(share := median(self._shares)) < 0.0",
+        DEFERRING,
+    ),
+    Mutant(
+        "take the first iterations for those that follow",
+        "DeferralTrial.step_begins",
+        "WARM_UP - LOOKS < self._steps <= WARM_UP",
+        "self._steps <= WARM_UP",
+        DEFERRING,
+    ),
+    Mutant("updates in hooks take no time", "_spent", "times.exposed + times.outside", "times.exposed", DEFERRING),
+    Mutant(
+        "the host's clock shows an accelerator's updates",
+        "_spent",
+        'parameter.device.type != "cpu"',
+        "False",
+        DEFERRING,
+    ),
     Mutant("decide alone", "DeferralTrial.backward_begins", "found and self._others is not None", "False", DEFERRING),
     Mutant("ask for ever", "DeferralTrial._ask", "self._waited == max(ASKED)", "False", DEFERRING),
     Mutant(

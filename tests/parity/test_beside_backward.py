@@ -26,6 +26,7 @@ from instep.verification import first_difference, training_state
 from tests import net
 from tests.cases import Blocks, batch
 from tests.devices import on_cpu_only
+from tests.inside import trial_of
 from tests.late import late_updates
 from tests.parity.interrupts import LineInterrupter
 
@@ -712,6 +713,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
 
     monkeypatch.setattr(UpdatesBeside, "backward_begins", timed)
     monkeypatch.setattr("instep._wiring.advice.DeferralTrial", partial(DeferralTrial, clock=lambda: now[0]))
+    monkeypatch.setattr("instep._wiring.advice._spent", lambda *_: None)  # by another clock
 
     def set_seconds(in_hook: float, beside: float) -> None:
         seconds[:] = in_hook, beside
@@ -747,7 +749,7 @@ def test_where_it_is_not_even_tried(maker: str, handed: list[int], monkeypatch: 
         monkeypatch.setattr("instep._wiring.advice._is_compiled", lambda model: True)
     loop.train(4)
     assert not handed
-    assert loop.overlap._parts.schedule._beside._deferring.never
+    assert trial_of(loop.overlap).never
 
 
 def test_what_takes_turns_with_backward_stays_in_its_hooks(handed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

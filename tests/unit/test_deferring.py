@@ -2,6 +2,9 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +12,11 @@ from torch import nn
 
 import instep
 from instep._step.deferral import ASKED, PAIRS, WARM_UP, Always, DeferralTrial, Never, Others
+from instep._step.state import StepTimes
+from instep._wiring.advice import _spent
 from instep.errors import TornStepError
 from tests.cases import Blocks, batch
-from tests.inside import schedule_of
+from tests.inside import schedule_of, trial_of
 
 OF_ONE_RANK = WARM_UP + 2 * PAIRS + 2
 
@@ -25,6 +30,7 @@ class Loop:
 
     Args:
         seconds: of iteration ``i`` and of whether its step was put off.
+        spent: of an iteration, on updates.
     """
 
     def __init__(
@@ -32,11 +38,12 @@ class Loop:
         seconds: Callable[[int, bool], float],
         prevented: Callable[[], str | None] = _free,
         others: Others | None = None,
+        spent: Callable[[], float | None] | None = None,
     ) -> None:
         self.now = 0.0
         self.put_off: list[bool] = []
         self._seconds = seconds
-        self.trial = DeferralTrial(prevented, others, lambda: self.now)
+        self.trial = DeferralTrial(prevented, others, lambda: self.now, spent=spent)
 
     def run(self, steps: int = OF_ONE_RANK) -> "Loop":
         for _ in range(steps):
@@ -96,6 +103,58 @@ def test_what_prevents_a_gain_is_said_at_once() -> None:
     assert trial.decided
     assert trial.never
     assert trial.why == "there is one CPU core"
+
+
+def test_updates_that_take_less_than_is_to_be_gained_are_not_tried() -> None:
+    loop = Loop(faster_by(0.5), spent=lambda: 0.049)
+    loop.run(WARM_UP)
+    assert not loop.trial.decided
+    loop.run(1)
+    assert loop.trial.never
+    assert loop.trial.why == "updates take 4.9% of an iteration, and a step is put off where that saves 5%"
+    assert not any(loop.run().put_off)
+
+
+def test_one_iteration_that_took_long_does_not_hide_what_is_to_be_gained() -> None:
+    """Nor do the first ones, which make state, or are slow for another reason."""
+    slow = {1, 2, 3, 7}
+    trial = Loop(lambda i, put_off: 100.0 if i in slow else 0.9 if put_off else 1.0, spent=lambda: 0.1).run().trial
+    assert trial.puts_off
+
+
+def test_where_the_clock_does_not_show_updates_they_are_tried() -> None:
+    assert Loop(faster_by(0.5), spent=lambda: None).run().trial.puts_off
+
+
+@pytest.mark.parametrize("schedule", ["forward", "backward"])
+@pytest.mark.parametrize(("seconds", "is_tried"), [(1e-9, True), (1e6, False)])
+def test_a_loop_whose_updates_take_little_is_spared_the_trial(
+    schedule: str, seconds: float, is_tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An iteration takes ``seconds``, and updates as long as they do."""
+    now = [0.0]
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setattr("instep._wiring.advice.DeferralTrial", partial(DeferralTrial, clock=lambda: now[0]))
+    model = Blocks()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with instep.attach(model, optimizer, schedule=schedule) as overlap:
+        for _ in range(WARM_UP + 1):
+            now[0] += seconds
+            iterate(model, optimizer)
+        trial = trial_of(overlap)
+        assert trial.never is not is_tried
+        assert trial.why == "not decided yet" if is_tried else trial.why.startswith("updates take 0.0% of an iteration")
+
+
+@pytest.mark.parametrize(("device", "seconds"), [("cpu", 0.5), ("meta", None)])
+def test_what_is_spent_on_updates(device: str, seconds: float | None) -> None:
+    """In ``step()``, of waiting, and in hooks of backward; the host's clock shows no accelerator's work."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, device=device))])
+    refs: Any = SimpleNamespace(optimizers=lambda: [optimizer])
+    times = StepTimes()
+    assert _spent(refs, times) is None  # no step yet
+    times.exposed, times.outside = 0.25, 0.25
+    assert _spent(refs, times) == seconds
 
 
 def test_a_loop_that_cannot_be_followed_any_more() -> None:

@@ -119,6 +119,8 @@ LEAST_GAIN = 0.05
 """Of an iteration, in the median."""
 LEAST_WINS = 13
 """Of the pairs. By chance alone so many are won in one trial of a hundred."""
+LOOKS = 4
+"""The last steps before the trial, which show how much of an iteration updates take: more cannot be gained."""
 ASKED = frozenset(1 << n for n in range(11))
 """A rank that gains looks at these of its backwards, counted from when it knows, for what the others have found. If
 they have not all said so by the last, no step is put off."""
@@ -247,6 +249,8 @@ class DeferralTrial:
         others: the other ranks; ``None``: there are none.
         clock: in seconds.
         wording: of the two ways that it compares.
+        spent: seconds that the loop has spent on the last step's updates, and in ``optimizer.step()``; ``None``: the
+            clock does not show it.
     """
 
     gives_up = True
@@ -259,12 +263,14 @@ class DeferralTrial:
         others: Others | None = None,
         clock: Callable[[], float] = perf_counter,
         wording: Wording = PUT_OFF,
+        spent: Callable[[], float | None] | None = None,
     ) -> None:
         self.puts_off = False
         self.why = "not decided yet"
         self.decided = False
         self._prevented = prevented
         self._others = others
+        self._spent = spent
         self._clock = clock
         self._wording = wording
         self._reason: str | None = None
@@ -273,6 +279,7 @@ class DeferralTrial:
         self._steps = 0
         self._began: float | None = None
         self._seconds: list[float] = []
+        self._shares: list[float] = []  # of an iteration, that updates have taken before the trial
 
     @property
     def never(self) -> bool:
@@ -311,10 +318,22 @@ class DeferralTrial:
         now = self._clock()
         if self._began is not None and WARM_UP < self._steps <= WARM_UP + 2 * PAIRS:
             self._seconds.append(now - self._began)
+        elif self._began is not None and WARM_UP - LOOKS < self._steps <= WARM_UP:
+            self._look(now - self._began)
         self._began = now
         number = self._steps - WARM_UP
         self.puts_off = 0 <= number < 2 * PAIRS and number % 4 in (1, 2)
         self._steps += 1
+
+    def _look(self, seconds: float) -> None:
+        """An iteration before the trial took so many."""
+        if self._spent is not None and (spent := self._spent()) is not None:
+            self._shares.append(spent / seconds)
+        if len(self._shares) == LOOKS and (share := median(self._shares)) < LEAST_GAIN:
+            self.cannot(
+                f"updates take {100 * share:.1f}% of an iteration, and a step is {self._wording.later} where that "
+                f"saves {100 * LEAST_GAIN:.0f}%"
+            )
 
     def cannot(self, reason: str) -> None:
         if self.decided and not self.puts_off:

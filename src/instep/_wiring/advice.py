@@ -17,6 +17,7 @@ from instep._optim.probe import not_asked
 from instep._optim.values import held_in
 from instep._step.deferral import BESIDE_BACKWARD, Always, DeferralTrial, Deferring, Gains, Never, Others
 from instep._step.schedule import Schedule
+from instep._step.state import StepTimes
 from instep._wiring.ranks import in_join
 from instep._wiring.weak_refs import WeakRefs
 from instep.errors import StaleAttachmentError
@@ -28,14 +29,16 @@ from instep.sources.replicate.source import Replicated
 # them from gaining by that.
 
 
-def deferring_of(options: Options, refs: WeakRefs, others: Others | None) -> Deferring:
+def deferring_of(options: Options, refs: WeakRefs, others: Others | None, times: StepTimes) -> Deferring:
     """Decides of each step.
 
     Args:
         others: the other ranks; ``None``: there are none.
+        times: of the steps that it decides of.
     """
+    spent = partial(_spent, refs, times)
     if options.schedule == "backward":
-        return _beside_backward(options, refs)
+        return _beside_backward(options, refs, spent)
     own = [optimizer for optimizer in refs.optimizers() if steps_inside_step(optimizer, options)]
     if own and len(own) == len(refs.optimizers()):
         return Never(f"{type(own[0]).__name__}.step() is of a class of your own: it runs where the loop calls it")
@@ -43,16 +46,25 @@ def deferring_of(options: Options, refs: WeakRefs, others: Others | None) -> Def
         return Always(alone=options.defer is True and not options.puts_off_unasked)
     if options.defer is False:
         return Never()
-    return DeferralTrial(partial(_prevented, refs), others)
+    return DeferralTrial(partial(_prevented, refs), others, spent=spent)
 
 
-def _beside_backward(options: Options, refs: WeakRefs) -> Deferring:
+def _beside_backward(options: Options, refs: WeakRefs, spent: Callable[[], float | None]) -> Deferring:
     """Of each step of ``schedule="backward"``: no rank need know what the others have found."""
     if options.defer is False:
         return Never()
     if options.defer is True:
         return Always()
-    return DeferralTrial(partial(_prevented_beside_backward, refs), wording=BESIDE_BACKWARD)
+    return DeferralTrial(partial(_prevented_beside_backward, refs), wording=BESIDE_BACKWARD, spent=spent)
+
+
+def _spent(refs: WeakRefs, times: StepTimes) -> float | None:
+    """Seconds that the loop has spent on the updates of the last step, and in ``optimizer.step()``; ``None``: some of
+    it was an accelerator's work, which the host's clock does not show."""
+    parameters = (p for optimizer in refs.optimizers() for group in optimizer.param_groups for p in group["params"])
+    if times.exposed is None or any(parameter.device.type != "cpu" for parameter in parameters):
+        return None
+    return times.exposed + times.outside
 
 
 def steps_inside_step(optimizer: Optimizer, options: Options) -> bool:

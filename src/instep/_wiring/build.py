@@ -356,8 +356,8 @@ def build(target: Target, options: Options) -> Parts:
     check = Check(options.check_steps) if options.check_steps and not options.disabled else None
     ranks = ranks_of(target, options)
     votes.ranks, votes.voting = ranks, ranks if options.votes else None
-    deferring = partial(deferring_of, options, refs, ranks)
     step = RunningStep(StepMembers(refs.steppers), votes, accumulation, clipping, check)
+    deferring = partial(deferring_of, options, refs, ranks, step.times)
     chosen = choose(options, step, separability, deferring)
     schedule = chosen.schedule
     zero = _zero(target.ddps[0], votes) if options.communication.shard_state and not options.disabled else None
