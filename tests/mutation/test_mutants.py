@@ -861,7 +861,7 @@ MUTANTS = [
     ),
     Mutant("updates in hooks take no time", "_spent", "times.exposed + times.outside", "times.exposed", DEFERRING),
     Mutant(
-        "the host's clock shows an accelerator's updates",
+        "the host's clock shows an accelerator",
         "_spent",
         'parameter.device.type != "cpu"',
         "False",

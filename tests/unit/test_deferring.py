@@ -129,7 +129,7 @@ def test_where_the_clock_does_not_show_updates_they_are_tried() -> None:
 @pytest.mark.parametrize("schedule", ["forward", "backward"])
 @pytest.mark.parametrize(("seconds", "is_tried"), [(1e-9, True), (1e6, False)])
 def test_a_loop_whose_updates_take_little_is_spared_the_trial(
-    schedule: str, seconds: float, is_tried: bool, monkeypatch: pytest.MonkeyPatch
+    schedule: Any, seconds: float, is_tried: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An iteration takes ``seconds``, and updates as long as they do."""
     now = [0.0]
