@@ -704,11 +704,18 @@ class CheckedReaders:
     def watch(self, model: nn.Module, owners: Sequence[ModuleParameters], handles: Handles) -> None:
         for owner, mine in owners:
             if owner is not model:
-                hook = BoundHook(functools.partial(self._before_read, mine))
+                ask = self._before_read if mine[0].spec.device.type != "cpu" else self._before_read_on_cpu
+                hook = BoundHook(functools.partial(ask, mine))
                 handles.append(owner.register_forward_pre_hook(hook))
 
     def watch_fsdp1(self, wrapper: nn.Module, mine: Sequence[AttachedParameter], handles: Handles) -> None:
         """The model's own forward has been asked."""
+
+    def _before_read_on_cpu(self, mine: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
+        # A model may have hundreds of such modules. Where there are no streams to note, nothing is left to do in the
+        # model's own forward.
+        if not (torch.compiler.is_compiling() or self._backwards.in_forward):
+            self._before_read(mine, module, args)
 
     def _before_read(self, mine: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
         schedule = self._schedule
