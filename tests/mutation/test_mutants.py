@@ -847,26 +847,22 @@ MUTANTS = [
     ),
     Mutant(
         "try to gain more than there is",
-        "DeferralTrial._look",
-        "(share := median(self._shares)) < LEAST_GAIN",
-        "(share := median(self._shares)) < 0.0",
+        "DeferralTrial.step_begins",
+        "share is not None and share < LEAST_GAIN",
+        "share is not None and share < 0.0",
         DEFERRING,
     ),
     Mutant(
         "take the first iterations for those that follow",
         "DeferralTrial.step_begins",
-        "WARM_UP - LOOKS < self._steps <= WARM_UP",
-        "self._steps <= WARM_UP",
+        "share_of_updates(WARM_UP - LOOKS, WARM_UP)",
+        "share_of_updates(0, WARM_UP)",
         DEFERRING,
     ),
-    Mutant("updates in hooks take no time", "_spent", "times.exposed + times.outside", "times.exposed", DEFERRING),
     Mutant(
-        "the host's clock shows an accelerator",
-        "_spent",
-        'parameter.device.type != "cpu"',
-        "False",
-        DEFERRING,
+        "updates in hooks take no time", "StepTimes.spent", "self.exposed + self.outside", "self.exposed", DEFERRING
     ),
+    Mutant("the host's clock shows an accelerator", "_is_all_on_cpu", 'p.device.type == "cpu"', "True", DEFERRING),
     Mutant("decide alone", "DeferralTrial.backward_begins", "found and self._others is not None", "False", DEFERRING),
     Mutant("ask for ever", "DeferralTrial._ask", "self._waited == max(ASKED)", "False", DEFERRING),
     Mutant(

@@ -713,7 +713,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
 
     monkeypatch.setattr(UpdatesBeside, "backward_begins", timed)
     monkeypatch.setattr("instep._wiring.advice.DeferralTrial", partial(DeferralTrial, clock=lambda: now[0]))
-    monkeypatch.setattr("instep._wiring.advice._spent", lambda *_: None)  # by another clock
+    monkeypatch.setattr("instep._step.state.StepTimes.spent", None)  # it is by another clock
 
     def set_seconds(in_hook: float, beside: float) -> None:
         seconds[:] = in_hook, beside

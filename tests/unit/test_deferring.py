@@ -13,8 +13,9 @@ from torch import nn
 import instep
 from instep._step.deferral import ASKED, PAIRS, WARM_UP, Always, DeferralTrial, Never, Others
 from instep._step.state import StepTimes
-from instep._wiring.advice import _spent
+from instep._wiring.advice import deferring_of
 from instep.errors import TornStepError
+from instep.options import Options
 from tests.cases import Blocks, batch
 from tests.inside import schedule_of, trial_of
 
@@ -38,12 +39,14 @@ class Loop:
         seconds: Callable[[int, bool], float],
         prevented: Callable[[], str | None] = _free,
         others: Others | None = None,
-        spent: Callable[[], float | None] | None = None,
+        spent: float | None = None,
     ) -> None:
         self.now = 0.0
         self.put_off: list[bool] = []
         self._seconds = seconds
-        self.trial = DeferralTrial(prevented, others, lambda: self.now, spent=spent)
+        times = StepTimes()
+        times.exposed = spent
+        self.trial = DeferralTrial(prevented, others, lambda: self.now, times=times)
 
     def run(self, steps: int = OF_ONE_RANK) -> "Loop":
         for _ in range(steps):
@@ -106,7 +109,7 @@ def test_what_prevents_a_gain_is_said_at_once() -> None:
 
 
 def test_updates_that_take_less_than_is_to_be_gained_are_not_tried() -> None:
-    loop = Loop(faster_by(0.5), spent=lambda: 0.049)
+    loop = Loop(faster_by(0.5), spent=0.049)
     loop.run(WARM_UP)
     assert not loop.trial.decided
     loop.run(1)
@@ -117,13 +120,9 @@ def test_updates_that_take_less_than_is_to_be_gained_are_not_tried() -> None:
 
 def test_one_iteration_that_took_long_does_not_hide_what_is_to_be_gained() -> None:
     """Nor do the first ones, which make state, or are slow for another reason."""
-    slow = {1, 2, 3, 7}
-    trial = Loop(lambda i, put_off: 100.0 if i in slow else 0.9 if put_off else 1.0, spent=lambda: 0.1).run().trial
+    slow = {1, 2, 3, 4, 7}
+    trial = Loop(lambda i, put_off: 100.0 if i in slow else 0.9 if put_off else 1.0, spent=0.1).run().trial
     assert trial.puts_off
-
-
-def test_where_the_clock_does_not_show_updates_they_are_tried() -> None:
-    assert Loop(faster_by(0.5), spent=lambda: None).run().trial.puts_off
 
 
 @pytest.mark.parametrize("schedule", ["forward", "backward"])
@@ -146,15 +145,25 @@ def test_a_loop_whose_updates_take_little_is_spared_the_trial(
         assert trial.why == "not decided yet" if is_tried else trial.why.startswith("updates take 0.0% of an iteration")
 
 
-@pytest.mark.parametrize(("device", "seconds"), [("cpu", 0.5), ("meta", None)])
-def test_what_is_spent_on_updates(device: str, seconds: float | None) -> None:
-    """In ``step()``, of waiting, and in hooks of backward; the host's clock shows no accelerator's work."""
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, device=device))])
-    refs: Any = SimpleNamespace(optimizers=lambda: [optimizer])
+def test_what_is_spent_on_updates() -> None:
+    """In ``step()``, of waiting, and in hooks of backward."""
     times = StepTimes()
-    assert _spent(refs, times) is None  # no step yet
-    times.exposed, times.outside = 0.25, 0.25
-    assert _spent(refs, times) == seconds
+    assert times.spent is None  # no step yet
+    times.exposed, times.outside = 0.25, 0.125
+    assert times.spent == 0.375
+
+
+@pytest.mark.parametrize("schedule", ["forward", "backward"])
+@pytest.mark.parametrize(("device", "is_tried"), [("cpu", False), ("meta", True)])
+def test_the_hosts_clock_does_not_show_what_an_accelerator_does(schedule: Any, device: str, is_tried: bool) -> None:
+    parameters = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, device=device))]
+    refs: Any = SimpleNamespace(optimizers=lambda: [torch.optim.SGD(parameters)])
+    times = StepTimes()
+    times.exposed = 0.0
+    trial = deferring_of(Options(schedule=schedule), refs, None, times)
+    for _ in range(WARM_UP + 1):
+        trial.step_begins()
+    assert trial.never is not is_tried
 
 
 def test_a_loop_that_cannot_be_followed_any_more() -> None:

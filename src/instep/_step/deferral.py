@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from instep._optim.kinds import ONLY_DEFER
+from instep._step.state import StepTimes
 from instep._torch.versions import are_plain
 from instep._torch.watch import Watch
 
@@ -241,6 +242,42 @@ class Never:
     def must_not(self, reason: str) -> None: ...
 
 
+class Iterations:
+    """How long the iterations of a loop take, and what part of each is updates.
+
+    Args:
+        clock: in seconds.
+        times: of the steps; ``None``: the host's clock does not show how long updates take.
+
+    Attributes:
+        begun: so many have begun.
+        seconds: of each that has ended.
+    """
+
+    def __init__(self, clock: Callable[[], float], times: StepTimes | None) -> None:
+        self.begun = 0
+        self.seconds: list[float] = []
+        self._shares: list[float] = []
+        self._clock = clock
+        self._times = times
+        self._began = 0.0
+
+    def begins(self) -> None:
+        """One begins, and the one before it ends."""
+        now = self._clock()
+        if self.begun:
+            self.seconds.append(now - self._began)
+            if self._times is not None and (spent := self._times.spent) is not None:
+                self._shares.append(spent / self.seconds[-1])
+        self._began = now
+        self.begun += 1
+
+    def share_of_updates(self, first: int, last: int) -> float | None:
+        """In the median of the iterations from ``first`` to the one before ``last``; ``None``: not known of all."""
+        found = self._shares[max(first, 0) : last]
+        return median(found) if len(found) == last - first else None
+
+
 class DeferralTrial:
     """``defer="auto"``.
 
@@ -249,8 +286,7 @@ class DeferralTrial:
         others: the other ranks; ``None``: there are none.
         clock: in seconds.
         wording: of the two ways that it compares.
-        spent: seconds that the loop has spent on the last step's updates, and in ``optimizer.step()``; ``None``: the
-            clock does not show it.
+        times: of the steps; ``None``: the host's clock does not show how long updates take.
     """
 
     gives_up = True
@@ -263,23 +299,18 @@ class DeferralTrial:
         others: Others | None = None,
         clock: Callable[[], float] = perf_counter,
         wording: Wording = PUT_OFF,
-        spent: Callable[[], float | None] | None = None,
+        times: StepTimes | None = None,
     ) -> None:
         self.puts_off = False
         self.why = "not decided yet"
         self.decided = False
         self._prevented = prevented
         self._others = others
-        self._spent = spent
-        self._clock = clock
         self._wording = wording
         self._reason: str | None = None
         self._has_begun = False
         self._waited = 0  # backwards since this rank knows that it gains
-        self._steps = 0
-        self._began: float | None = None
-        self._seconds: list[float] = []
-        self._shares: list[float] = []  # of an iteration, that updates have taken before the trial
+        self._iterations = Iterations(clock, times)
 
     @property
     def never(self) -> bool:
@@ -315,25 +346,16 @@ class DeferralTrial:
     def step_begins(self) -> None:
         if self.decided:
             return
-        now = self._clock()
-        if self._began is not None and WARM_UP < self._steps <= WARM_UP + 2 * PAIRS:
-            self._seconds.append(now - self._began)
-        elif self._began is not None and WARM_UP - LOOKS < self._steps <= WARM_UP:
-            self._look(now - self._began)
-        self._began = now
-        number = self._steps - WARM_UP
-        self.puts_off = 0 <= number < 2 * PAIRS and number % 4 in (1, 2)
-        self._steps += 1
-
-    def _look(self, seconds: float) -> None:
-        """An iteration before the trial took so many."""
-        if self._spent is not None and (spent := self._spent()) is not None:
-            self._shares.append(spent / seconds)
-        if len(self._shares) == LOOKS and (share := median(self._shares)) < LEAST_GAIN:
+        self._iterations.begins()
+        number = self._iterations.begun - 1 - WARM_UP
+        share = self._iterations.share_of_updates(WARM_UP - LOOKS, WARM_UP) if number == 0 else None
+        if share is not None and share < LEAST_GAIN:
             self.cannot(
                 f"updates take {100 * share:.1f}% of an iteration, and a step is {self._wording.later} where that "
                 f"saves {100 * LEAST_GAIN:.0f}%"
             )
+            return
+        self.puts_off = 0 <= number < 2 * PAIRS and number % 4 in (1, 2)
 
     def cannot(self, reason: str) -> None:
         if self.decided and not self.puts_off:
@@ -347,7 +369,7 @@ class DeferralTrial:
     @property
     def _found(self) -> bool | None:
         """Whether this rank gains; ``None``: not known yet."""
-        if len(self._seconds) < 2 * PAIRS:
+        if len(self._iterations.seconds) < WARM_UP + 2 * PAIRS:
             return None
         gains = self._gains()
         return median(gains) >= LEAST_GAIN and sum(gain > 0 for gain in gains) >= LEAST_WINS
@@ -355,7 +377,8 @@ class DeferralTrial:
     def _gains(self) -> list[float]:
         """Of each pair: the part of the iteration that is saved by putting the step off."""
         found: list[float] = []
-        for first, second in zip(self._seconds[::2], self._seconds[1::2], strict=True):
+        seconds = self._iterations.seconds[WARM_UP : WARM_UP + 2 * PAIRS]
+        for first, second in zip(seconds[::2], seconds[1::2], strict=True):
             at_once, put_off = (first, second) if len(found) % 2 == 0 else (second, first)
             found.append((at_once - put_off) / at_once)
         return found

@@ -629,6 +629,11 @@ class StepTimes:
         self._waited = 0.0
         self._ran: list[float] = []  # by any thread
 
+    @property
+    def spent(self) -> float | None:
+        """Seconds that the loop has spent on the last step's updates, and in ``optimizer.step()``."""
+        return None if self.exposed is None else self.exposed + self.outside
+
     def step_begins(self) -> None:
         self._began = perf_counter()
 

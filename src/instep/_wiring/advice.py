@@ -36,9 +36,10 @@ def deferring_of(options: Options, refs: WeakRefs, others: Others | None, times:
         others: the other ranks; ``None``: there are none.
         times: of the steps that it decides of.
     """
-    spent = partial(_spent, refs, times)
+    # An accelerator's updates are not over when the host's clock has seen them begin.
+    seen = times if all(map(_is_all_on_cpu, refs.optimizers())) else None
     if options.schedule == "backward":
-        return _beside_backward(options, refs, spent)
+        return _beside_backward(options, refs, seen)
     own = [optimizer for optimizer in refs.optimizers() if steps_inside_step(optimizer, options)]
     if own and len(own) == len(refs.optimizers()):
         return Never(f"{type(own[0]).__name__}.step() is of a class of your own: it runs where the loop calls it")
@@ -46,25 +47,16 @@ def deferring_of(options: Options, refs: WeakRefs, others: Others | None, times:
         return Always(alone=options.defer is True and not options.puts_off_unasked)
     if options.defer is False:
         return Never()
-    return DeferralTrial(partial(_prevented, refs), others, spent=spent)
+    return DeferralTrial(partial(_prevented, refs), others, times=seen)
 
 
-def _beside_backward(options: Options, refs: WeakRefs, spent: Callable[[], float | None]) -> Deferring:
+def _beside_backward(options: Options, refs: WeakRefs, seen: StepTimes | None) -> Deferring:
     """Of each step of ``schedule="backward"``: no rank need know what the others have found."""
     if options.defer is False:
         return Never()
     if options.defer is True:
         return Always()
-    return DeferralTrial(partial(_prevented_beside_backward, refs), wording=BESIDE_BACKWARD, spent=spent)
-
-
-def _spent(refs: WeakRefs, times: StepTimes) -> float | None:
-    """Seconds that the loop has spent on the updates of the last step, and in ``optimizer.step()``; ``None``: some of
-    it was an accelerator's work, which the host's clock does not show."""
-    parameters = (p for optimizer in refs.optimizers() for group in optimizer.param_groups for p in group["params"])
-    if times.exposed is None or any(parameter.device.type != "cpu" for parameter in parameters):
-        return None
-    return times.exposed + times.outside
+    return DeferralTrial(partial(_prevented_beside_backward, refs), wording=BESIDE_BACKWARD, times=seen)
 
 
 def steps_inside_step(optimizer: Optimizer, options: Options) -> bool:
@@ -153,6 +145,10 @@ def _is_compiled(model: nn.Module) -> bool:
 
 def _is_on_cpu(optimizer: Optimizer) -> bool:
     return any(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
+
+
+def _is_all_on_cpu(optimizer: Optimizer) -> bool:
+    return all(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
 
 
 # What the running loop could gain, in words.
