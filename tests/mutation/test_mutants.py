@@ -3664,7 +3664,7 @@ MUTANTS = [
         "reversed(bucket.tensors)",
         "bucket.tensors",
         "tests/parity/test_interrupted_step.py",
-        picks="test_some_points and forward",
+        picks="test_each_line",
     ),
     Mutant(
         "weights that began differently are compared",

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import instep
+from instep._step.deferred_buckets import DeferredBuckets
 from instep.errors import InstepError
-from tests.parity.interrupts import Interrupter
+from tests.parity.interrupts import Interrupter, LineInterrupter
 
 Made = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -184,11 +185,12 @@ THEN: tuple[Then, ...] = (
 )  # fmt: skip
 
 
-def interrupted(way: str, optimizer: str, where: int | None, then: Then, late: bool) -> tuple[int, list[Any] | None]:
-    """How many points ``step()`` has, and what was seen; ``None``: an error said what is wrong."""
+def interrupted(
+    way: str, optimizer: str, interrupter: Interrupter | LineInterrupter, then: Then, late: bool
+) -> list[Any] | None:
+    """What was seen; ``None``: an error said what is wrong."""
     loop = Loop(way, optimizer, plain=False)
     assert loop.overlap is not None
-    interrupter = Interrupter(where)
     try:
         list(loop.run(0, BEFORE))
         loop.overlap.synchronize()
@@ -200,11 +202,11 @@ def interrupted(way: str, optimizer: str, where: int | None, then: Then, late: b
         except KeyboardInterrupt:
             seen = None if late else then(loop)
         seen = then(loop) if seen is None else seen
-        return interrupter.points, [seen, *loop.run(BEFORE + 1, BEFORE + 1 + AFTER)]
+        return [seen, *loop.run(BEFORE + 1, BEFORE + 1 + AFTER)]
     except InstepError:
-        if where is None and way != "backward":  # whose gradients are spent
+        if interrupter.place is None and way != "backward":  # whose gradients are spent
             raise
-        return interrupter.points, None
+        return None
     finally:
         loop.overlap.detach()
 
@@ -238,18 +240,34 @@ def check(monkeypatch: pytest.MonkeyPatch, way: str, optimizer: str, then: Then,
     if way.startswith("disabled"):
         monkeypatch.setenv("INSTEP_DISABLE", "1")
     allowed = expected(way, optimizer, then)
-    points, found = interrupted(way, optimizer, None, then, late=True)
+    passed = Interrupter()
+    found = interrupted(way, optimizer, passed, then, late=True)
     assert found is None or same(found, allowed[-1])
     wrong, told = [], []
-    for where in range(THEN.index(then) % every, points, every):
+    for where in range(THEN.index(then) % every, passed.points, every):
         for late in (False, True):
-            _, found = interrupted(way, optimizer, where, then, late)
+            found = interrupted(way, optimizer, Interrupter(where), then, late)
             if found is None:
                 told.append((where, late))
             elif not any(same(found, one) for one in allowed):
                 wrong.append((where, late))
-    assert not wrong, f"of {points} points {len(wrong)} ended as neither: {wrong[:8]}"
-    assert way == "backward" or not told, f"of {points} points at {len(told)} the step was lost: {told[:8]}"
+    assert not wrong, f"of {passed.points} points {len(wrong)} ended as neither: {wrong[:8]}"
+    assert way == "backward" or not told, f"of {passed.points} points at {len(told)} the step was lost: {told[:8]}"
+
+
+@pytest.mark.parametrize("function", [DeferredBuckets._let_go, DeferredBuckets._end])
+def test_each_line_of_letting_go_of_a_bucket(function: Callable[..., Any]) -> None:
+    """Within ``step()``, which is to compare what it has put off."""
+    for then in (replace, clear, look):
+        passed = LineInterrupter(function=function)
+        interrupted("forward, checked", "AdamW", passed, then, late=True)
+        assert passed.lines
+        for where in range(passed.lines):
+            interrupter = LineInterrupter(where, function)
+            found = interrupted("forward, checked", "AdamW", interrupter, then, late=False)
+            allowed = expected("forward, checked", "AdamW", then)
+            assert found is not None, interrupter.place
+            assert any(same(found, one) for one in allowed), interrupter.place
 
 
 @pytest.mark.parametrize("then", THEN)
