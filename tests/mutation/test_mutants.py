@@ -460,10 +460,17 @@ MUTANTS = [
         "tests/unit/test_kernels.py",
     ),
     Mutant(
-        "do not look in which entry, and under which name, values of state are",
+        "do not look under which name values of state are",
         "EntriesAsLeft.written",
-        "            self._names_now() != self._names",
-        "            len(values) != len(self._values)",
+        "            or list(chain.from_iterable(there)) != self.names\n",
+        "",
+        STATE,
+    ),
+    Mutant(
+        "do not look in which entry values of state are",
+        "EntriesAsLeft.written",
+        "list(map(len, there)) != self.sizes",
+        "len(_values_of(there)) != len(self.values)",
         STATE,
     ),
     Mutant(
@@ -3011,7 +3018,7 @@ MUTANTS = [
     Mutant(
         "do not look for values of state that were replaced",
         "EntriesAsLeft.written",
-        "            or not all(map(is_, values, self._values))\n",
+        "            or not all(map(is_, _values_of(there), self.values))\n",
         "",
         STATE,
     ),

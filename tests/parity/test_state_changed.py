@@ -152,6 +152,29 @@ def test_state_moved_or_renamed_between_backward_and_step(cls: Any, way: str, fu
     overlap.detach()
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("way", ["backward", "undo"])
+def test_state_given_to_an_empty_entry_between_backward_and_step(way: str, fused: bool) -> None:
+    """Under its own name: of all entries together, one after the other, nothing is changed."""
+    torch.manual_seed(0)
+    model = Blocks(depth=1)
+    first, *others = model.parameters()
+    groups = [{"params": [first], "momentum": 0.9}, {"params": others, "momentum": 0.0}]
+    optimizer = torch.optim.SGD(groups, lr=1e-2, fused=fused)
+    entries = [optimizer.state[p] for p in (first, *others)]
+    overlap = instep.attach(model, optimizer, schedule="backward", bucket_bytes=1, undo=way == "undo")
+    for i in range(3):
+        loss_of(model(batch(i)[0]), batch(i)[1]).backward()
+        if i == 2:
+            entries[1]["momentum_buffer"] = entries[0].pop("momentum_buffer")
+            with pytest.raises(HyperparameterChangedError, match=r"state of SGD was written"):
+                optimizer.step()
+            break
+        optimizer.step()
+        optimizer.zero_grad()
+    overlap.detach()
+
+
 @pytest.mark.parametrize("when", ["before step", "while due"])
 @pytest.mark.parametrize("change", [*OF_THE_MAPPING, *OF_AN_ENTRY])
 @in_forward

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from operator import attrgetter, is_, methodcaller
+from operator import is_, methodcaller
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -399,7 +399,7 @@ class StateGuard(Stage):
 
     def note(self, parameters: Sequence[torch.Tensor], entries: Sequence[Any]) -> None:
         """An update has left ``entries`` of ``parameters`` as they are now."""
-        self._left.append(EntriesAsLeft(parameters, entries))  # all at once: Ctrl-C may come anywhere
+        self._left.append(EntriesAsLeft.now(parameters, entries))  # all at once: Ctrl-C may come anywhere
 
     def require_unchanged(self, optimizer: Optimizer) -> None:
         # Of all buckets together: each question is one pass.
@@ -418,63 +418,84 @@ class StateGuard(Stage):
         self._left = []
 
 
-class EntriesAsLeft:
+class EntriesAsLeft(NamedTuple):
     """The entries of some parameters in an optimizer's state, to find out later whether somebody has written them. They
-    are large: no copies."""
+    are large: no copies.
 
-    __slots__ = ("_entries", "_found", "_names", "_others", "_parameters", "_tensors", "_values")
+    Attributes:
+        sizes: of each entry, how many values it has.
+        names: of all values, one entry after the other.
+        values: in the same order.
+        tensors: those of the values that are tensors.
+        versions: of the tensors.
+        others: values that are no tensors and can be written, each with its fingerprint.
+    """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], entries: Sequence[Mapping[Any, Any] | None]) -> None:
-        self._parameters = list(parameters)
-        self._entries = entries
-        self._names = self._names_now()
-        self._values = self._tensors = self._values_now()
-        self._others: list[tuple[Any, Any]] = []
-        if not are_plain(self._values):
-            self._tensors = [value for value in self._values if isinstance(value, torch.Tensor)]
-            others = [v for v in self._values if not isinstance(v, torch.Tensor) and not is_immutable(v)]
-            self._others = [(value, fingerprint(value)) for value in others]
-        self._found = versions_of(self._tensors)
+    parameters: list[torch.Tensor]
+    entries: list[Mapping[Any, Any] | None]
+    sizes: list[int]
+    names: list[Any]
+    values: list[Any]
+    tensors: list[torch.Tensor]
+    versions: list[int]
+    others: list[tuple[Any, Any]]
+
+    @classmethod
+    def now(cls, parameters: Sequence[torch.Tensor], entries: Sequence[Mapping[Any, Any] | None]) -> "EntriesAsLeft":
+        """``entries``, which are those of ``parameters``, as they are now."""
+        there = _mappings(entries)
+        values = tensors = _values_of(there)
+        others: list[tuple[Any, Any]] = []
+        if not are_plain(values):
+            tensors = [value for value in values if isinstance(value, torch.Tensor)]
+            written = [v for v in values if not isinstance(v, torch.Tensor) and not is_immutable(v)]
+            others = [(value, fingerprint(value)) for value in written]
+        sizes, names = list(map(len, there)), list(chain.from_iterable(there))
+        return cls([*parameters], [*entries], sizes, names, values, tensors, versions_of(tensors), others)
 
     @classmethod
     def of_all(cls, parts: Sequence["EntriesAsLeft"]) -> "EntriesAsLeft":
         """Those of all ``parts``, as each was left."""
-        joined = object.__new__(cls)
-        for name in cls.__slots__:
-            setattr(joined, name, list(chain.from_iterable(map(attrgetter(name), parts))))
-        return joined
+        if not parts:
+            return cls.now([], [])
+        return cls(*(list(chain.from_iterable(column)) for column in zip(*parts, strict=True)))
 
     def are_as_left(self, state: Mapping[Any, Any]) -> bool:
         """Whether ``state`` has the same entries, an empty one being none, and nothing in them was written."""
-        now = list(map(state.get, self._parameters))
-        are_in = all(map(is_, now, self._entries)) or all(
-            a is b or not (a or b) for a, b in zip(now, self._entries, strict=True)
+        now = list(map(state.get, self.parameters))
+        are_in = all(map(is_, now, self.entries)) or all(
+            a is b or not (a or b) for a, b in zip(now, self.entries, strict=True)
         )
         return are_in and not self.written
 
     def are_replaced_in(self, state: Mapping[Any, Any]) -> bool:
         """Whether ``state`` has another entry for one of the parameters, that holds something."""
-        now = map(state.get, self._parameters)
-        return any(a and a is not b for a, b in zip(now, self._entries, strict=True))
+        now = map(state.get, self.parameters)
+        return any(a and a is not b for a, b in zip(now, self.entries, strict=True))
 
     @property
     def written(self) -> bool:
         """Whether an entry has other values since, or one of them was written. Not seen: a tensor through ``.data``."""
-        values = self._values_now()
+        there = _mappings(self.entries)
         return (
-            self._names_now() != self._names  # with them, each value is known to be in its own entry
-            or not all(map(is_, values, self._values))
-            or versions_of(self._tensors) != self._found
-            or not all(alike(fingerprint(value), then) for value, then in self._others)
+            # With sizes and names, each value is known to be in its own entry.
+            list(map(len, there)) != self.sizes
+            or list(chain.from_iterable(there)) != self.names
+            or not all(map(is_, _values_of(there), self.values))
+            or versions_of(self.tensors) != self.versions
+            or not all(alike(fingerprint(value), then) for value, then in self.others)
         )
 
-    def _names_now(self) -> list[tuple[Any, ...]]:
-        return list(map(tuple, filter(None, self._entries)))
 
-    def _values_now(self) -> list[Any]:
-        return list(chain.from_iterable(map(_VALUES, filter(None, self._entries))))
+def _mappings(entries: Sequence[Mapping[Any, Any] | None]) -> list[Mapping[Any, Any]]:
+    return [entry or _NO_ENTRY for entry in entries]
 
 
+def _values_of(entries: Sequence[Mapping[Any, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(_VALUES, entries)))
+
+
+_NO_ENTRY: Mapping[Any, Any] = MappingProxyType({})
 _VALUES = methodcaller("values")
 
 

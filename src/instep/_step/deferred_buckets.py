@@ -395,7 +395,7 @@ class _VersionsAtStep:
     def look(self, state: Mapping[Any, Any]) -> None:
         """They are to stay as they are now."""
         self.look_at_versions()
-        self._entries = EntriesAsLeft(self._tensors, list(map(state.get, self._tensors)))
+        self._entries = EntriesAsLeft.now(self._tensors, list(map(state.get, self._tensors)))
 
     def look_at_versions(self) -> None:
         self._versions = self._found()
