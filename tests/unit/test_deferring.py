@@ -145,6 +145,12 @@ def test_a_loop_whose_updates_take_little_is_spared_the_trial(
         assert trial.why == "not decided yet" if is_tried else trial.why.startswith("updates take 0.0% of an iteration")
 
 
+@pytest.mark.parametrize("spent", [None, 0.0])
+def test_a_clock_that_stands_still_decides_nothing(spent: float | None) -> None:
+    """As where a test of the loop's has stopped it."""
+    assert Loop(lambda i, put_off: 0.0, spent=spent).run().trial.never
+
+
 def test_what_is_spent_on_updates() -> None:
     """In ``step()``, of waiting, and in hooks of backward."""
     times = StepTimes()

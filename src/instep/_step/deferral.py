@@ -268,7 +268,7 @@ class Iterations:
         if self.begun:
             self.seconds.append(now - self._began)
             if self._times is not None and (spent := self._times.spent) is not None:
-                self._shares.append(spent / self.seconds[-1])
+                self._shares.append(_part(spent, self.seconds[-1]))
         self._began = now
         self.begun += 1
 
@@ -380,7 +380,7 @@ class DeferralTrial:
         seconds = self._iterations.seconds[WARM_UP : WARM_UP + 2 * PAIRS]
         for first, second in zip(seconds[::2], seconds[1::2], strict=True):
             at_once, put_off = (first, second) if len(found) % 2 == 0 else (second, first)
-            found.append((at_once - put_off) / at_once)
+            found.append(_part(at_once - put_off, at_once))
         return found
 
     def _decide(self, gains: bool) -> None:
@@ -404,3 +404,8 @@ class DeferralTrial:
         least = f"{LEAST_WINS} of {PAIRS} and {100 * LEAST_GAIN:.0f}%"
         others = "" if self._others is None else ", on all ranks"
         return f"{measured}; it is {self._wording.later} from {least} on{others}"
+
+
+def _part(seconds: float, of: float) -> float:
+    """Nothing of an iteration that took no time: a test may have stopped the clock."""
+    return seconds / of if of else 0.0
