@@ -13,6 +13,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from instep import ClipNorm, attach
+from instep._step.deferral import LAST
 from instep.errors import (
     AccumulationError,
     AttachError,
@@ -879,6 +880,33 @@ def test_attention_evaluated_between_steps(way: str, part: Callable[[Any], Any],
             return loss, part(lane.model)(x if part(lane.model) is not lane.model.layer else x.view(2, 4, 16)).clone()
 
     lockstep(way, built(Attention), step)
+
+
+PARTS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "the model": lambda m, x: m(x),
+    "a layer": lambda m, x: m.layer(x.view(2, 4, 16)),
+    "attention": lambda m, x: m.attention(*3 * [x.view(2, 4, 16)], need_weights=False)[0],
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(("way", "defer"), [("forward", "auto"), ("forward", False), ("late", True), ("undo", "auto")])
+def test_attention_evaluated_between_backward_and_step(way: str, defer: Any, part: str) -> None:
+    """As a teacher. The default looks at what the loop does there in a few of these steps."""
+
+    def step(lane: Contender, i: int) -> Any:
+        x, y = batch(i)
+        loss = loss_of(lane.model(x), y)
+        loss.backward()
+        lane.model.eval()
+        with torch.no_grad():
+            seen = PARTS[part](lane.model, x).clone()
+        lane.model.train()
+        lane.optimizer.step()
+        lane.optimizer.zero_grad()
+        return loss.detach(), seen
+
+    lockstep(way, built(Attention), step, steps=LAST + 2, defer=defer)
 
 
 class Recurrent(nn.Module):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import _global_forward_pre_hooks
 
 import instep
 from instep._step import deferral as observed
@@ -187,6 +188,29 @@ def test_a_model_that_is_dropped_while_it_is_looked_at_is_freed() -> None:
         assert life()() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_no_hook_of_every_module_stays(drops: bool) -> None:
+    """There is one between a backward that is looked at and whatever comes next."""
+    loop = Loop()
+    for i in range(observed.FIRST + 1):
+        loop.model(batch(i)[0]).sum().backward()
+        loop.model(batch(i)[0]).sum().backward()
+        if i < observed.FIRST:
+            assert not _global_forward_pre_hooks
+            loop.optimizer.step()
+    assert len(_global_forward_pre_hooks) == 1
+    if drops:
+        del loop
+        gc.collect()
+    else:
+        with torch.no_grad():
+            part = next(loop.model.children())
+            assert type(part.weight) is not nn.Parameter
+            part(batch(0)[0])
+            assert type(part.weight) is nn.Parameter
+    assert not _global_forward_pre_hooks
 
 
 def test_weights_are_those_of_the_step_where_a_closure_runs_backward() -> None:

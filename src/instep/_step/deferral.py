@@ -1,6 +1,7 @@
 """``schedule="forward"``: whether steps are put off at all, and what ordinary steps show of what could be gained."""
 
 import logging
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from statistics import median
@@ -8,9 +9,13 @@ from time import perf_counter
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from instep._optim.kinds import ONLY_DEFER
 from instep._step.state import StepTimes
+from instep._torch.hooks import UntracedHook
+from instep._torch.lifetime import weakly
 from instep._torch.versions import are_plain
 from instep._torch.watch import Watch
 
@@ -55,6 +60,7 @@ class Observed:
         self._living = living
         self._watch = Watch(gradient=self._used)
         self._is_watching = False  # parameters are not kept: the loop may drop its model
+        self._stop_listening: Callable[[], object] = _nothing
         self._steps = 0
         self._began: float | None = None
 
@@ -75,16 +81,24 @@ class Observed:
         if not self._looks or self.uses_gradients or torch.compiler.is_compiling():
             return
         found = [p for p in self._living() if p.requires_grad]
-        if are_plain(found):
+        if are_plain(found) and not self._is_watching:
             self._is_watching = True
+            # torch leaves the fast path of attention out where a weight is of a class with a torch function: a part of
+            # the model that runs by itself is to find plain ones, whatever module it is.
+            handle = register_module_forward_pre_hook(UntracedHook(weakly(self._part_runs)))
+            self._stop_listening = weakref.finalize(self, handle.remove)  # also where the loop drops everything here
             self._watch.start(found)
 
     def let_go(self) -> None:
         """A forward, or ``step()``, begins: neither is the loop's own use."""
         if self._is_watching:
             self._watch.stop(self._living())
+            self._stop_listening()
             self._is_watching = False
             self.uses_gradients = bool(self.uses_gradients)
+
+    def _part_runs(self, module: nn.Module, args: object) -> None:
+        self.let_go()
 
     def step_begins(self) -> None:
         """The first optimizer of a step is about to update."""
@@ -102,6 +116,9 @@ class Observed:
 
     def _used(self, parameter: torch.Tensor, func: object) -> None:
         self.uses_gradients = True
+
+
+def _nothing() -> None: ...
 
 
 # ``schedule="forward"``: whether a step is put off: where that was found to be faster, or was asked for.
