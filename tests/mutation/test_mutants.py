@@ -462,15 +462,15 @@ MUTANTS = [
     Mutant(
         "do not look under which name values of state are",
         "EntriesAsLeft.written",
-        "            or list(chain.from_iterable(there)) != self.names\n",
+        "            or list(chain.from_iterable(filter(None, self.entries))) != self.names\n",
         "",
         STATE,
     ),
     Mutant(
         "do not look in which entry values of state are",
         "EntriesAsLeft.written",
-        "list(map(len, there)) != self.sizes",
-        "len(_values_of(there)) != len(self.values)",
+        "list(map(length_hint, self.entries)) != self.sizes",
+        "len(_values_of(self.entries)) != len(self.values)",
         STATE,
     ),
     Mutant(
@@ -3018,7 +3018,7 @@ MUTANTS = [
     Mutant(
         "do not look for values of state that were replaced",
         "EntriesAsLeft.written",
-        "            or not all(map(is_, _values_of(there), self.values))\n",
+        "            or not all(map(is_, _values_of(self.entries), self.values))\n",
         "",
         STATE,
     ),

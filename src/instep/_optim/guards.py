@@ -1,9 +1,9 @@
 """Guards: bucket by bucket, updates find the settings, switches and state that ``optimizer.step()`` would find."""
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from operator import is_, methodcaller
+from operator import is_, length_hint, methodcaller
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -423,7 +423,7 @@ class EntriesAsLeft(NamedTuple):
     are large: no copies.
 
     Attributes:
-        sizes: of each entry, how many values it has.
+        sizes: of each entry, how many values it has: where there is none, 0.
         names: of all values, one entry after the other.
         values: in the same order.
         tensors: those of the values that are tensors.
@@ -443,14 +443,13 @@ class EntriesAsLeft(NamedTuple):
     @classmethod
     def now(cls, parameters: Sequence[torch.Tensor], entries: Sequence[Mapping[Any, Any] | None]) -> "EntriesAsLeft":
         """``entries``, which are those of ``parameters``, as they are now."""
-        there = _mappings(entries)
-        values = tensors = _values_of(there)
+        values = tensors = _values_of(entries)
         others: list[tuple[Any, Any]] = []
         if not are_plain(values):
             tensors = [value for value in values if isinstance(value, torch.Tensor)]
             written = [v for v in values if not isinstance(v, torch.Tensor) and not is_immutable(v)]
             others = [(value, fingerprint(value)) for value in written]
-        sizes, names = list(map(len, there)), list(chain.from_iterable(there))
+        sizes, names = list(map(length_hint, entries)), list(chain.from_iterable(filter(None, entries)))
         return cls([*parameters], [*entries], sizes, names, values, tensors, versions_of(tensors), others)
 
     @classmethod
@@ -458,7 +457,7 @@ class EntriesAsLeft(NamedTuple):
         """Those of all ``parts``, as each was left."""
         if not parts:
             return cls.now([], [])
-        return cls(*(list(chain.from_iterable(column)) for column in zip(*parts, strict=True)))
+        return cls(*map(list, map(chain.from_iterable, zip(*parts, strict=True))))
 
     def are_as_left(self, state: Mapping[Any, Any]) -> bool:
         """Whether ``state`` has the same entries, an empty one being none, and nothing in them was written."""
@@ -476,26 +475,20 @@ class EntriesAsLeft(NamedTuple):
     @property
     def written(self) -> bool:
         """Whether an entry has other values since, or one of them was written. Not seen: a tensor through ``.data``."""
-        there = _mappings(self.entries)
         return (
             # With sizes and names, each value is known to be in its own entry.
-            list(map(len, there)) != self.sizes
-            or list(chain.from_iterable(there)) != self.names
-            or not all(map(is_, _values_of(there), self.values))
+            list(map(length_hint, self.entries)) != self.sizes
+            or list(chain.from_iterable(filter(None, self.entries))) != self.names
+            or not all(map(is_, _values_of(self.entries), self.values))
             or versions_of(self.tensors) != self.versions
             or not all(alike(fingerprint(value), then) for value, then in self.others)
         )
 
 
-def _mappings(entries: Sequence[Mapping[Any, Any] | None]) -> list[Mapping[Any, Any]]:
-    return [entry or _NO_ENTRY for entry in entries]
+def _values_of(entries: Iterable[Mapping[Any, Any] | None]) -> list[Any]:
+    return list(chain.from_iterable(map(_VALUES, filter(None, entries))))
 
 
-def _values_of(entries: Sequence[Mapping[Any, Any]]) -> list[Any]:
-    return list(chain.from_iterable(map(_VALUES, entries)))
-
-
-_NO_ENTRY: Mapping[Any, Any] = MappingProxyType({})
 _VALUES = methodcaller("values")
 
 

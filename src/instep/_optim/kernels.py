@@ -13,6 +13,7 @@ there and settings that are plain numbers; everything else is left to ``step()``
 compares each with ``step()``, and fails where torch changes what it hands to them.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -35,6 +36,11 @@ Settings = Mapping[str, Any]
 _GRADIENT, _DEVICE, _DTYPE, _LAYOUT = map(attrgetter, ("grad", "device", "dtype", "layout"))
 _STRIDED = frozenset({torch.strided})
 _NUMBERS = frozenset({bool, int, float})
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_OF_COUNTERS = frozenset({torch.float32, torch.float64})
+_DECOUPLED = "decoupled_weight_decay"
+# torch 2.6 has another class for it, and ignores this in a group, as it may come with a checkpoint of a newer torch.
+_READS_DECOUPLED = _DECOUPLED in inspect.signature(torch.optim.Adam).parameters
 
 
 def kernel_of(optimizer: Optimizer) -> "Kernel | None":
@@ -67,12 +73,14 @@ class KernelCall(NamedTuple):
         lists: of tensors, each with one for each parameter.
         counters: of steps, one for each parameter, that ``step()`` adds 1 to before the kernel runs.
         options: the kernel's numbers.
+        written: those of the lists that are state, which the kernel writes without counting it.
     """
 
     function: Callable[..., None]
     lists: Sequence[Tensors]
     counters: Tensors
     options: Settings
+    written: Sequence[Tensors]
 
     @property
     def is_one_group(self) -> bool:
@@ -209,14 +217,18 @@ class _Adam(Kernel):
     def _call(
         self, tensors: Tensors, gradients: Tensors, entries: Sequence[Any], options: Settings, group: Settings
     ) -> KernelCall | None:
-        decoupled = group.get("decoupled_weight_decay", self.is_decoupled)
+        decoupled = group.get(_DECOUPLED, self.is_decoupled) if _READS_DECOUPLED else self.is_decoupled
         largest = ("max_exp_avg_sq",) if options["amsgrad"] else ()
         columns = _columns(entries, ("exp_avg", "exp_avg_sq", *largest, "step"))
-        if columns is None or len(set(map(_DTYPE, columns[-1]))) != 1:
+        if columns is None:
             return None
         first, second, *largest_of, counters = columns
+        dtypes = set(map(_DTYPE, counters))
+        # step() refuses some dtypes of counters, and adds to those that require a gradient all the same.
+        if len(dtypes) != 1 or not _OF_COUNTERS.issuperset(dtypes) or any(map(_REQUIRES_GRAD, counters)):
+            return None
         lists = (tensors, gradients, first, second, *(largest_of or [[]]), counters)
-        return KernelCall(torch._fused_adamw_ if decoupled else torch._fused_adam_, lists, counters, options)
+        return KernelCall(torch._fused_adamw_ if decoupled else torch._fused_adam_, lists, counters, options, columns)
 
 
 class _AdamW(_Adam):
@@ -244,7 +256,7 @@ class _SGD(Kernel):
             if columns is None:
                 return None
             buffers = columns[0]
-        return KernelCall(torch._fused_sgd_, (tensors, gradients, buffers), [], options)
+        return KernelCall(torch._fused_sgd_, (tensors, gradients, buffers), [], options, (buffers,))
 
 
 _KERNELS: dict[type[Optimizer], type[Kernel]] = {

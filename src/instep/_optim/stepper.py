@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from functools import partial
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,9 @@ from instep._optim.shadow import GroupLayout, StepCopy, autocast_of, how_to_step
 from instep._optim.stages import Begins, CopiedEntries, Stage, Update
 from instep._torch.hooks import is_in_step
 from instep.errors import HyperparameterChangedError, StaleAttachmentError, UnsupportedOptimizerError
+
+_SCALES = "grad_scale", "found_inf"
+"""The attributes by which ``GradScaler`` tells a kernel of a loss scale."""
 
 
 class _Kind(NamedTuple):
@@ -53,6 +57,7 @@ class _RunningStep(NamedTuple):
         over_parameters: the stages of such an update.
         stages: those of any other one.
         divides: the stage that wants portions of a bucket, each in an update of its own.
+        scales: what its kernel was told of a loss scale.
     """
 
     state: MutableMapping[Any, Any]
@@ -62,6 +67,7 @@ class _RunningStep(NamedTuple):
     over_parameters: Sequence[Stage]
     stages: Sequence[Stage]
     divides: Stage | None
+    scales: tuple[Any, ...]
 
 
 class Stepper:
@@ -209,7 +215,8 @@ class Stepper:
         kernel = self._kind.kernel if own else None
         if kernel is not None and not kernel.is_called_by(optimizer):
             kernel = None
-        self._running = _RunningStep(optimizer.state, len(optimizer.state), kernel, own, guards, stages, divides)
+        state, scales = optimizer.state, tuple(map(vars(optimizer).get, _SCALES))
+        self._running = _RunningStep(state, len(state), kernel, own, guards, stages, divides, scales)
         return self._running
 
     def _run(self, running: _RunningStep, update: Update, begins: Begins) -> None:
@@ -256,7 +263,11 @@ class Stepper:
                 call.run()
         finally:
             if self._looks_back:  # also of an update that raised: what it has written is written
-                torch.autograd.graph.increment_version(tensors)
+                written = [*tensors]
+                for call in calls:
+                    for column in call.written:
+                        written += column
+                torch.autograd.graph.increment_version(written)
         if self._looks_back:
             self._state_guard.note(owned, entries)
         return True
@@ -373,6 +384,16 @@ class Stepper:
             )
         for stage in self._running.stages:
             stage.require_unchanged(optimizer)
+
+    def require_same_scale(self) -> None:
+        """Raise ``HyperparameterChangedError`` if ``step()`` would take off another loss scale than buckets' updates
+        have taken off, or leave the step out: by ``grad_scale`` or ``found_inf``, as ``GradScaler`` sets them."""
+        now = map(vars(self.optimizer()).get, _SCALES)
+        if self._running is not None and not all(map(is_, now, self._running.scales)):
+            raise HyperparameterChangedError(
+                f"grad_scale or found_inf of {self.name} was set between backward() and optimizer.step(), but backward "
+                "had already stepped parameters without it. Use undo=True or schedule='forward'"
+            )
 
     def commit(self, into: Optimizer | None = None) -> None:
         """End the step: write into the user's optimizer what the shadows wrote outside the parameters' own state, and

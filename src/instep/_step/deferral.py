@@ -139,6 +139,8 @@ LEAST_WINS = 13
 """Of the pairs. By chance alone so many are won in one trial of a hundred."""
 LOOKS = 4
 """The last steps before the trial, which show how much of an iteration updates take: more cannot be gained."""
+_INSTANT = 1e-12
+"""Seconds. No iteration takes less, but where somebody has stopped the clock, as in a test of the loop."""
 ASKED = frozenset(1 << n for n in range(11))
 """A rank that gains looks at these of its backwards, counted from when it knows, for what the others have found. If
 they have not all said so by the last, no step is put off."""
@@ -285,7 +287,7 @@ class Iterations:
         if self.begun:
             self.seconds.append(now - self._began)
             if self._times is not None and (spent := self._times.spent) is not None:
-                self._shares.append(_part(spent, self.seconds[-1]))
+                self._shares.append(spent / max(self.seconds[-1], _INSTANT))
         self._began = now
         self.begun += 1
 
@@ -397,7 +399,7 @@ class DeferralTrial:
         seconds = self._iterations.seconds[WARM_UP : WARM_UP + 2 * PAIRS]
         for first, second in zip(seconds[::2], seconds[1::2], strict=True):
             at_once, put_off = (first, second) if len(found) % 2 == 0 else (second, first)
-            found.append(_part(at_once - put_off, at_once))
+            found.append((at_once - put_off) / max(at_once, _INSTANT))
         return found
 
     def _decide(self, gains: bool) -> None:
@@ -421,8 +423,3 @@ class DeferralTrial:
         least = f"{LEAST_WINS} of {PAIRS} and {100 * LEAST_GAIN:.0f}%"
         others = "" if self._others is None else ", on all ranks"
         return f"{measured}; it is {self._wording.later} from {least} on{others}"
-
-
-def _part(seconds: float, of: float) -> float:
-    """Nothing of an iteration that took no time: a test may have stopped the clock."""
-    return seconds / of if of else 0.0

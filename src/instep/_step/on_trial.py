@@ -344,9 +344,11 @@ class TrialValidation:
 
     def _scale_was_taken_off(self, optimizer: Optimizer) -> bool:
         """Whether the plain loop's gradients are without the loss scale by now, or in its optimizer's kernel."""
-        if self._scale is None or self._scale.taken_off:
-            return True
         scale = kernel_scale(optimizer)
+        if self._scale is None:
+            return scale is None  # nobody has asked for it to be taken off in backward
+        if self._scale.taken_off:
+            return True
         return scale is not None and is_power_of_two(scale) and self._scale.is_inverse_of(scale)
 
     def _clip_by_norm(self) -> None:
@@ -399,6 +401,7 @@ class TrialWrites(Writes):
         self._rollback = Rollback(step, copies, self._kept, watches, self._owner)
         self._validation = TrialValidation(step, self._kept, self._rollback, scale, agreement)
         self._raises = False  # whether the update has raised on trial
+        self._scales_in_kernel = False  # which takes the scale off the loop's own gradients, in place
 
     # In backward.
 
@@ -409,6 +412,9 @@ class TrialWrites(Writes):
 
     def begin(self) -> None:
         self._rollback.step_begins()
+        self._scales_in_kernel = False
+        for stepper in self._step.members.steppers:
+            self._scales_in_kernel |= kernel_scale(stepper.optimizer()) is not None
         if self._scale is not None:
             self._scale.begin()
 
@@ -430,7 +436,7 @@ class TrialWrites(Writes):
         *,
         final: bool,
     ) -> bool:
-        if self._scale is not None and not all(map(_can_be_unscaled, parameters)):
+        if self._scales_in_kernel or (self._scale is not None and not all(map(_can_be_unscaled, parameters))):
             self._rollback()
             return False
         made = self._made_of(gradients)

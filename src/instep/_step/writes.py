@@ -522,6 +522,8 @@ class FinalWrites(Writes):
         self._watch.stop(parameters)
         try:
             self._require_as_left(stepper, applied)
+            if applied:
+                stepper.require_same_scale()
         except InstepError as error:
             self.tear(error)
             raise
