@@ -175,6 +175,31 @@ def test_state_given_to_an_empty_entry_between_backward_and_step(way: str, fused
     overlap.detach()
 
 
+@pytest.mark.parametrize("share", [lambda one: one, lambda one: one.view_as(one)], ids=["one tensor", "a view"])
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "step"])
+@pytest.mark.parametrize("way", ["backward", "undo"])
+def test_two_parameters_with_a_value_of_state_in_common(way: str, name: str, share: Any) -> None:
+    """It looks written. Fused kernels do not count what they write."""
+    torch.manual_seed(0)
+    model = Blocks(depth=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    overlap = instep.attach(model, optimizer, schedule="backward", bucket_bytes=1, undo=way == "undo")
+    for i in range(3):
+        loss_of(model(batch(i)[0]), batch(i)[1]).backward()
+        if i == 2:
+            with pytest.raises(HyperparameterChangedError, match=r"state of AdamW was written"):
+                optimizer.step()
+            break
+        optimizer.step()
+        optimizer.zero_grad()
+        if i == 1:
+            shapes = [entry["exp_avg"].shape for entry in optimizer.state.values()]
+            again = next(i for i, shape in enumerate(shapes) if shape in shapes[:i])
+            entries = list(optimizer.state.values())
+            entries[again][name] = share(entries[shapes.index(shapes[again])][name])
+    overlap.detach()
+
+
 @pytest.mark.parametrize("when", ["before step", "while due"])
 @pytest.mark.parametrize("change", [*OF_THE_MAPPING, *OF_AN_ENTRY])
 @in_forward

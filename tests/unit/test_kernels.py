@@ -444,6 +444,99 @@ def test_a_loss_scale_that_the_kernel_takes_off_is_left_to_step() -> None:
     assert counted.calls == 2 * 2
 
 
+SCALES: dict[str, Callable[[int], tuple[float | None, float | None]]] = {
+    "always": lambda i: (4.0, None),
+    "a scale": lambda i: (4.0 if i == 2 else None, None),
+    "a scale that is no power of two": lambda i: (3.0 if i == 2 else None, None),
+    "an infinity": lambda i: (None, 1.0 if i == 2 else None),
+}
+BETWEEN = "set between backward"
+
+
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "backward"}, BETWEEN),
+        ({"schedule": "backward", "undo": True}, None),
+        ({"defer": True}, None),
+        ({}, None),
+    ],
+)
+def test_a_loss_scale_that_the_loop_gives_the_kernel(options: dict[str, Any], message: str | None, scales: str) -> None:
+    """Once for all steps, or between backward and ``step()``, as GradScaler does, and without GradScaler."""
+    plain, other = Loop("adamw"), Loop("adamw")
+
+    def tell(loop: Loop, i: int) -> None:
+        for name, value in zip(("grad_scale", "found_inf"), SCALES[scales](i), strict=True):
+            if value is not None or scales != "always":
+                setattr(loop.optimizer, name, None if value is None else torch.tensor(value))
+
+    with instep.attach(other.model, other.optimizer, **options) as overlap:
+        for loop in (plain, other) if scales == "always" else ():
+            tell(loop, 0)
+        for i in range(4):
+            for loop in (plain, other):
+                torch.manual_seed(i)
+                (loop.model(torch.randn(4, 5)) - 1).square().mean().backward()
+                if scales != "always":
+                    tell(loop, i)
+                if loop is other and message is not None and scales != "always" and i == 2:
+                    with pytest.raises(HyperparameterChangedError, match=message):
+                        loop.optimizer.step()
+                    return
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+            overlap.synchronize()
+            assert plain.difference(other) is None, i
+
+
+COUNTERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "float64": torch.Tensor.double,
+    "int64": torch.Tensor.long,
+    "float16": torch.Tensor.half,
+    "one element": lambda counter: counter.view(1),
+    "a parameter": nn.Parameter,
+}
+
+
+@pytest.mark.parametrize("kind", COUNTERS)
+@pytest.mark.parametrize("options", [{"schedule": "backward"}, {"schedule": "backward", "undo": True}])
+def test_counters_of_another_kind(options: dict[str, Any], kind: str) -> None:
+    """As a checkpoint may bring them. torch refuses some."""
+    ends: list[str | None] = []
+    loops = Loop("adamw"), Loop("adamw")
+    for number, loop in enumerate(loops):
+        for i in range(2):
+            loop.step(i)
+        for entry in loop.optimizer.state.values():
+            entry["step"] = COUNTERS[kind](entry["step"])
+        overlap = instep.attach(loop.model, loop.optimizer, **options) if number else None
+        try:
+            for i in range(2, 4):
+                loop.step(i)
+            ends.append(None)
+        except RuntimeError as error:
+            ends.append(str(error).partition("\n")[0])
+        if overlap is not None:
+            overlap.detach()
+    plain, found = ends
+    assert (plain is None) == (found is None), (plain, found)
+    assert plain is not None or loops[0].difference(loops[1]) is None
+
+
+def test_a_decay_that_this_torch_does_not_know_in_a_group() -> None:
+    """As in a checkpoint of a newer torch's. The key tells one class of torch from the other since 2.7."""
+    plain, other = Loop("adam, coupled decay"), Loop("adam, coupled decay")
+    with instep.attach(other.model, other.optimizer, schedule="backward"):
+        for i in range(3):
+            for loop in (plain, other):
+                for group in loop.optimizer.param_groups:
+                    group["decoupled_weight_decay"] = True
+                loop.step(i)
+        assert plain.difference(other) is None
+
+
 def test_torch_hands_the_kernel_what_instep_hands_it() -> None:
     """A new argument, or a new list, in torch: then ``kernels.py`` lacks it."""
     for way, name in (("adam", "_fused_adam_"), ("adamw", "_fused_adamw_"), ("sgd, momentum", "_fused_sgd_")):

@@ -76,6 +76,11 @@ def found_inf(optimizer: Optimizer) -> bool:
     return found is not None and bool(found)
 
 
+def is_kernels(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's kernel is told of a scale, or of infinities: then it writes gradients, or skips."""
+    return kernel_scale(optimizer) is not None or vars(optimizer).get("found_inf") is not None
+
+
 def is_power_of_two(scale: torch.Tensor) -> bool:
     return math.frexp(scale.item())[0] == 0.5
 
