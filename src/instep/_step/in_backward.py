@@ -467,6 +467,11 @@ class BackwardSchedule(BucketSink):
     def before_forward(self) -> None:
         """Before a forward: raise if the weights are not those the plain loop would read."""
         step = self._step
+        if not (torch.is_grad_enabled() or step.backwards.is_loops()):
+            # Another thread evaluates. What is to be brought to its end may be under way on the loop's.
+            step.ledger.require_whole()
+            self._writes.before_forward()
+            return
         step.backwards.drain_failed()
         self.calls.end_commit()
         step.hear(self._writes.release, wait=False)

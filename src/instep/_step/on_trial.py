@@ -517,9 +517,12 @@ class TrialWrites(Writes):
     # Between backward and step().
 
     def before_forward(self) -> None:
-        self._rollback.if_applied()
+        if self._step.members.applied:  # asked once: another thread may be about to apply some
+            self._require_loops_thread("the model was called")
+            self._rollback()
 
     def before_state(self, stepper: Stepper) -> None:
+        self._require_loops_thread(f"state_dict() or load_state_dict() of {stepper.name} was called")
         self._rollback()
 
     def before_load(self, model: str) -> None:
@@ -559,7 +562,18 @@ class TrialWrites(Writes):
             return  # there to be read
         if func == GET_GRAD and self._scale is not None and not self._scale.taken_off:
             return  # may be GradScaler: the gradient that is held says what is done with it
+        self._require_loops_thread(f"parameter {self._step.members.name_of(parameter)!r} was used")
         self._rollback()
+
+    def _require_loops_thread(self, what: str) -> None:
+        """Raise ``UncommittedStepError`` on any other: it would put weights and state back while the loop's thread goes
+        through them, in backward or ``step()``."""
+        if not self._step.backwards.is_loops():
+            raise UncommittedStepError(
+                f"{what} on another thread than the loop's, while a step is on trial (undo): only that thread can put "
+                "back the weights that the plain loop would find. Evaluate after optimizer.step(), or a copy of the "
+                "model; or attach without schedule='backward'"
+            )
 
     def _used_in_step(self, parameter: torch.Tensor, func: Any) -> None:
         """``step()`` itself, if it still runs."""

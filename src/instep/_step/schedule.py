@@ -120,10 +120,10 @@ class Schedule:
         ``adopt`` takes in the parameters that were added to an optimizer since the forward: these are measured too."""
         torch.autograd.backward(loss, gradient)
 
-    def begin_on_device(self) -> None:
-        """A backward has come to an output of the model, before ``begin_backward``: on an accelerator another thread
-        may run it."""
-        self.backwards.begin(self._step.members.all[0].spec.device)
+    def begin_on_device(self, thread: int) -> None:
+        """A backward has come to an output of the model, whose forward was on ``thread``, before ``begin_backward``: on
+        an accelerator another thread may run it."""
+        self.backwards.begin(self._step.members.all[0].spec.device, thread)
 
     def begin_backward(self) -> bool:
         """An output of the model is about to get its gradient. Returns whether this is the first of them in the

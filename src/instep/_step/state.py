@@ -553,6 +553,8 @@ class Round:
         ``mark_recorded`` when it has; where Ctrl-C ends it before, it is called again at the next use."""
         if self._returned is None or self.is_ending:
             return
+        if self.thread != get_ident() and not self.was_stopped:
+            return  # another thread reads weights, while the one that has called step() is about to do this
         try:
             self.is_ending = True
             take_note(*self._returned)

@@ -224,10 +224,13 @@ class Backwards:
 
     Attributes:
         running: the graph task of the one that was seen to begin last; ``None``: it is over.
+        threads: of the loop: those of its forward and its backward. Empty on an accelerator, where the engine's threads
+            run backward, and before one was seen.
     """
 
     def __init__(self) -> None:
         self.running: int | None = None
+        self.threads: frozenset[int] = frozenset()
         self._of_step: set[int | None] = set()  # tasks that have given gradients to the running step
         self._tasks: dict[int, _FailureCallbacks] = {}
 
@@ -240,6 +243,10 @@ class Backwards:
         self.running = task
         return task not in self._of_step
 
+    def is_loops(self) -> bool:
+        """Whether this thread is the loop's, or runs its backward, as far as that is known."""
+        return not self.threads or threading.get_ident() in self.threads or graph_task() is not None
+
     def begins_step(self) -> None:
         """The running backward is the first of its step."""
         self._of_step = {self.running}
@@ -250,8 +257,11 @@ class Backwards:
         if device.type != "cpu":
             self.begin(device)
 
-    def begin(self, device: torch.device) -> None:
-        """The running backward has come to something on ``device``."""
+    def begin(self, device: torch.device, thread: int | None = None) -> None:
+        """The running backward has come to something on ``device``: to an output of a forward that was on ``thread``,
+        or to a gradient."""
+        if device.type == "cpu" and thread is not None:
+            self.threads = frozenset((thread, threading.get_ident()))
         if device.type != "cpu" and (task := graph_task()) is not None:  # on the CPU the engine's thread is the loop's
             with _making_ends:
                 self._tasks[task] = _failure_callbacks.setdefault(task, _FailureCallbacks())

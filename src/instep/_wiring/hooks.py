@@ -446,7 +446,7 @@ class BackwardHooks:
             return  # detached since this graph was made
         self._threads.begin_backward(thread, self._end, self._failed)
         self.in_forward = False  # a forward that raised has not said that it is over
-        self._schedule.begin_on_device()
+        self._schedule.begin_on_device(thread)
         if self._schedule.begin_backward():
             if self._sharding is not None:
                 self._accumulation.count()  # no hook of FSDP2's parameters is called while gradients only add up
@@ -506,7 +506,8 @@ class ForwardHooks:
         if follows:
             _unless_given_up(self._schedule, self._require_alone)
         self._schedule.before_forward()
-        if follows:
+        # Not where another thread evaluates: hooks would be put elsewhere in the middle of the loop's backward.
+        if follows and (torch.is_grad_enabled() or self._schedule.backwards.is_loops()):
             _unless_given_up(self._schedule, self._look)
         if torch.is_grad_enabled():
             self._begin_micro_batch()
