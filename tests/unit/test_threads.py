@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,8 +15,9 @@ import torch
 from torch import nn
 
 import instep
+from instep._step.state import Round
 from instep._torch.worker import NAME, Task, Worker
-from instep.errors import ConcurrentBackwardError
+from instep.errors import ConcurrentBackwardError, UncommittedStepError
 from tests import net
 from tests.cases import Blocks, batch, weights
 from tests.devices import on_cpu_only
@@ -99,6 +101,103 @@ def test_a_backward_beside_another(way: str) -> None:
         optimizer.step()
         overlap.synchronize()
     assert all(map(torch.equal, weights(plain), weights(model)))
+
+
+def evaluate(model: nn.Module) -> None:
+    with torch.no_grad():
+        model(batch(0)[0])
+
+
+@on_cpu_only  # elsewhere the engine's threads run backward, and nobody knows the loop's
+@pytest.mark.parametrize("when", ["between", "in step()"])
+@pytest.mark.parametrize("way", ["undo", "backward", "forward", "default"])
+def test_another_thread_evaluates(way: str, when: str) -> None:
+    """At no time does it bring to an end what the loop's thread is in the middle of."""
+    plain, optimizer = make()
+    train(plain, optimizer, 4)
+    model, optimizer = make()
+    overlap = instep.attach(model, optimizer, bucket_bytes=SMALL, **WAYS.get(way, {}))
+    raised: list[BaseException] = []
+
+    def look(*_: object) -> None:
+        raised.extend(in_thread(lambda: evaluate(model)))
+
+    if when == "in step()":
+        optimizer.register_step_post_hook(look)  # after instep's: the call is not over
+        optimizer.register_step_pre_hook(look)
+    for i in range(4):
+        loss_of(model, i).backward()
+        if when == "between":
+            look()
+        optimizer.step()
+        optimizer.zero_grad()
+    overlap.synchronize()
+    assert all(map(torch.equal, weights(plain), weights(model)))
+    expected = (UncommittedStepError,) if way in ("undo", "backward") else ()
+    assert all(isinstance(error, expected) for error in raised), raised
+    assert raised or not expected
+    overlap.detach()
+
+
+@on_cpu_only
+def test_another_thread_evaluates_in_the_middle_of_a_backward() -> None:
+    """Hooks of the model are put elsewhere where a forward of the loop's begins, and not there."""
+    model, optimizer = make()
+    overlap = instep.attach(model, optimizer, schedule="backward", bucket_bytes=1 << 20)
+    train(model, optimizer, 1)
+    loss = loss_of(model, 1)
+    last = list(model.parameters())[-1]
+    handle = last.register_hook(lambda _: in_thread(lambda: evaluate(model)) and None)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    handle.remove()
+    train(model, optimizer, 2)
+    source = source_of(overlap)
+    assert source._in_order
+    assert source._one_per_bucket
+    overlap.detach()
+
+
+def test_a_call_is_taken_note_of_on_its_own_thread() -> None:
+    """While it runs there; who finds that it has been stopped does so for it."""
+    stepper: Any = SimpleNamespace(was_stopped=False)
+    round_, noted = Round(), list[Any]()
+    round_._returned, round_.thread = (stepper, 1, 0), threading.get_ident() + 1
+    round_.end(lambda *call: noted.append(call))
+    assert not noted
+    stepper.was_stopped = True
+    round_.end(lambda *call: noted.append(call))
+    assert noted == [(stepper, 1, 0)]
+
+
+@on_cpu_only
+@pytest.mark.parametrize("way", ["undo", "backward", "forward", "default"])
+def test_another_thread_evaluates_all_the_time(way: str) -> None:
+    plain, optimizer = make()
+    train(plain, optimizer, 40)
+    model, optimizer = make()
+    overlap = instep.attach(model, optimizer, bucket_bytes=SMALL, **WAYS.get(way, {}))
+    over, raised = threading.Event(), set[type[BaseException]]()
+
+    def run() -> None:
+        while not over.is_set():
+            try:
+                evaluate(model)
+            except Exception as error:
+                raised.add(type(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        train(model, optimizer, 40)
+    finally:
+        over.set()
+        thread.join(net.SECONDS)
+    overlap.synchronize()
+    assert all(map(torch.equal, weights(plain), weights(model)))
+    assert raised <= {UncommittedStepError}
+    overlap.detach()
 
 
 @pytest.mark.parametrize("way", ["backward", "forward", "undo"])
