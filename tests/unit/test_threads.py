@@ -145,15 +145,16 @@ def test_another_thread_evaluates_in_the_middle_of_a_backward() -> None:
     model, optimizer = make()
     overlap = instep.attach(model, optimizer, schedule="backward", bucket_bytes=1 << 20)
     train(model, optimizer, 1)
-    loss = loss_of(model, 1)
+    loss, raised = loss_of(model, 1), list[BaseException]()
     last = list(model.parameters())[-1]
-    handle = last.register_hook(lambda _: in_thread(lambda: evaluate(model)) and None)
+    handle = last.register_hook(lambda gradient: raised.extend(in_thread(lambda: evaluate(model))))
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     handle.remove()
     train(model, optimizer, 2)
     source = source_of(overlap)
+    assert not raised
     assert source._in_order
     assert source._one_per_bucket
     overlap.detach()
