@@ -461,13 +461,6 @@ MUTANTS = [
         "tests/unit/test_threads.py",
     ),
     Mutant(
-        "a thread that evaluates puts hooks elsewhere",
-        "ForwardHooks.before_forward",
-        "if follows and (torch.is_grad_enabled() or self._schedule.backwards.is_loops()):",
-        "if follows:",
-        "tests/unit/test_threads.py",
-    ),
-    Mutant(
         "kernels: leave the loss scale on",
         "Kernel.calls",
         'if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:',
@@ -2716,7 +2709,7 @@ MUTANTS = [
         FIGURES,
     ),
     Mutant(
-        "votes are communication",
+        "integers that ranks exchange are gradients",
         "Trace.communication",
         "                if nbytes is not None:",
         "                nbytes = nbytes or 0\n                if True:",

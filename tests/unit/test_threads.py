@@ -139,27 +139,6 @@ def test_another_thread_evaluates(way: str, when: str) -> None:
     overlap.detach()
 
 
-@on_cpu_only
-def test_another_thread_evaluates_in_the_middle_of_a_backward() -> None:
-    """Hooks of the model are put elsewhere where a forward of the loop's begins, and not there."""
-    model, optimizer = make()
-    overlap = instep.attach(model, optimizer, schedule="backward", bucket_bytes=1 << 20)
-    train(model, optimizer, 1)
-    loss, raised = loss_of(model, 1), list[BaseException]()
-    last = list(model.parameters())[-1]
-    handle = last.register_hook(lambda gradient: raised.extend(in_thread(lambda: evaluate(model))))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    handle.remove()
-    train(model, optimizer, 2)
-    source = source_of(overlap)
-    assert not raised
-    assert source._in_order
-    assert source._one_per_bucket
-    overlap.detach()
-
-
 def test_a_call_is_taken_note_of_on_its_own_thread() -> None:
     """While it runs there; who finds that it has been stopped does so for it."""
     stepper: Any = SimpleNamespace(was_stopped=False)

@@ -506,8 +506,7 @@ class ForwardHooks:
         if follows:
             _unless_given_up(self._schedule, self._require_alone)
         self._schedule.before_forward()
-        # Not where another thread evaluates: hooks would be put elsewhere in the middle of the loop's backward.
-        if follows and (torch.is_grad_enabled() or self._schedule.backwards.is_loops()):
+        if follows:
             _unless_given_up(self._schedule, self._look)
         if torch.is_grad_enabled():
             self._begin_micro_batch()
