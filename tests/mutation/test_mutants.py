@@ -371,8 +371,8 @@ MUTANTS = [
     Mutant(
         "kernels: do not count the step",
         "KernelCall.run",
-        "torch._foreach_add_(counters, _one(",
-        "repr((",
+        "torch._foreach_add_(counters, [_one(counters[0].dtype)] * len(counters))",
+        "pass",
         "tests/unit/test_kernels.py",
     ),
     Mutant(
@@ -526,7 +526,7 @@ MUTANTS = [
     Mutant(
         "kernels: autograd does not see what they write",
         "Stepper._call_kernel",
-        "torch.autograd.graph.increment_version(tensors)",
+        "torch.autograd.graph.increment_version(written)",
         "pass",
         "tests/unit/test_kernels.py",
     ),
@@ -1814,7 +1814,7 @@ MUTANTS = [
     Mutant(
         "let a trial step stand though the loss scale is still on",
         "TrialValidation._scale_was_taken_off",
-        "if self._scale is None or self._scale.taken_off:",
+        "if self._scale.taken_off:",
         "if True:",
         LOSS_SCALE,
     ),
