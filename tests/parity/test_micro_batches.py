@@ -1271,8 +1271,12 @@ def test_after_detach_it_is_a_plain_backward() -> None:
 def test_what_waits_at_the_end_is_thrown_away(end: str, caplog: pytest.LogCaptureFixture) -> None:
     model, optimizer, overlap = attached_model(undo=end == "rollback")
     with overlap:
-        overlap.backward(plain_loss(model, 0), more=True)
+        loss = plain_loss(model, 0)
+        kept = weakref.ref(loss)
+        overlap.backward(loss, more=True)
+        del loss
         getattr(overlap, end)()
+        assert kept() is None
         assert all(p.grad is None for p in model.parameters())
         plain_loss(model, 1).backward()
         optimizer.step()
