@@ -40,7 +40,7 @@ KILLERS: dict[Session, Path] = {
 }
 
 COLLECTED = pytest.StashKey[frozenset[str]]()
-"""The test functions that were collected, also those that are not run."""
+"""The tests that were collected, also those that are not run."""
 IN_CI = pytest.StashKey[frozenset[str]]()
 """In a session on the accelerator: the tests that ``.ci/run`` runs there."""
 
@@ -94,7 +94,7 @@ def killing(session: Session) -> frozenset[str]:
 
 def mark(config: pytest.Config, items: Sequence[pytest.Item], session: Session) -> None:
     """Mark what is left out. ``INSTEP_TEST_ALL_CASES=1`` leaves out nothing but the long sweeps."""
-    config.stash[COLLECTED] = frozenset(function_of(item.nodeid) for item in items)
+    config.stash[COLLECTED] = frozenset(item.nodeid for item in items)
     if _all_cases():
         return
     by_hand = [item.nodeid for item in items if item.get_closest_marker("nightly") is None]

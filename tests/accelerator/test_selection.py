@@ -11,8 +11,9 @@ def test_each_defect_that_is_caught_is_caught_in_ci(request: pytest.FixtureReque
     """Of the files that this session has collected."""
     if any("::" in arg for arg in request.config.args):
         pytest.skip("files were collected in part")
-    files = {selection.file_of(function) for function in request.config.stash[selection.COLLECTED]}
+    collected = request.config.stash[selection.COLLECTED]
+    files = set(map(selection.file_of, collected))
     in_ci = request.config.stash[selection.IN_CI]
     for defect, tests in selection.killers("accelerator").items():
-        collected = {nodeid for nodeid in tests if selection.file_of(nodeid) in files}
-        assert not collected or collected & in_ci, defect
+        here = {nodeid for nodeid in tests if selection.file_of(nodeid) in files}
+        assert not here or here & in_ci, defect

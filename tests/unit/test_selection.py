@@ -3,11 +3,14 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import selection
 
 LISTS = selection.FULL, selection.ON_ACCELERATOR, selection.SLOW_ON_ACCELERATOR
-CI = Path(__file__).parents[2] / ".ci" / "run"
+ROOT = Path(__file__).parents[2]
+CI = ROOT / ".ci" / "run"
+DEVELOPED_ON = (ROOT / "constraints.txt").read_text(encoding="utf-8").split()
 
 
 def test_what_is_listed_is_there(request: pytest.FixtureRequest) -> None:
@@ -16,9 +19,22 @@ def test_what_is_listed_is_there(request: pytest.FixtureRequest) -> None:
         pytest.skip("files were collected in part")
     named = selection.killing("cpu").union(selection.killing("accelerator"), *map(selection.listed, LISTS))
     listed = set(map(selection.function_of, named))
-    collected = request.config.stash[selection.COLLECTED]
+    every = request.config.stash[selection.COLLECTED]
+    collected = set(map(selection.function_of, every))
     files = set(map(selection.file_of, collected))
     assert not {function for function in listed - collected if selection.file_of(function) in files}
+
+
+@pytest.mark.skipif(f"torch=={torch.__version__.partition('+')[0]}" not in DEVELOPED_ON, reason="cases depend on it")
+def test_what_kills_a_defect_is_run(request: pytest.FixtureRequest) -> None:
+    """With its case, as it is named now: another name would be one that the selection does not know."""
+    if any("::" in arg for arg in request.config.args):
+        pytest.skip("files were collected in part")
+    collected = request.config.stash[selection.COLLECTED]
+    files = set(map(selection.file_of, collected))
+    for defect, tests in selection.killers("cpu").items():
+        here = {nodeid for nodeid in tests if selection.file_of(nodeid) in files}
+        assert not here or here & collected, f"{defect}: python -m tests.mutation.matrix {defect!r}"
 
 
 def test_the_lists_are_sorted_and_leave_out_no_test_that_kills_a_defect() -> None:
