@@ -76,8 +76,8 @@ def found_inf(optimizer: Optimizer) -> bool:
     return found is not None and bool(found)
 
 
-def is_kernels(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's kernel is told of a scale, or of infinities: then it writes gradients, or skips."""
+def tells_kernel(optimizer: Optimizer) -> bool:
+    """Whether its kernel is told of a loss scale, or of infinities: then it writes gradients, or skips its update."""
     return kernel_scale(optimizer) is not None or vars(optimizer).get("found_inf") is not None
 
 

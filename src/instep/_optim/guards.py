@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.kinds import CHECKED_ONCE, OF_EVERY_OPTIMIZER, STEPPED_WHOLE, beside_parameters
+from instep._optim.kinds import CHECKED_ONCE, OF_EVERY_OPTIMIZER, SCALES, STEPPED_WHOLE, beside_parameters
 from instep._optim.shadow import GroupLayout, Members
 from instep._optim.stages import Stage, Update
 from instep._optim.values import (
@@ -647,4 +647,4 @@ def _attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 def _may_be_setting(name: str) -> bool:
     # The underscore is torch's own; the two names are GradScaler's, for the duration of a fused step.
-    return not name.startswith("_") and name not in ("grad_scale", "found_inf")
+    return not name.startswith("_") and name not in SCALES

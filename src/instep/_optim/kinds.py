@@ -239,8 +239,10 @@ STEP_HOOKS = (
 OF_EVERY_OPTIMIZER = ("param_groups", "state", "defaults", *STEP_HOOKS)
 # What torch's fused SGD and Adagrad write in the first update that they see: whichever bucket that is.
 CHECKED_ONCE = "_need_device_dtype_check_for_fused"
+# By which GradScaler tells a fused kernel of a loss scale.
+SCALES = ("grad_scale", "found_inf")
 # Which torch itself, its schedulers and GradScaler write on any optimizer, at any time.
-_WRITTEN_BY_TORCH = ("_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured", "grad_scale", "found_inf")
+_WRITTEN_BY_TORCH = ("_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured", *SCALES)
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.kinds import (
+    SCALES,
     STEP_HOOKS,
     beside_parameters,
     is_torchs_own,
@@ -159,7 +160,7 @@ def snapshot_of(optimizer: Optimizer) -> Optimizer:
     ]
     copied = shadow_of(optimizer, groups, optimizer.state)
     copied.defaults = private(optimizer.defaults)
-    for name in ("grad_scale", "found_inf"):
+    for name in SCALES:
         if isinstance(value := vars(copied).get(name), torch.Tensor):
             setattr(copied, name, value.detach().clone())
     return copied

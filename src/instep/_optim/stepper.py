@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from instep._optim.foreign import ForeignGuard
 from instep._optim.guards import SettingsGuard, StateGuard
 from instep._optim.kernels import Kernel, kernel_of
-from instep._optim.kinds import STEPPED_WHOLE, is_torchs_own
+from instep._optim.kinds import SCALES, STEPPED_WHOLE, is_torchs_own
 from instep._optim.local_shard import LocalShard
 from instep._optim.offload import OffloadedState
 from instep._optim.random_numbers import KeyedDraws, TorchGenerators
@@ -20,9 +20,6 @@ from instep._optim.shadow import GroupLayout, StepCopy, autocast_of, how_to_step
 from instep._optim.stages import Begins, CopiedEntries, Stage, Update
 from instep._torch.hooks import is_in_step
 from instep.errors import HyperparameterChangedError, StaleAttachmentError, UnsupportedOptimizerError
-
-_SCALES = "grad_scale", "found_inf"
-"""The attributes by which ``GradScaler`` tells a kernel of a loss scale."""
 
 
 class _Kind(NamedTuple):
@@ -215,7 +212,7 @@ class Stepper:
         kernel = self._kind.kernel if own else None
         if kernel is not None and not kernel.is_called_by(optimizer):
             kernel = None
-        state, scales = optimizer.state, tuple(map(vars(optimizer).get, _SCALES))
+        state, scales = optimizer.state, tuple(map(vars(optimizer).get, SCALES))
         self._running = _RunningStep(state, len(state), kernel, own, guards, stages, divides, scales)
         return self._running
 
@@ -388,7 +385,7 @@ class Stepper:
     def require_same_scale(self) -> None:
         """Raise ``HyperparameterChangedError`` if ``step()`` would take off another loss scale than buckets' updates
         have taken off, or leave the step out: by ``grad_scale`` or ``found_inf``, as ``GradScaler`` sets them."""
-        now = map(vars(self.optimizer()).get, _SCALES)
+        now = map(vars(self.optimizer()).get, SCALES)
         if self._running is not None and not all(map(is_, now, self._running.scales)):
             raise HyperparameterChangedError(
                 f"grad_scale or found_inf of {self.name} was set between backward() and optimizer.step(), but backward "

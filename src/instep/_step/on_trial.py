@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from instep._gradients.scaling import LossScale, found_inf, is_kernels, is_power_of_two, kernel_scale, take_off_here
+from instep._gradients.scaling import LossScale, found_inf, is_power_of_two, kernel_scale, take_off_here, tells_kernel
 from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._optim.stepper import Stepper
 from instep._optim.undo import GradientOutcome, LentGradient, Undo, UndoCopies
@@ -414,7 +414,7 @@ class TrialWrites(Writes):
         self._rollback.step_begins()
         self._scales_in_kernel = False
         for stepper in self._step.members.steppers:
-            self._scales_in_kernel |= is_kernels(stepper.optimizer())
+            self._scales_in_kernel |= tells_kernel(stepper.optimizer())
         if self._scale is not None:
             self._scale.begin()
 
