@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import instep
+from instep._optim.guards import Entries
 from instep._optim.kernels import KernelCall, kernel_of
 from instep._optim.shadow import Members
 from instep.errors import HyperparameterChangedError
@@ -260,8 +261,8 @@ def test_a_scale_that_the_class_has() -> None:
     plain, scaled = torch.optim.Adam([weight], fused=True), Scaled([weight], fused=True)
     kernel = kernel_of(plain)
     assert kernel is not None
-    assert kernel.calls(plain, [weight], [entry], [Members([0], [0])]) is not None
-    assert kernel.calls(scaled, [weight], [entry], [Members([0], [0])]) is None
+    assert kernel.calls(plain, [weight], Entries.of([weight], {weight: entry}), [Members([0], [0])]) is not None
+    assert kernel.calls(scaled, [weight], Entries.of([weight], {weight: entry}), [Members([0], [0])]) is None
 
 
 def test_momentum_in_groups_of_which_one_is_fused() -> None:

@@ -382,6 +382,128 @@ def _flags(looks: list[Look]) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{where}[{key!r}]", flag
 
 
+# What the state holds of a bucket: read once for each update, and whether it was written since.
+
+
+Entry = Mapping[Any, Any] | None
+
+
+class Entries(NamedTuple):
+    """What the state holds of some parameters, as it was read. The tensors are large: no copies.
+
+    Attributes:
+        sizes: of each entry, how many values it has: where there is none, 0.
+        names: of all values, one entry after the other.
+        values: in the same order.
+        are_plain: whether all values are tensors of torch's own two classes.
+    """
+
+    parameters: list[torch.Tensor]
+    entries: list[Entry]
+    sizes: list[int]
+    names: list[Any]
+    values: list[Any]
+    are_plain: bool
+
+    @classmethod
+    def of(cls, parameters: Sequence[torch.Tensor], state: Mapping[Any, Any]) -> "Entries":
+        entries: list[Entry] = list(map(state.get, parameters))
+        values = _values_of(entries)
+        return cls(
+            [*parameters], entries, list(map(length_hint, entries)), _names_of(entries), values, are_plain(values)
+        )
+
+    def columns(self, names: Sequence[str]) -> list[list[torch.Tensor]] | None:
+        """One list for each of the ``names``, with a plain tensor of each entry. ``None``: an entry lacks one of them,
+        as before the first step, or holds something else too; or entries are not all alike, as some may be in a state
+        that was loaded."""
+        order = list(self.entries[0] or ())
+        count = len(order)
+        if not self.are_plain or self.names != order * len(self.entries) or {*self.sizes} != {count}:
+            return None
+        try:
+            return [self.values[order.index(name) :: count] for name in names]
+        except ValueError:
+            return None
+
+
+class EntriesAsLeft(NamedTuple):
+    """Entries as an update has left them, to find out later whether somebody has written them.
+
+    Attributes:
+        parameters: and the next four: as ``Entries`` has them.
+        tensors: those of the values that are tensors.
+        versions: of the tensors.
+        others: values that are no tensors and can be written, each with its fingerprint.
+    """
+
+    parameters: list[torch.Tensor]
+    entries: list[Entry]
+    sizes: list[int]
+    names: list[Any]
+    values: list[Any]
+    tensors: list[torch.Tensor]
+    versions: list[int]
+    others: list[tuple[Any, Any]]
+
+    @classmethod
+    def of(cls, read: Entries) -> "EntriesAsLeft":
+        """As they are now."""
+        tensors: list[torch.Tensor] = read.values
+        others: list[tuple[Any, Any]] = []
+        if not read.are_plain:
+            tensors = [value for value in read.values if isinstance(value, torch.Tensor)]
+            written = [v for v in read.values if not isinstance(v, torch.Tensor) and not is_immutable(v)]
+            others = [(value, fingerprint(value)) for value in written]
+        return cls(
+            read.parameters, read.entries, read.sizes, read.names, read.values, tensors, versions_of(tensors), others
+        )
+
+    @classmethod
+    def of_all(cls, parts: Sequence["EntriesAsLeft"]) -> "EntriesAsLeft":
+        """Those of all ``parts``, as each was left."""
+        columns: Iterable[list[Any]] = map(list, map(chain.from_iterable, zip(*parts, strict=True)))
+        return cls(*columns) if parts else _NONE
+
+    def are_as_left(self, state: Mapping[Any, Any]) -> bool:
+        """Whether ``state`` has the same entries, an empty one being none, and nothing in them was written."""
+        then = self.entries
+        now = list(map(state.get, self.parameters))
+        are_in = all(map(is_, now, then)) or all(a is b or not (a or b) for a, b in zip(now, then, strict=True))
+        return are_in and not self.written
+
+    def are_replaced_in(self, state: Mapping[Any, Any]) -> bool:
+        """Whether ``state`` has another entry for one of the parameters, that holds something."""
+        now = map(state.get, self.parameters)
+        return any(a and a is not b for a, b in zip(now, self.entries, strict=True))
+
+    @property
+    def written(self) -> bool:
+        """Whether an entry has other values since, or one of them was written. Not seen: a tensor through ``.data``."""
+        return (
+            # With sizes and names, each value is known to be in its own entry.
+            list(map(length_hint, self.entries)) != self.sizes
+            or _names_of(self.entries) != self.names
+            or not all(map(is_, _values_of(self.entries), self.values))
+            or versions_of(self.tensors) != self.versions
+            or not all(alike(fingerprint(value), then) for value, then in self.others)
+        )
+
+
+def _names_of(entries: Iterable[Entry]) -> list[Any]:
+    return list(chain.from_iterable(filter(None, entries)))
+
+
+def _values_of(entries: Iterable[Entry]) -> list[Any]:
+    return list(chain.from_iterable(map(_VALUES, filter(None, entries))))
+
+
+_VALUES: Callable[[Any], Iterable[Any]] = methodcaller("values")
+
+
+_NONE = EntriesAsLeft([], [], [], [], [], [], [], [])
+
+
 class StateGuard(Stage):
     """The state of the parameters is, at ``optimizer.step()``, as their updates have left it."""
 
@@ -395,11 +517,11 @@ class StateGuard(Stage):
     @contextmanager
     def around(self, update: Update) -> Iterator[None]:
         yield
-        self.note(update.owned, list(map(update.optimizer.state.get, update.owned)))
+        self.note(Entries.of(update.owned, update.optimizer.state))
 
-    def note(self, parameters: Sequence[torch.Tensor], entries: Sequence[Any]) -> None:
-        """An update has left ``entries`` of ``parameters`` as they are now."""
-        self._left.append(EntriesAsLeft.now(parameters, entries))  # all at once: Ctrl-C may come anywhere
+    def note(self, read: Entries) -> None:
+        """An update has left these entries as they are now."""
+        self._left.append(EntriesAsLeft.of(read))  # all at once: Ctrl-C may come anywhere
 
     def require_unchanged(self, optimizer: Optimizer) -> None:
         # Of all buckets together: each question is one pass.
@@ -416,80 +538,6 @@ class StateGuard(Stage):
 
     def forget(self) -> None:
         self._left = []
-
-
-class EntriesAsLeft(NamedTuple):
-    """The entries of some parameters in an optimizer's state, to find out later whether somebody has written them. They
-    are large: no copies.
-
-    Attributes:
-        sizes: of each entry, how many values it has: where there is none, 0.
-        names: of all values, one entry after the other.
-        values: in the same order.
-        tensors: those of the values that are tensors.
-        versions: of the tensors.
-        others: values that are no tensors and can be written, each with its fingerprint.
-    """
-
-    parameters: list[torch.Tensor]
-    entries: list[Mapping[Any, Any] | None]
-    sizes: list[int]
-    names: list[Any]
-    values: list[Any]
-    tensors: list[torch.Tensor]
-    versions: list[int]
-    others: list[tuple[Any, Any]]
-
-    @classmethod
-    def now(cls, parameters: Sequence[torch.Tensor], entries: Sequence[Mapping[Any, Any] | None]) -> "EntriesAsLeft":
-        """``entries``, which are those of ``parameters``, as they are now."""
-        values = tensors = _values_of(entries)
-        others: list[tuple[Any, Any]] = []
-        if not are_plain(values):
-            tensors = [value for value in values if isinstance(value, torch.Tensor)]
-            written = [v for v in values if not isinstance(v, torch.Tensor) and not is_immutable(v)]
-            others = [(value, fingerprint(value)) for value in written]
-        sizes, names = list(map(length_hint, entries)), list(chain.from_iterable(filter(None, entries)))
-        return cls([*parameters], [*entries], sizes, names, values, tensors, versions_of(tensors), others)
-
-    @classmethod
-    def of_all(cls, parts: Sequence["EntriesAsLeft"]) -> "EntriesAsLeft":
-        """Those of all ``parts``, as each was left."""
-        if not parts:
-            return cls.now([], [])
-        return cls(*map(list, map(chain.from_iterable, zip(*parts, strict=True))))
-
-    def are_as_left(self, state: Mapping[Any, Any]) -> bool:
-        """Whether ``state`` has the same entries, an empty one being none, and nothing in them was written."""
-        now = list(map(state.get, self.parameters))
-        are_in = all(map(is_, now, self.entries)) or all(
-            a is b or not (a or b) for a, b in zip(now, self.entries, strict=True)
-        )
-        return are_in and not self.written
-
-    def are_replaced_in(self, state: Mapping[Any, Any]) -> bool:
-        """Whether ``state`` has another entry for one of the parameters, that holds something."""
-        now = map(state.get, self.parameters)
-        return any(a and a is not b for a, b in zip(now, self.entries, strict=True))
-
-    @property
-    def written(self) -> bool:
-        """Whether an entry has other values since, or one of them was written. Not seen: a tensor through ``.data``."""
-        return (
-            # With sizes and names, each value is known to be in its own entry.
-            list(map(length_hint, self.entries)) != self.sizes
-            or list(chain.from_iterable(filter(None, self.entries))) != self.names
-            or not all(map(is_, _values_of(self.entries), self.values))
-            or versions_of(self.tensors) != self.versions
-            or not all(alike(fingerprint(value), then) for value, then in self.others)
-        )
-
-
-def _values_of(entries: Iterable[Mapping[Any, Any] | None]) -> list[Any]:
-    return list(chain.from_iterable(map(_VALUES, filter(None, entries))))
-
-
-_VALUES = methodcaller("values")
 
 
 # Switches of torch, for the whole process, that an update may read: it needs those of ``optimizer.step()``.

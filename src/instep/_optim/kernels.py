@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from instep._optim.guards import Entries
 from instep._optim.kinds import replaced_step
 from instep._optim.shadow import Members
 from instep._optim.values import is_immutable
@@ -38,6 +39,7 @@ _STRIDED = frozenset({torch.strided})
 _NUMBERS = frozenset({bool, int, float})
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _OF_COUNTERS = frozenset({torch.float32, torch.float64})
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 _DECOUPLED = "decoupled_weight_decay"
 # torch 2.6 has another class for it, and ignores this in a group, as it may come with a checkpoint of a newer torch.
 _READS_DECOUPLED = _DECOUPLED in inspect.signature(torch.optim.Adam).parameters
@@ -140,21 +142,23 @@ class Kernel:
         self,
         optimizer: Optimizer,
         tensors: Sequence[torch.Tensor],
-        entries: Sequence[Any],
+        entries: Entries,
         members: Sequence[Members],
     ) -> list[KernelCall] | None:
         """What to call in place of the update of ``tensors``; ``None``: the optimizer's own ``step()``.
 
         Args:
-            entries: the state of each.
+            entries: of their state.
             members: by group, where they stand.
         """
         device = tensors[0].device
         on_cpu = device.type == "cpu"
-        if not on_cpu and is_captured(device):
-            return None  # step() asks whether it may be recorded
-        # GradScaler says there what the kernel is to do with its scale.
-        if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
+        if (
+            # GradScaler says there what the kernel is to do with its scale.
+            getattr(optimizer, "grad_scale", None) is not None
+            or getattr(optimizer, "found_inf", None) is not None
+            or (not on_cpu and is_captured(device))  # step() asks whether it may be recorded
+        ):
             return None
         gradients: Tensors = list(map(_GRADIENT, tensors))
         if not (are_plain(chain(tensors, gradients)) and _STRIDED.issuperset(map(_LAYOUT, gradients))):
@@ -167,13 +171,12 @@ class Kernel:
                 continue
             group = optimizer.param_groups[number]
             options = self._options_of(number, group)
-            if options is None:
+            if options is None or (columns := entries.columns(self._columns(options))) is None:
                 return None
-            if len(mine) == len(tensors):  # the order does not matter: a kernel takes one after the other
-                call = self._call(list(tensors), gradients, entries, options, group)
-            else:
-                some = [[of[i] for i in mine] for of in (tensors, gradients, entries)]
-                call = self._call(some[0], some[1], some[2], options, group)
+            lists = [[*tensors], gradients, *columns]
+            if len(mine) < len(tensors):  # else the order does not matter: a kernel takes one after the other
+                lists = [[column[i] for i in mine] for column in lists]
+            call = self._call(lists, options, group)
             if call is None or not (on_cpu or call.is_one_group):
                 return None
             calls.append(call)
@@ -198,9 +201,15 @@ class Kernel:
     def _options(self, settings: dict[str, Any]) -> Settings:
         return settings
 
-    def _call(
-        self, tensors: Tensors, gradients: Tensors, entries: Sequence[Any], options: Settings, group: Settings
-    ) -> KernelCall | None:
+    def _columns(self, options: Settings) -> Sequence[str]:
+        """What it reads of each entry."""
+        raise NotImplementedError
+
+    def _call(self, lists: list[Tensors], options: Settings, group: Settings) -> KernelCall | None:
+        """
+        Args:
+            lists: of parameters, of gradients, and one for each of ``_columns``.
+        """
         raise NotImplementedError
 
 
@@ -214,21 +223,18 @@ class _Adam(Kernel):
         beta1, beta2 = settings.pop("betas")
         return {**settings, "beta1": beta1, "beta2": beta2}
 
-    def _call(
-        self, tensors: Tensors, gradients: Tensors, entries: Sequence[Any], options: Settings, group: Settings
-    ) -> KernelCall | None:
+    def _columns(self, options: Settings) -> Sequence[str]:
+        return (*_MOMENTS, "max_exp_avg_sq", "step") if options["amsgrad"] else (*_MOMENTS, "step")
+
+    def _call(self, lists: list[Tensors], options: Settings, group: Settings) -> KernelCall | None:
         decoupled = group.get(_DECOUPLED, self.is_decoupled) if _READS_DECOUPLED else self.is_decoupled
-        largest = ("max_exp_avg_sq",) if options["amsgrad"] else ()
-        columns = _columns(entries, ("exp_avg", "exp_avg_sq", *largest, "step"))
-        if columns is None:
-            return None
-        first, second, *largest_of, counters = columns
+        tensors, gradients, first, second, *largest, counters = lists
         dtypes = set(map(_DTYPE, counters))
         # step() refuses some dtypes of counters, and adds to those that require a gradient all the same.
         if len(dtypes) != 1 or not _OF_COUNTERS.issuperset(dtypes) or any(map(_REQUIRES_GRAD, counters)):
             return None
-        lists = (tensors, gradients, first, second, *(largest_of or [[]]), counters)
-        return KernelCall(torch._fused_adamw_ if decoupled else torch._fused_adam_, lists, counters, options, columns)
+        given = (tensors, gradients, first, second, *(largest or [[]]), counters)
+        return KernelCall(torch._fused_adamw_ if decoupled else torch._fused_adam_, given, counters, options, lists[2:])
 
 
 class _AdamW(_Adam):
@@ -245,18 +251,15 @@ class _SGD(Kernel):
     def _options(self, settings: dict[str, Any]) -> Settings:
         return {**settings, "is_first_step": False}
 
-    def _call(
-        self, tensors: Tensors, gradients: Tensors, entries: Sequence[Any], options: Settings, group: Settings
-    ) -> KernelCall | None:
+    def _columns(self, options: Settings) -> Sequence[str]:
+        return ("momentum_buffer",) if options["momentum"] != 0 else ()
+
+    def _call(self, lists: list[Tensors], options: Settings, group: Settings) -> KernelCall | None:
         if group.get("foreach"):  # which torch asks first, and of Adam last
             return None
-        buffers: Tensors = []
-        if options["momentum"] != 0:
-            columns = _columns(entries, ("momentum_buffer",))
-            if columns is None:
-                return None
-            buffers = columns[0]
-        return KernelCall(torch._fused_sgd_, (tensors, gradients, buffers), [], options, (buffers,))
+        tensors, gradients, *buffers = lists
+        given = (tensors, gradients, *(buffers or [[]]))
+        return KernelCall(torch._fused_sgd_, given, [], options, buffers)
 
 
 _KERNELS: dict[type[Optimizer], type[Kernel]] = {
@@ -264,13 +267,3 @@ _KERNELS: dict[type[Optimizer], type[Kernel]] = {
     torch.optim.AdamW: _AdamW,
     torch.optim.SGD: _SGD,
 }
-
-
-def _columns(entries: Sequence[Any], names: Sequence[str]) -> list[Tensors] | None:
-    """One list for each of the ``names``; ``None``: an entry lacks one of them, as before the first step, or has no
-    plain tensor there, as in a state that was loaded."""
-    try:
-        columns = [list(map(itemgetter(name), entries)) for name in names]
-    except (KeyError, TypeError):
-        return None
-    return columns if are_plain(chain.from_iterable(columns)) else None

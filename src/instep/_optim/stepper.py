@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.foreign import ForeignGuard
-from instep._optim.guards import SettingsGuard, StateGuard
+from instep._optim.guards import Entries, SettingsGuard, StateGuard
 from instep._optim.kernels import Kernel, kernel_of
 from instep._optim.kinds import SCALES, STEPPED_WHOLE, is_torchs_own
 from instep._optim.local_shard import LocalShard
@@ -250,7 +250,7 @@ class Stepper:
         lists: of the stages only the two guards have anything to do. ``False``: it is to be run otherwise."""
         if running.kernel is None:
             return False
-        entries, members = list(map(optimizer.state.get, owned)), self._layout.members_of(owned)
+        entries, members = Entries.of(owned, optimizer.state), self._layout.members_of(owned)
         calls = running.kernel.calls(optimizer, tensors, entries, members)
         if calls is None:
             return False
@@ -266,7 +266,7 @@ class Stepper:
                         written += column
                 torch.autograd.graph.increment_version(written)
         if self._looks_back:
-            self._state_guard.note(owned, entries)
+            self._state_guard.note(entries)
         return True
 
     def _take_in(self, optimizer: Optimizer) -> None:

@@ -17,6 +17,7 @@ from instep._gradients.clipping import Clip
 from instep._optim.guards import (
     DEFAULT_DTYPE,
     MKLDNN,
+    Entries,
     EntriesAsLeft,
     as_then,
     as_thread,
@@ -395,7 +396,7 @@ class _VersionsAtStep:
     def look(self, state: Mapping[Any, Any]) -> None:
         """They are to stay as they are now."""
         self.look_at_versions()
-        self._entries = EntriesAsLeft.now(self._tensors, list(map(state.get, self._tensors)))
+        self._entries = EntriesAsLeft.of(Entries.of(self._tensors, state))
 
     def look_at_versions(self) -> None:
         self._versions = self._found()
