@@ -377,7 +377,7 @@ MUTANTS = [
     ),
     Mutant(
         "kernels: options of the step before",
-        "Kernel._options_of",
+        "Kernel._asked_of",
         "all(map(is_, known[0], given))",
         "True",
         "tests/unit/test_kernels.py",
@@ -470,15 +470,15 @@ MUTANTS = [
     Mutant(
         "kernels: one group's settings for all",
         "Kernel.calls",
-        "options = self._options_of(number, group)",
-        "options = self._options_of(0, optimizer.param_groups[0])",
+        "asked = self._asked_of(number, group)",
+        "asked = self._asked_of(0, optimizer.param_groups[0])",
         "tests/unit/test_kernels.py",
     ),
     Mutant(
         "kernels: a state of one kind for all",
-        "_Adam._call",
-        '("max_exp_avg_sq",) if options["amsgrad"] else ()',
-        "()",
+        "_Adam._columns",
+        'if options["amsgrad"]',
+        "if False",
         "tests/unit/test_kernels.py",
     ),
     Mutant(
@@ -512,7 +512,7 @@ MUTANTS = [
     Mutant(
         "kernels: do not look for state written between backward and step()",
         "Stepper._call_kernel",
-        "            self._state_guard.note(owned, entries)\n",
+        "            self._state_guard.note(entries)\n",
         "            pass\n",
         STATE,
     ),
@@ -533,7 +533,7 @@ MUTANTS = [
     Mutant(
         "do not look under which name values of state are",
         "EntriesAsLeft.written",
-        "            or list(chain.from_iterable(filter(None, self.entries))) != self.names\n",
+        "            or _names_of(self.entries) != self.names\n",
         "",
         STATE,
     ),
@@ -546,7 +546,7 @@ MUTANTS = [
     ),
     Mutant(
         "kernels: a list of betas is read once",
-        "Kernel._options_of",
+        "Kernel._asked_of",
         "if all(map(is_immutable, given)):",
         "if True:",
         "tests/unit/test_kernels.py",
@@ -581,9 +581,9 @@ MUTANTS = [
     ),
     Mutant(
         "kernels: take a count that is no tensor",
-        "_columns",
-        "columns if are_plain(chain.from_iterable(columns)) else None",
-        "columns",
+        "Entries.columns",
+        "not self.are_plain or ",
+        "",
         "tests/unit/test_kernels.py",
     ),
     Mutant(

@@ -109,6 +109,18 @@ def _one(dtype: torch.dtype) -> torch.Tensor:
         return torch.ones((), dtype=dtype)
 
 
+class _Asked(NamedTuple):
+    """What a group asks for.
+
+    Attributes:
+        options: the kernel's numbers.
+        columns: what it reads of each entry of state.
+    """
+
+    options: Settings
+    columns: Sequence[str]
+
+
 class Kernel:
     """What one optimizer's ``step()`` hands to its kernel, class by class.
 
@@ -122,8 +134,8 @@ class Kernel:
         self._read = itemgetter(*self.settings)
         self._functions: list[Any] = []  # that step() goes through, as they were found last
         self._are_torchs = False
-        # By the number of a group: the settings that it had, and the kernel's options, which are dear to make.
-        self._known: dict[int, tuple[tuple[Any, ...], Settings]] = {}
+        # By the number of a group: the settings that it had, and what these ask for, which is dear to make.
+        self._known: dict[int, tuple[tuple[Any, ...], _Asked]] = {}
 
     def is_called_by(self, optimizer: Optimizer) -> bool:
         """Whether ``step()`` comes to the kernel by functions of torch's alone: anybody may have replaced one since.
@@ -170,19 +182,19 @@ class Kernel:
             if not mine:
                 continue
             group = optimizer.param_groups[number]
-            options = self._options_of(number, group)
-            if options is None or (columns := entries.columns(self._columns(options))) is None:
+            asked = self._asked_of(number, group)
+            if asked is None or (columns := entries.columns(asked.columns)) is None:
                 return None
             lists = [[*tensors], gradients, *columns]
             if len(mine) < len(tensors):  # else the order does not matter: a kernel takes one after the other
                 lists = [[column[i] for i in mine] for column in lists]
-            call = self._call(lists, options, group)
+            call = self._call(lists, asked.options, group)
             if call is None or not (on_cpu or call.is_one_group):
                 return None
             calls.append(call)
         return calls
 
-    def _options_of(self, number: int, group: Settings) -> Settings | None:
+    def _asked_of(self, number: int, group: Settings) -> _Asked | None:
         """``None``: the kernel is not asked for, or a setting is no plain number: tensors are read, or sent to a
         device, by ``step()``."""
         if not group.get("fused") or group.get("differentiable") or group.get("capturable"):
@@ -194,9 +206,10 @@ class Kernel:
         options = self._options(dict(zip(self.settings, given, strict=True)))
         if not _NUMBERS.issuperset(map(type, options.values())):
             return None
+        asked = _Asked(options, self._columns(options))
         if all(map(is_immutable, given)):  # a list of betas may be written in place
-            self._known[number] = given, options
-        return options
+            self._known[number] = given, asked
+        return asked
 
     def _options(self, settings: dict[str, Any]) -> Settings:
         return settings

@@ -152,7 +152,7 @@ class Stepper:
             StaleAttachmentError: a parameter is in no group any more, or the optimizer is gone.
             UnsupportedOptimizerError: the update does what bucket by bucket comes out otherwise than in one call.
         """
-        optimizer = self.optimizer()
+        optimizer = self._optimizer() or self.optimizer()  # which raises if it is gone
         running = self._running or self._begin(optimizer)
         owned = parameters if in_place_of is None else in_place_of
         if begins is not None and self.options:

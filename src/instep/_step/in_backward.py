@@ -1,7 +1,7 @@
 """``schedule="backward"``: sources offer final gradients, buckets are stepped, and ``optimizer.step()`` commits."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from time import perf_counter
 from typing import Any
@@ -32,6 +32,7 @@ from instep._step.step import Agreement, RunningStep
 from instep._step.step_calls import StepCalls
 from instep._step.writes import FinalWrites, Writes, owed_steps
 from instep._torch.engine import (
+    AS_IT_IS,
     as_default_device,
     default_device,
     graph_task,
@@ -69,7 +70,7 @@ class BucketSink(Schedule):
         self._default_device: torch.device | None = None
         self._has_default_device = False
 
-    def arrive(self, parameters: Sequence[AttachedParameter]) -> bool:
+    def arrive(self, parameters: AttachedParameters) -> bool:
         """Final gradients are offered. ``False``: they stay in ``.grad``, this step must not be written now.
 
         Raises ``AccumulationError`` when one of them was offered before in this step: before anything more is
@@ -95,7 +96,7 @@ class BucketSink(Schedule):
             if not step.members.offered:
                 self._open()
             step.backwards.gives_gradients(parameters[0].spec.device)
-            self._offer(AttachedParameters.of(parameters))
+            self._offer(parameters)
             seen = step.backwards.running is not None or step.accumulation.runs_stages is not None
             return self._writes.accepts_update(seen=seen)
 
@@ -122,9 +123,7 @@ class BucketSink(Schedule):
         offered.update(parameters.indices)
         round_.steppers_left.update(parameters.steppers)
 
-    def apply(
-        self, bucket: Sequence[AttachedParameter], fetch: Callable[[], None] | None = None, *, final: bool = True
-    ) -> bool:
+    def apply(self, bucket: AttachedParameters, fetch: Callable[[], None] | None = None, *, final: bool = True) -> bool:
         """Step the parameters of ``bucket`` from their ``.grad``. ``False`` if that failed, or is not to be done.
 
         An error is kept for ``raise_failure``: raised here, inside a hook, it would leave DDP unusable.
@@ -144,34 +143,45 @@ class BucketSink(Schedule):
             try:
                 for stepper in step.members.steppers:
                     stepper.optimizer()  # raises, before anything is written, if one is gone
+                device = bucket[0].spec.device
                 default = self._default_device if self._has_default_device else set_default_device()
-                with step.streams.on(bucket[0].spec.device), as_default_device(default):
+                range_ = profiled("update", bucket[0].spec.name)
+                if device.type == "cpu" and default_device() == default and range_ is AS_IT_IS:
+                    # As mostly on a CPU, where entering each of these would take as long as a check.
                     if fetch is not None:
                         fetch()
-                    members, parameters, gradients = _with_gradient(AttachedParameters.of(bucket))
-                    if not members:
-                        return True
-                    require_in_place(members, parameters)
-                    device = bucket[0].spec.device
-                    writes.in_graph = device.type != "cpu" and is_captured(device)
-                    started = perf_counter()
-                    with profiled("update", members[0].spec.name):
-                        if not writes.update(members, parameters, gradients, final=final):
-                            return False
-                # In here, too: Ctrl-C that comes before this is noted comes after a write.
-                step.members.apply(members, parameters)
-                writes.begun = AttachedParameters()
-                writes.updated(members, gradients)
+                    return self._update(bucket, final=final)
+                with step.streams.on(device), as_default_device(default):
+                    if fetch is not None:
+                        fetch()
+                    with range_:
+                        return self._update(bucket, final=final)
             except BaseException as error:
                 if not (isinstance(error, Exception) and writes.takes_back(error)):
                     begun = (a for a in writes.begun if a.shard is None or not a.shard.is_empty)
                     self.fail(error, [a.spec.name for a in begun])
                 return False
-            step.times.ran(members, started)
-            return True
 
-    def apply_and_free(self, bucket: Sequence[AttachedParameter]) -> bool:
-        bucket = AttachedParameters.of(bucket)
+    def _update(self, bucket: AttachedParameters, *, final: bool) -> bool:
+        """Step those of ``bucket`` that have a gradient, on the stream that is current."""
+        step, writes = self._step, self._writes
+        members, parameters, gradients = _with_gradient(bucket)
+        if not members:
+            return True
+        require_in_place(members, parameters)
+        device = members[0].spec.device
+        writes.in_graph = device.type != "cpu" and is_captured(device)
+        started = perf_counter()
+        if not writes.update(members, parameters, gradients, final=final):
+            return False
+        # At once: Ctrl-C that comes before this is noted comes after a write.
+        step.members.apply(members, parameters)
+        writes.begun = AttachedParameters()
+        writes.updated(members, gradients)
+        step.times.ran(members, started)
+        return True
+
+    def apply_and_free(self, bucket: AttachedParameters) -> bool:
         beside = self._beside
         done = (beside is not None and beside.takes_some and self._hand_over(beside, bucket)) or self.apply(bucket)
         self._writes.retire(bucket)
@@ -251,19 +261,18 @@ class BucketSink(Schedule):
                 self._failure.forget()
                 raise
 
-    def count_freed(self, bucket: Sequence[AttachedParameter]) -> None:
+    def count_freed(self, bucket: AttachedParameters) -> None:
         """Of those that were applied nobody has the gradients any more."""
         step = self._step
         if not self._writes.frees_gradients:
             return
-        bucket = AttachedParameters.of(bucket)
         if not step.members.applied.issuperset(bucket.indices):
             bucket = AttachedParameters(filter(step.members.is_applied, bucket))
         step.freed_bytes += bucket.nbytes
 
-    def retire(self, bucket: Iterable[AttachedParameter]) -> None:
+    def retire(self, bucket: AttachedParameters) -> None:
         """Nobody but instep needs ``.grad`` of these any more, as far as they were applied."""
-        self._writes.retire(AttachedParameters.of(bucket))
+        self._writes.retire(bucket)
 
     def is_applied(self, attached: AttachedParameter) -> bool:
         return self._step.members.is_applied(attached)

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Literal
@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from instep._gradients.clipping import Clipping
-from instep._optim.parameters import AttachedParameter
+from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._optim.random_numbers import Generators
 from instep._step.accumulation import Accumulation
 from instep._step.remedies import ANY_LOOP
@@ -200,9 +200,7 @@ class MeasuringSink:
                     call()
         return True
 
-    def apply(
-        self, bucket: Sequence[AttachedParameter], fetch: Callable[[], None] | None = None, *, final: bool = True
-    ) -> bool:
+    def apply(self, bucket: AttachedParameters, fetch: Callable[[], None] | None = None, *, final: bool = True) -> bool:
         try:
             if fetch is not None:
                 fetch()
@@ -217,7 +215,7 @@ class MeasuringSink:
             return False
         return True
 
-    def apply_and_free(self, bucket: Sequence[AttachedParameter]) -> bool:
+    def apply_and_free(self, bucket: AttachedParameters) -> bool:
         done = self.apply(bucket)
         self.retire(bucket)
         return done
@@ -225,7 +223,7 @@ class MeasuringSink:
     def join(self) -> None:
         self.streams.join()
 
-    def retire(self, bucket: Iterable[AttachedParameter]) -> None:
+    def retire(self, bucket: AttachedParameters) -> None:
         for attached in bucket:
             parameter = attached.get()
             if parameter.grad is not None and self._clipping.is_measured(attached):

@@ -96,7 +96,7 @@ class Writes(ABC):
 
     @abstractmethod
     def updated(self, bucket: AttachedParameters, gradients: Sequence[torch.Tensor]) -> None:
-        """``update`` has stepped ``bucket``; the side stream is not current any more."""
+        """``update`` has stepped ``bucket``, on the side stream that is still current."""
 
     @abstractmethod
     def retire(self, bucket: AttachedParameters) -> None:

@@ -78,13 +78,11 @@ class Sink(Protocol):
     @property
     def keeps_gradients(self) -> bool: ...
 
-    def arrive(self, parameters: Sequence[AttachedParameter]) -> bool:
+    def arrive(self, parameters: AttachedParameters) -> bool:
         """Take final gradients into the step. ``False``: they stay in ``.grad``, nothing may be written now. Raises if
         one of them cannot be a part of this step, before anything of it is written."""
 
-    def apply(
-        self, bucket: Sequence[AttachedParameter], fetch: Callable[[], None] | None = None, *, final: bool = True
-    ) -> bool:
+    def apply(self, bucket: AttachedParameters, fetch: Callable[[], None] | None = None, *, final: bool = True) -> bool:
         """Step ``bucket`` from its ``.grad``, after ``fetch`` has put the gradients there. ``False``: it was not
         stepped. An error is kept for ``raise_failure``."""
 
@@ -94,13 +92,13 @@ class Sink(Protocol):
     def is_applied(self, attached: AttachedParameter) -> bool:
         """Whether this step has updated the parameter already."""
 
-    def apply_and_free(self, bucket: Sequence[AttachedParameter]) -> bool:
+    def apply_and_free(self, bucket: AttachedParameters) -> bool:
         """``apply`` gradients that nothing but instep needs any more, free those that were stepped, and count them."""
 
-    def retire(self, bucket: Iterable[AttachedParameter]) -> None:
+    def retire(self, bucket: AttachedParameters) -> None:
         """Nobody but instep needs ``.grad`` of these any more: free the gradients of those that were applied."""
 
-    def count_freed(self, bucket: Sequence[AttachedParameter]) -> None:
+    def count_freed(self, bucket: AttachedParameters) -> None:
         """Count the memory of applied gradients that ``retire`` has freed, as nobody else keeps them."""
 
     def join(self) -> None:
@@ -135,7 +133,7 @@ def record_arrival(sink: Sink, bucket: Iterable[AttachedParameter], future: torc
 # From a source to its sink.
 
 
-def deliver(sink: Sink, gradients: Sequence[AttachedParameter], step: Callable[[], bool]) -> bool:
+def deliver(sink: Sink, gradients: AttachedParameters, step: Callable[[], bool]) -> bool:
     """Offer ``gradients``, which are final, and call ``step`` if they may be written now. Errors are kept.
 
     Returns:
@@ -164,7 +162,7 @@ class ErrorsKept:
         return error is not None
 
 
-def step_all(sink: Sink, gradients: Sequence[AttachedParameter]) -> bool:
+def step_all(sink: Sink, gradients: AttachedParameters) -> bool:
     """The ``step`` of a sink that ``waits_for_all``: all gradients of the model are in ``.grad``, and clipped by the
     norm that they have together."""
     sink.compute_total_norm()
@@ -230,13 +228,13 @@ class WrappedParameters:
         self._by_id.update((id(a.get()), a) for a in parameters if id(a.get()) in reduced)
         return [attached for attached in parameters if id(attached.get()) not in reduced]
 
-    def among(self, tensors: Iterable[torch.Tensor]) -> list[AttachedParameter]:
+    def among(self, tensors: Iterable[torch.Tensor]) -> AttachedParameters:
         """The attached parameters among ``tensors``, in the same order."""
         return self.with_ids(map(id, tensors))
 
-    def with_ids(self, ids: Iterable[int]) -> list[AttachedParameter]:
+    def with_ids(self, ids: Iterable[int]) -> AttachedParameters:
         """As ``among``, given the ``id`` of each tensor."""
-        return [self._by_id[key] for key in ids if key in self._by_id]
+        return AttachedParameters(self._by_id[key] for key in ids if key in self._by_id)
 
     def __getitem__(self, tensor: torch.Tensor) -> AttachedParameter:
         return self._by_id[id(tensor)]

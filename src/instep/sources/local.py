@@ -187,7 +187,7 @@ class LocalSource:
         can_wait = open_in is not None and open_in == task and index not in self._arrived
         if can_wait:
             self._to_offer.append(attached)
-        elif not (self._offer() and self._sink.arrive((attached,))):
+        elif not (self._offer() and self._sink.arrive(AttachedParameters((attached,)))):
             self._in_order &= self._sink.keeps_gradients  # refused; but gradients that the loop keeps disturb no order
             return
         self._arrived.add(index)
@@ -196,7 +196,7 @@ class LocalSource:
             return  # unfrozen since the buckets were made, within this very forward: left to optimizer.step()
         self._layout.observed.append(attached)
         self._missing[number] -= 1
-        if (can_wait or self._backwards.accepts_update()) and self._missing[number] == 0 and self._offer():
+        if (can_wait or self._backwards.accepts_update(task)) and self._missing[number] == 0 and self._offer():
             self._sink.apply_and_free(self._layout.members[number])
 
     def _takes_gradient(self, attached: AttachedParameter) -> bool:
@@ -211,7 +211,7 @@ class LocalSource:
     def _offer(self) -> bool:
         """Offer the gradients that have waited for it. ``False``: nothing of this step must be written now."""
         gradients, self._to_offer = self._to_offer, []
-        return not gradients or self._sink.arrive(gradients)
+        return not gradients or self._sink.arrive(AttachedParameters(gradients))
 
     # In backward, with one hook for each bucket.
 
@@ -224,7 +224,8 @@ class LocalSource:
             self._count_bucket(self._layout.members[number], last)
 
     def _count_bucket(self, members: AttachedParameters, last: int) -> None:
-        if self._began != graph_task() or not all_there(map(GRADIENT, members.tensors())):
+        task = graph_task()
+        if self._began != task or not all_there(map(GRADIENT, members.tensors())):
             self._in_order = False
         if not self._in_order:
             members = AttachedParameters((self._hooks.parameters[last],))
@@ -233,7 +234,7 @@ class LocalSource:
         self._offered.update(members.indices)
         if not self._sink.arrive(members):
             self._in_order &= self._sink.keeps_gradients
-        elif self._backwards.accepts_update() and self._in_order:
+        elif self._backwards.accepts_update(task) and self._in_order:
             self._sink.apply_and_free(members)
 
     # Where backward ends: one that may write, before DDP's own end; and, with one hook for each bucket, after it.
@@ -259,7 +260,7 @@ class LocalSource:
         self._forget()
         if rest:
             self._in_order = False
-            self._sink.arrive(rest)
+            self._sink.arrive(AttachedParameters(rest))
 
     def _forget(self) -> None:
         self._began = None
@@ -410,9 +411,8 @@ class WritingBackwards:
         self._late.clear()
         self._ended = False
 
-    def accepts_update(self) -> bool:
-        """Whether the running backward may write. If so, its end is asked for."""
-        task = graph_task()
+    def accepts_update(self, task: int | None) -> bool:
+        """Whether the running backward, whose ``graph_task`` this is, may write. If so, its end is asked for."""
         if task is None or task in self._late:
             return False
         if task not in self._running:
@@ -464,7 +464,7 @@ class LateFSDPGradients:
         return True
 
     def _step(self) -> None:
-        gradients = list(self._gradients.values())
+        gradients = AttachedParameters(self._gradients.values())
         self._gradients.clear()
         deliver(self._sink, gradients, partial(self._sink.apply_and_free, gradients))
         self._closed()

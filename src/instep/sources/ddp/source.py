@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from instep._optim.parameters import AttachedParameter, Bucket
+from instep._optim.parameters import AttachedParameter, AttachedParameters, Bucket
 from instep._ranks.process_groups import communicating
 from instep.sources import Sink, WrappedParameters, deliver, record_arrival, step_all
 from instep.sources.ddp.buckets import GradBucketLike, Reduction, Reductions, ShownBuckets, as_they_arrive, grad_as_left
@@ -111,7 +111,7 @@ class DDPSource:
                     return False
         return True
 
-    def _mine(self, reductions: Sequence[Reduction]) -> list[AttachedParameter]:
+    def _mine(self, reductions: Sequence[Reduction]) -> AttachedParameters:
         return self._parameters.among(p for reduction in reductions for p in reduction.parameters)
 
     def _fetch(self, reductions: Sequence[Reduction]) -> None:

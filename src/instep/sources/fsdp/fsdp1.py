@@ -8,7 +8,7 @@ source.)
 from collections.abc import Sequence
 from typing import Any
 
-from instep._optim.parameters import AttachedParameter, Bucket, fill_buckets
+from instep._optim.parameters import AttachedParameter, AttachedParameters, Bucket, fill_buckets
 from instep._torch.engine import Phase, current
 from instep._torch.hooks import UntracedHook
 from instep._torch.lifetime import weakly
@@ -70,7 +70,8 @@ class FSDP1Source:
             self._reduced_now.discard(index)
             return
         group = self._parameters[index].spec.group
-        members = [a for a in self._parameters.values() if a.spec.group == group and a.get().grad is not None]
+        of_group = (a for a in self._parameters.values() if a.spec.group == group)
+        members = AttachedParameters(a for a in of_group if a.get().grad is not None)
         self._reduced_now = {a.spec.index for a in members} - {index}
         if self._sink.arrive(members) and self._sink.apply(members):
             if not self._applied:
@@ -87,7 +88,7 @@ class FSDP1Source:
     # Where backward ends, or raises.
 
     def _retire(self) -> None:
-        applied = list(self._applied.values())
+        applied = AttachedParameters(self._applied.values())
         self._applied.clear()
         self._sink.retire(applied)
         self._sink.count_freed(applied)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from instep._optim.parameters import AttachedParameter, Bucket
+from instep._optim.parameters import AttachedParameter, AttachedParameters, Bucket
 from instep._ranks.collectives import broadcast, require_the_same
 from instep._torch.engine import Phase, current, graph_task
 from instep.errors import AttachError, InstepError
@@ -264,10 +264,10 @@ class ReplicatedSource:
             self._step(mine)
             _keep_alone([p for p in parameters if not self._is_applied(p)], parameters)
 
-    def _step(self, mine: Sequence[AttachedParameter]) -> None:
+    def _step(self, mine: AttachedParameters) -> None:
         self._writes = deliver(self._sink, mine, partial(self._step_if_first, mine))
 
-    def _step_if_first(self, mine: Sequence[AttachedParameter]) -> bool:
+    def _step_if_first(self, mine: AttachedParameters) -> bool:
         # Asked only once these were offered: ``begin_step`` is called by the first offer of a step.
         return self._writes and self._sink.apply_and_free(mine)
 
@@ -278,7 +278,8 @@ class ReplicatedSource:
 
     def ended(self) -> None:
         self._delivered = False
-        waiting, self._waiting = self._waiting, []
+        waiting = AttachedParameters(self._waiting)
+        self._waiting.clear()
         if waiting:
             deliver(self._sink, waiting, partial(step_all, self._sink, waiting))
         # A later backward of this step has been computed with new weights. If it comes to parameters that were stepped,

@@ -363,14 +363,14 @@ class ZeroSource:
     def _step_together(self, reductions: Sequence[Reduction]) -> None:
         with ErrorsKept(self._sink):
             self._fetch(reductions)
-            members = [a for a in self._members(reductions) if a.get().grad is not None]
+            members = AttachedParameters(a for a in self._members(reductions) if a.get().grad is not None)
             deliver(self._sink, members, partial(self._sink.apply, members))
         if self._sink.frees_gradients:
             self._send(reductions)
         self._receive()
 
-    def _members(self, reductions: Sequence[Reduction]) -> list[AttachedParameter]:
-        return [self._parameters[parameter] for reduction in reductions for parameter in reduction.members]
+    def _members(self, reductions: Sequence[Reduction]) -> AttachedParameters:
+        return AttachedParameters(self._parameters[p] for reduction in reductions for p in reduction.members)
 
     # Where backward raises.
 
