@@ -75,8 +75,8 @@ MUTANTS = [
     _mutant(
         "in a graph: kernels are called without asking torch",
         "Kernel.calls",
-        "        if not on_cpu and is_captured(device):\n",
-        "        if False:\n",
+        "(not on_cpu and is_captured(device))",
+        "False",
         CAPTURED,
         "torch_is_asked",
     ),

@@ -32,7 +32,6 @@ from instep._step.step import Agreement, RunningStep
 from instep._step.step_calls import StepCalls
 from instep._step.writes import FinalWrites, Writes, owed_steps
 from instep._torch.engine import (
-    AS_IT_IS,
     as_default_device,
     default_device,
     graph_task,
@@ -145,16 +144,10 @@ class BucketSink(Schedule):
                     stepper.optimizer()  # raises, before anything is written, if one is gone
                 device = bucket[0].spec.device
                 default = self._default_device if self._has_default_device else set_default_device()
-                range_ = profiled("update", bucket[0].spec.name)
-                if device.type == "cpu" and default_device() == default and range_ is AS_IT_IS:
-                    # As mostly on a CPU, where entering each of these would take as long as a check.
-                    if fetch is not None:
-                        fetch()
-                    return self._update(bucket, final=final)
                 with step.streams.on(device), as_default_device(default):
                     if fetch is not None:
                         fetch()
-                    with range_:
+                    with profiled("update", bucket[0].spec.name):
                         return self._update(bucket, final=final)
             except BaseException as error:
                 if not (isinstance(error, Exception) and writes.takes_back(error)):
