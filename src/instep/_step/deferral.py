@@ -73,6 +73,11 @@ class Observed:
         return Gains(not self.uses_gradients, step, iteration)
 
     @property
+    def is_over(self) -> bool:
+        """Whether all that there is to see was seen."""
+        return self._steps > LAST and not self._is_watching
+
+    @property
     def _looks(self) -> bool:
         return FIRST <= self._steps <= LAST
 

@@ -667,10 +667,28 @@ class ForwardSchedule(Schedule):
             self._readers_rest = True  # first, for Ctrl-C: hooks too many do nothing
             for reader in self._all_readers:
                 reader.rest()
+        self.rests = self._readers_rest and self._is_left_alone
         if step.accumulation.distributed:
             # DDP may lay out its buckets anew now, and copy the gradients that are in .grad.
             held = (b for b in self._deferred.all() if any(isinstance(t.grad, HeldGradient) for t in b.tensors))
             self._deferred.finish(held)
+
+    @property
+    def _is_left_alone(self) -> bool:
+        """Whether each further step is one call of ``optimizer.step()``, that neither an option nor another rank has to
+        do with."""
+        step = self._step
+        adds_up = (
+            step.accumulation.steps > 1 or step.accumulation.distributed or step.accumulation.runs_stages is not None
+        )
+        return (
+            self.observed.is_over
+            and len(step.members.steppers) == 1
+            and not self._update_deferral.acts_in_each_step
+            and not adds_up
+            and step.check is None
+            and step.ledger.votes.ranks is None
+        )
 
     def before_read(self, parameters: Sequence[AttachedParameter]) -> None:
         """These parameters are about to be read."""
@@ -833,6 +851,7 @@ class ForwardSchedule(Schedule):
 
     def _wake_readers(self) -> None:
         """A step is torn, which a module that is called by itself is to tell, too."""
+        self.rests = False
         if self._readers_rest:
             self._readers_rest = False
             for reader in self._all_readers:

@@ -281,6 +281,11 @@ class BucketSink(Schedule):
         return self._step.accumulation.kept > 0 and not self._step.members.applied
 
     @property
+    def only_adds(self) -> bool:
+        """Whether gradients of the running backward are left to add up."""
+        return self._step.accumulation.only_adds
+
+    @property
     def frees_gradients(self) -> bool:
         """Whether applied gradients are not needed any more."""
         return self._writes.frees_gradients

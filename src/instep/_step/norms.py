@@ -190,6 +190,10 @@ class MeasuringSink:
         self._failure = FirstError()
         self._open = False
 
+    @property
+    def only_adds(self) -> bool:
+        return self._accumulation.only_adds
+
     def arrive(self, parameters: Sequence[AttachedParameter]) -> bool:
         if self._accumulation.count():
             return False

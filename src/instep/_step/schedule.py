@@ -43,6 +43,7 @@ class Schedule:
         lock: held while gradients are offered and applied.
         backwards: those that were seen to begin.
         times: how long steps take the loop, and who is told of each bucket's.
+        rests: whether it need not know of forwards and backwards any more.
     """
 
     calls: StepCalls
@@ -53,6 +54,7 @@ class Schedule:
         self.lock: AbstractContextManager[Any] = step.lock
         self.backwards = step.backwards
         self.times = step.times
+        self.rests = False
 
     # What the attachment says once, when it is built.
 

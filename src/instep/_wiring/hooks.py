@@ -429,6 +429,10 @@ class BackwardHooks:
         self._uses = uses
         self._handles = handles
 
+    @property
+    def steps_itself(self) -> bool:
+        return self._stepping is not None
+
     def see_backward_from(self, output: object) -> None:
         """A forward has returned ``output``, at which a backward may begin."""
         before_backward = UntracedHook(weakly(self.before_backward, threading.get_ident()))
@@ -495,12 +499,16 @@ class ForwardHooks:
         self._backwards = backwards
         self._votes = votes
         self._is_sharded = is_sharded
+        # Whether nobody else needs to know of forwards, and of the backwards that begin at their outputs.
+        self._may_rest = not (sources or is_sharded or backwards.steps_itself)
 
     def before_forward(self, module: object, args: object) -> None:
         """The model is about to run."""
         # Inside a backward this is a checkpointed segment run again. What a micro-batch of a pipeline asks for was done
         # when the run began.
-        if torch.compiler.is_compiling() or graph_task() is not None or self._accumulation.runs_stages:
+        if torch.compiler.is_compiling() or (self._may_rest and self._schedule.rests):
+            return
+        if graph_task() is not None or self._accumulation.runs_stages:
             return
         follows = self._schedule.follows
         if follows:
@@ -514,7 +522,7 @@ class ForwardHooks:
 
     def after_forward(self, module: object, args: object, output: object) -> None:
         """The model's forward has returned."""
-        if torch.compiler.is_compiling() or graph_task() is not None:
+        if torch.compiler.is_compiling() or (self._may_rest and self._schedule.rests) or graph_task() is not None:
             return
         if self._accumulation.runs_stages:
             if self._is_sharded:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import compress
-from operator import attrgetter
+from operator import attrgetter, eq
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -34,7 +35,8 @@ from instep._step.state import gradient_of
 from instep._torch.engine import Phase, current, graph_task
 from instep._torch.hooks import UntracedHook
 from instep._torch.lifetime import weakly
-from instep._torch.placeholders import ZeroedGradient
+from instep._torch.placeholders import Placeholder, ZeroedGradient
+from instep._torch.versions import versions_of
 from instep.errors import InstepError
 from instep.sources import Sink, deliver
 
@@ -44,10 +46,10 @@ class LocalSource:
     no gradient is never full: ``optimizer.step()`` steps the rest of it.
 
     A hook on every parameter costs some microseconds for each. Once a step has gone in order, there is one hook for
-    each bucket: on the parameter whose gradient arrives last. In a backward that began without any gradient, the
-    gradients of the bucket that are there when that hook is called are final, since a backward gives each parameter its
-    gradient once. Anything else (accumulation, another order, a gradient too few, nested backwards) is left to
-    ``optimizer.step()`` once, and from then on every parameter has its hook again.
+    each bucket: on the parameter whose gradient arrives last. The gradients of the bucket that are there when that hook
+    is called, and were not when the backward began, are final, since a backward gives each parameter its gradient once;
+    of one that was there, autograd has counted a write since. Anything else (another order, a gradient too few, nested
+    backwards) is left to ``optimizer.step()`` once, and from then on every parameter has its hook again.
 
     Args:
         uses: how often FSDP2's groups have run forward; ``None``: there are no such groups.
@@ -73,11 +75,12 @@ class LocalSource:
         self._arrived: set[int] = set()
         self._to_offer: list[AttachedParameter] = []
         self._missing: list[int] = []  # of each bucket, how many have not arrived
-        # The last backward that was seen to begin. With one hook for each bucket: while that backward runs, if it began
-        # without gradients; and the gradients that it has offered.
+        # The last backward that was seen to begin. With one hook for each bucket: while that backward runs; whether it
+        # only adds up; the gradients that it has found; and those that it has offered.
         self._began: int | None = None
+        self._adds_up = False
+        self._earlier = EarlierGradients()
         self._offered: set[int] = set()
-        self._zeroed: list[tuple[AttachedParameter, torch.Tensor]] = []  # taken off, with their zeros
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -123,24 +126,12 @@ class LocalSource:
         if not self._one_per_bucket:
             self._began = graph_task()
             return
-        there = self._gradients_there()
-        # Zeros that nobody has looked at are nothing that a gradient is added to.
-        if self._began is not None or not all(ZeroedGradient.is_unused(gradient) for _, gradient in there):
-            self._in_order = False  # nested in another, or with gradients from before
+        if self._began is not None or not self._earlier.note(self._layout.trainable):
+            self._in_order = False  # nested in another, or with a gradient that was applied before
             return
         self._began = graph_task()
         current().at(Phase.AFTER_DDP, self._offer_rest, self._forget)
-        # Taken off until this backward is over, and noted first, for Ctrl-C: without them what is added is the same.
-        self._zeroed = there
-        for attached, _ in there:
-            attached.get().grad = None
-
-    def _gradients_there(self) -> list[tuple[AttachedParameter, torch.Tensor]]:
-        trainable = self._layout.trainable
-        gradients = list(map(GRADIENT, trainable.tensors()))
-        if none_there(gradients):  # as in most loops
-            return []
-        return [(a, g) for a, g in zip(trainable, gradients, strict=True) if g is not None]
+        self._earlier.take_zeros_off()
 
     def begin_step(self) -> None:
         layout = self._layout
@@ -188,7 +179,7 @@ class LocalSource:
         if can_wait:
             self._to_offer.append(attached)
         elif not (self._offer() and self._sink.arrive(AttachedParameters((attached,)))):
-            self._in_order &= self._sink.keeps_gradients  # refused; but gradients that the loop keeps disturb no order
+            self._in_order &= self._leaves_all
             return
         self._arrived.add(index)
         number = self._layout.bucket_of.get(index)
@@ -225,7 +216,15 @@ class LocalSource:
 
     def _count_bucket(self, members: AttachedParameters, last: int) -> None:
         task = graph_task()
-        if self._began != task or not all_there(map(GRADIENT, members.tensors())):
+        if self._adds_up and self._began == task:
+            self._offered.update(members.indices)
+            return
+        gradients: list[Any] = list(map(GRADIENT, members.tensors()))
+        if (
+            self._began != task
+            or not all_there(gradients)
+            or (self._earlier.versions and self._earlier.some_stay(members, gradients))
+        ):
             self._in_order = False
         if not self._in_order:
             members = AttachedParameters((self._hooks.parameters[last],))
@@ -233,9 +232,15 @@ class LocalSource:
                 return
         self._offered.update(members.indices)
         if not self._sink.arrive(members):
-            self._in_order &= self._sink.keeps_gradients
+            self._in_order &= self._leaves_all
+            self._adds_up = self._sink.only_adds
         elif self._backwards.accepts_update(task) and self._in_order:
             self._sink.apply_and_free(members)
+
+    @property
+    def _leaves_all(self) -> bool:
+        """A gradient was refused: whether so are all of this backward, which disturbs no order."""
+        return self._sink.keeps_gradients or self._sink.only_adds
 
     # Where backward ends: one that may write, before DDP's own end; and, with one hook for each bucket, after it.
 
@@ -256,7 +261,7 @@ class LocalSource:
         offered, trainable = self._offered, self._layout.trainable
         rest: list[AttachedParameter] = []
         if not offered.issuperset(trainable.indices):
-            rest = [a for a in trainable if a.spec.index not in offered and a.get().grad is not None]
+            rest = [a for a in trainable if a.spec.index not in offered and self._earlier.has_changed(a)]
         self._forget()
         if rest:
             self._in_order = False
@@ -264,15 +269,9 @@ class LocalSource:
 
     def _forget(self) -> None:
         self._began = None
+        self._adds_up = False
         self._offered.clear()
-        self._put_zeros_back()
-
-    def _put_zeros_back(self) -> None:
-        zeroed, self._zeroed = self._zeroed, []
-        for attached, gradient in zeroed:
-            parameter = attached.peek()
-            if parameter is not None and parameter.grad is None:
-                parameter.grad = gradient
+        self._earlier.forget()
 
     # Where backward raises.
 
@@ -286,6 +285,61 @@ class LocalSource:
 
     def disconnect(self) -> None:
         self._hooks.remove()
+
+
+class EarlierGradients:
+    """The gradients that are there when a backward begins, which adds to them.
+
+    Zeros that nobody has looked at are nothing that a gradient is added to: they are taken off until the backward is
+    over. Of the others autograd counts the write. None is kept alive. With ``create_graph=True`` it puts another tensor
+    in the place, which may have the same count: then it is taken for one that nothing was added to.
+
+    Attributes:
+        versions: of those to which the backward adds, by the index of the parameter.
+    """
+
+    def __init__(self) -> None:
+        self.versions: dict[int, int] = {}
+        self._zeroed: list[tuple[AttachedParameter, torch.Tensor]] = []
+
+    def note(self, parameters: AttachedParameters) -> bool:
+        """A backward begins. ``False``: the loop has not cleared a gradient of the step before, which was applied."""
+        gradients = list(map(GRADIENT, parameters.tensors()))
+        if none_there(gradients):  # as in most loops
+            return True
+        there = [(a, g) for a, g in zip(parameters, gradients, strict=True) if g is not None]
+        added_to = [(a, g) for a, g in there if not isinstance(g, Placeholder)]
+        zeroed = [(a, g) for a, g in there if ZeroedGradient.is_unused(g)]
+        if len(added_to) + len(zeroed) < len(there):
+            return False
+        self.versions = dict(
+            zip((a.spec.index for a, _ in added_to), versions_of([g for _, g in added_to]), strict=True)
+        )
+        self._zeroed = zeroed
+        return True
+
+    def take_zeros_off(self) -> None:
+        """Now that the end of the backward will be heard of, also where Ctrl-C ends it."""
+        for attached, _ in self._zeroed:
+            attached.get().grad = None
+
+    def some_stay(self, parameters: AttachedParameters, gradients: Sequence[torch.Tensor]) -> bool:
+        """Whether the backward has not given all of ``parameters`` their gradient yet: these are there."""
+        return any(map(eq, map(self.versions.get, parameters.indices), versions_of(gradients)))
+
+    def has_changed(self, attached: AttachedParameter) -> bool:
+        """Whether the backward has given this parameter a gradient."""
+        gradient = attached.get().grad
+        return gradient is not None and not self.some_stay(AttachedParameters((attached,)), [gradient])
+
+    def forget(self) -> None:
+        """The backward is over: zeros to which nothing was added are there again."""
+        self.versions.clear()
+        zeroed, self._zeroed = self._zeroed, []
+        for attached, gradient in zeroed:
+            parameter = attached.peek()
+            if parameter is not None and parameter.grad is None:
+                parameter.grad = gradient
 
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
