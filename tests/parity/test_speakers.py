@@ -1,6 +1,7 @@
 """After two steps in order, one parameter of each bucket speaks for all of it. Then something else comes."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -74,11 +75,7 @@ def from_elsewhere(lane: Contender, i: int) -> None:
 def micro_batches(lane: Contender, i: int) -> None:
     x, y = batch(i)
     if i in ODD:
-        if lane.overlap is None:
-            loss_of(lane.model(x), y).backward()
-        else:
-            with lane.overlap.accumulate():
-                loss_of(lane.model(x), y).backward()
+        adds_up(lane, loss_of(lane.model(x), y))
     lane.learn(loss_of(lane.model(-x), y))
 
 
@@ -92,12 +89,43 @@ def all_forwards_first(lane: Contender, i: int) -> None:
     lane.model.mode = "swapped"
     last = loss_of(lane.model(-x), y)
     lane.model.mode = ""
+    adds_up(lane, first)
+    lane.learn(last)
+
+
+def adds_up(lane: Contender, loss: torch.Tensor) -> None:
     if lane.overlap is None:
-        first.backward()
+        loss.backward()
     else:
         with lane.overlap.accumulate():
-            first.backward()
-    lane.learn(last)
+            loss.backward()
+
+
+def always_in_two(mode: str, which: int) -> Callable[[Contender, int], None]:
+    """Each step has two micro-batches, of which the one or the other is an odd one."""
+
+    def step(lane: Contender, i: int) -> None:
+        x, y = batch(i)
+        for number, part in enumerate((x, -x)):
+            lane.model.mode = mode if i in ODD and number == which else ""
+            loss = loss_of(lane.model(part), y)
+            if number == 0:
+                adds_up(lane, loss)
+            else:
+                lane.learn(loss)
+
+    return step
+
+
+def cleared_in_between(lane: Contender, i: int) -> None:
+    """The loop has given up a micro-batch, or all of it but one gradient."""
+    x, y = batch(i)
+    adds_up(lane, loss_of(lane.model(x), y))
+    if i in ODD:
+        kept = lane.model.second.weight.grad
+        lane.zero_grad()
+        lane.model.second.weight.grad = kept if i == ODD[0] else None
+    lane.learn(loss_of(lane.model(-x), y))
 
 
 def without_its_forward(lane: Contender, i: int) -> None:
@@ -170,6 +198,14 @@ STEPS_OF = {
     "a gradient from elsewhere": from_elsewhere,
     "micro-batches": micro_batches,
     "all forwards first": all_forwards_first,
+    "always micro-batches": always_in_two("", 0),
+    "always micro-batches, the first in another order": always_in_two("swapped", 0),
+    "always micro-batches, the last in another order": always_in_two("swapped", 1),
+    "always micro-batches, one unused in the first": always_in_two("left out", 0),
+    "always micro-batches, one unused in the last": always_in_two("left out", 1),
+    "always micro-batches, none that speaks in the last": always_in_two("head only", 1),
+    "always micro-batches, the last with a detached layer": always_in_two("first detached", 1),
+    "always micro-batches, cleared in between": cleared_in_between,
     "without the model's forward": without_its_forward,
     "frozen": frozen_for_a_while,
     "frozen after forward": frozen_after_forward,
@@ -223,6 +259,25 @@ def test_one_hook_for_each_bucket_until_something_else_comes(mode: str, bucket_b
         assert hooks == (buckets if 2 <= i <= ODD[0] else everything), i
         # In the odd one what comes out of order is left to optimizer.step().
         assert (unapplied > 0) == (i == ODD[0]), i
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulation_steps": 3}])
+def test_one_hook_for_each_bucket_where_gradients_add_up(options: dict[str, Any]) -> None:
+    model, optimizer = build()
+    with instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward", **options) as overlap:
+        everything = sum(1 for _ in model.parameters())
+        for i in range(STEPS):
+            for number in range(3):
+                x, y = batch(3 * i + number)
+                loss = loss_of(model(x), y)
+                with nullcontext() if options or number == 2 else overlap.accumulate():
+                    loss.backward()
+                left = [type(p.grad) is torch.Tensor for p in model.parameters()]
+                assert all(left) if number < 2 else not any(left)
+                assert hooks_of(model) == (len(overlap.plan.buckets) if i > 1 else everything), (i, number)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(overlap.plan.buckets) < everything
 
 
 def test_nested_backwards_keep_every_hook() -> None:

@@ -17,11 +17,11 @@ from tests.journeys import WAYS, Loop, Road, of_a_bucket, of_an_iteration
 
 BOUNDS = {
     # Files, calls.
-    "bucket": (15, 78),
-    "backward": (26, 378),
-    "forward": (29, 731),
-    "default": (17, 199),
-    "undo": (30, 864),
+    "bucket": (15, 79),
+    "backward": (26, 374),
+    "forward": (29, 732),
+    "default": (16, 145),
+    "undo": (30, 869),
 }
 ATTACH = {"backward": 39, "forward": 42, "default": 43, "undo": 40}
 

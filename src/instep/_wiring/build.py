@@ -385,10 +385,12 @@ def build(target: Target, options: Options) -> Parts:
     sharding = Sharding(target, schedule, uses) if is_sharded else None
     stepping = SteppingItself(target.optimizers, schedule, sources) if options.steps_itself else None
     backwards = BackwardHooks(schedule, sources, accumulation, threads, sharding, stepping, uses, handles)
+    readers = chosen.readers(backwards)
     if chosen.sink is not None:
         stepping_ask = [] if stepping is None else [weakref.WeakMethod(stepping.ask)]
-        chosen.sink.at_open = [*stepping_ask, *(weakref.WeakMethod(source.begin_step) for source in sources)]
-    late = AddedParameters(refs, schedule, sources, parameters, chosen.readers(backwards), handles)
+        at_open = [readers.while_open.start, *(source.begin_step for source in sources)]
+        chosen.sink.at_open = [*stepping_ask, *map(weakref.WeakMethod, at_open)]
+    late = AddedParameters(refs, schedule, sources, parameters, readers, handles)
     forwards: ForwardHooks | PlainHooks
     if options.disabled:
         forwards = PlainHooks(schedule, accumulation, votes, handles, is_sharded=is_sharded)

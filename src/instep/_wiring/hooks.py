@@ -36,6 +36,7 @@ from instep._torch.hooks import (
 )
 from instep._torch.lifetime import weakly
 from instep._torch.placeholders import SpentGradient
+from instep._torch.watch import ModuleHooks
 from instep._wiring.weak_refs import Handles, WeakRefs, living_parameters
 from instep.errors import (
     ConcurrentBackwardError,
@@ -220,7 +221,13 @@ ModuleParameters = tuple[nn.Module, list[AttachedParameter]]
 
 
 class Readers(Protocol):
-    """What is done before a module reads its parameters: chosen with the schedule."""
+    """What is done before a module reads its parameters: chosen with the schedule.
+
+    Attributes:
+        while_open: those of its hooks that are there from the first gradient of a step to the next forward alone.
+    """
+
+    while_open: ModuleHooks
 
     def watch(self, model: nn.Module, owners: Sequence[ModuleParameters], handles: Handles) -> None:
         """Hooks on the modules that hold attached parameters themselves."""
@@ -518,6 +525,7 @@ class ForwardHooks:
             _unless_given_up(self._schedule, self._look)
         if torch.is_grad_enabled():
             self._begin_micro_batch()
+        self._late.readers.while_open.stop()
         self._backwards.in_forward = True
 
     def after_forward(self, module: object, args: object, output: object) -> None:
@@ -702,26 +710,35 @@ def _compiled(stepper: Stepper) -> InstepError:
 
 
 class CheckedReaders:
-    """``schedule="backward"``: a part of the model that runs by itself may read what an open step has written."""
+    """``schedule="backward"``: a part of the model that runs by itself may read what an open step has written.
+
+    A module that has a hook is called by a longer way, and a model may have hundreds. So on a CPU, where no stream is
+    to be noted, hooks are there from the first gradient of a step to the next forward alone. With ``undo`` they always
+    are: a part may run before the backward that is undone.
+    """
 
     def __init__(self, schedule: BackwardSchedule, backwards: BackwardHooks, on_trial: bool) -> None:
         self._schedule = schedule
         self._backwards = backwards
         self._on_trial = on_trial
+        self.while_open = ModuleHooks()
 
     def watch(self, model: nn.Module, owners: Sequence[ModuleParameters], handles: Handles) -> None:
         for owner, mine in owners:
             if owner is not model:
-                ask = self._before_read if mine[0].spec.device.type != "cpu" else self._before_read_on_cpu
-                hook = BoundHook(functools.partial(ask, mine))
-                handles.append(owner.register_forward_pre_hook(hook))
+                on_cpu = mine[0].spec.device.type == "cpu"
+                ask = self._before_read_on_cpu if on_cpu else self._before_read
+                hook = BoundHook(weakly(ask, mine))  # ``while_open`` may have it in a list
+                handle = owner.register_forward_pre_hook(hook)
+                handles.append(handle)
+                if on_cpu and not self._on_trial:
+                    self.while_open.add(handle, hook)
 
     def watch_fsdp1(self, wrapper: nn.Module, mine: Sequence[AttachedParameter], handles: Handles) -> None:
         """The model's own forward has been asked."""
 
     def _before_read_on_cpu(self, mine: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
-        # A model may have hundreds of such modules. Where there are no streams to note, nothing is left to do in the
-        # model's own forward.
+        # Where there are no streams to note, nothing is left to do in the model's own forward.
         if not (torch.compiler.is_compiling() or self._backwards.in_forward):
             self._before_read(mine, module, args)
 
@@ -753,6 +770,7 @@ class WaitingReaders:
     """``schedule="forward"``: a module waits for the buckets that it reads."""
 
     def __init__(self, schedule: ForwardSchedule) -> None:
+        self.while_open = ModuleHooks()
         self._schedule = schedule
 
     def watch(self, model: nn.Module, owners: Sequence[ModuleParameters], handles: Handles) -> None:
@@ -777,6 +795,9 @@ class WaitingReaders:
 
 class NoReaders:
     """``INSTEP_DISABLE=1``: weights are written in ``optimizer.step()`` alone."""
+
+    def __init__(self) -> None:
+        self.while_open = ModuleHooks()
 
     def watch(self, model: nn.Module, owners: Sequence[ModuleParameters], handles: Handles) -> None: ...
 
