@@ -306,6 +306,36 @@ def test_a_tensor_in_an_attribute_written_in_any_way(way: str, write: Any, when:
 
 
 @on_cpu_only  # on an accelerator nobody waits for the value, and a write that is counted is one
+class Boosted(torch.optim.Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2, "note": None})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                parameter.sub_(parameter.grad, alpha=group["lr"] * group.get("boost", 1.0))
+
+
+def exchange(optimizer: Any, i: int) -> None:
+    group = optimizer.param_groups[0]
+    there = "note" if "note" in group else "boost"
+    del group[there]
+    group["boost" if there == "note" else "note"] = 2.0 if there == "note" else None
+
+
+@in_these_ways
+@WHEN
+def test_a_setting_of_none_that_makes_room_for_another(way: str, when: str) -> None:
+    """The group has as many settings as before, and one that is not there reads as ``None``."""
+
+    def build() -> Any:
+        model = Blocks(depth=1)
+        return model, Boosted(two_groups(model))
+
+    compare(way, build, exchange, when)
+
+
 def test_a_value_that_is_written_again_has_not_changed() -> None:
     compare("backward", with_tensor_lr, lambda o, i: write_lr(lambda lr, _: lr.fill_(lr.item()), o, i), refused=None)
 

@@ -1052,6 +1052,73 @@ def test_state_reset_between_steps(way: str, reset: Make) -> None:
     lockstep(way, blocks, step)
 
 
+class Restarts(torch.optim.AdamW):
+    """It restarts where the trial of ``attach`` does not come to."""
+
+    def __init__(self, parameters: Any, how: str) -> None:
+        super().__init__(parameters, lr=1e-2)
+        self.calls, self.how = 0, how
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        restarts = self.calls % 16 == 0
+        if restarts and self.how == "zeroed before":
+            for entry in self.state.values():
+                for value in entry.values():
+                    value.zero_()
+        if restarts and self.how == "cleared before":
+            self.state.clear()
+        super().step()
+        for group in self.param_groups if restarts and self.how == "deleted after" else ():
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                del self.state[parameter]
+
+
+@pytest.mark.parametrize("options", [{}, {"undo": True}])
+@pytest.mark.parametrize("how", ["zeroed before", "cleared before", "deleted after"])
+def test_an_update_that_restarts_late(how: str, options: dict[str, Any]) -> None:
+    """``step()`` finds no gradient, and restarts once more: what backward has made of the state is gone."""
+    loops = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = Blocks(depth=1)
+        loops.append((model, Restarts(model.parameters(), how)))
+    with instep.attach(*loops[1], schedule="backward", **options) as overlap:
+        for i in range(18):
+            for model, optimizer in loops:
+                x, y = batch(i)
+                loss_of(model(x), y).backward()
+                if i == 15 and model is loops[1][0] and how != "deleted after":
+                    with pytest.raises(UnsupportedOptimizerError, match="writes the state of parameters"):
+                        optimizer.step()
+                    assert repr(overlap).endswith("torn>")
+                    return
+                optimizer.step()
+                optimizer.zero_grad()
+            assert first_difference(training_state(*loops[0]), training_state(*loops[1])) is None, i
+
+
+def test_a_method_of_torchs_that_one_object_has_replaced() -> None:
+    """It is bound to that object: a copy that steps later would have it look for state there."""
+    loops = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = Blocks(depth=1)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer._init_group = partial(optimizer._init_group)
+        loops.append((model, optimizer))
+    with instep.attach(*loops[1], defer=True) as overlap:
+        for i in range(4):
+            for model, optimizer in loops:
+                x, y = batch(i)
+                loss_of(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            overlap.synchronize()
+            assert first_difference(training_state(*loops[0]), training_state(*loops[1])) is None, i
+
+
 @in_exact_ways
 def test_one_backward_and_two_steps(way: str) -> None:
     """The second applies the same gradients again."""

@@ -19,7 +19,7 @@ BOUNDS = {
     # Files, calls.
     "bucket": (15, 79),
     "backward": (26, 374),
-    "forward": (29, 732),
+    "forward": (29, 733),
     "default": (16, 145),
     "undo": (30, 869),
 }

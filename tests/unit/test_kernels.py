@@ -452,7 +452,7 @@ SCALES: dict[str, Callable[[int], tuple[float | None, float | None]]] = {
     "a scale that is no power of two": lambda i: (3.0 if i == 2 else None, None),
     "an infinity": lambda i: (None, 1.0 if i == 2 else None),
 }
-BETWEEN = "set between backward"
+BETWEEN = "set or written between backward"
 
 
 @pytest.mark.parametrize("scales", SCALES)
@@ -490,6 +490,28 @@ def test_a_loss_scale_that_the_loop_gives_the_kernel(options: dict[str, Any], me
                 loop.optimizer.step()
                 loop.optimizer.zero_grad()
             overlap.synchronize()
+            assert plain.difference(other) is None, i
+
+
+@pytest.mark.parametrize("name", ["grad_scale", "found_inf"])
+@pytest.mark.parametrize("options", [{"schedule": "backward"}, {"schedule": "backward", "undo": True}])
+def test_a_loss_scale_that_is_written_in_place(options: dict[str, Any], name: str) -> None:
+    plain, other = Loop("adamw"), Loop("adamw")
+    for loop in (plain, other):
+        setattr(loop.optimizer, name, torch.tensor(float(name == "grad_scale")))
+    with instep.attach(other.model, other.optimizer, **options):
+        for i in range(4):
+            for loop in (plain, other):
+                torch.manual_seed(i)
+                (loop.model(torch.randn(4, 5)) - 1).square().mean().backward()
+                if i == 2:
+                    getattr(loop.optimizer, name).fill_(1.0 if name == "found_inf" else 4.0)
+                if i == 2 and loop is other and "undo" not in options:
+                    with pytest.raises(HyperparameterChangedError, match="set or written between backward"):
+                        loop.optimizer.step()
+                    return
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
             assert plain.difference(other) is None, i
 
 

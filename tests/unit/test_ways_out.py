@@ -226,6 +226,11 @@ MISTAKES: Mapping[str, Mistake] = {
     ),
     "GradScaler": Mistake(unscaled, SpentGradientError, r"^GradScaler\.unscale_\(\) found", "torn"),
     "an evaluation": Mistake(evaluated, UncommittedStepError, r"and AdamW\.step\(\) has not been called since"),
+    "a part of the model": Mistake(
+        between(lambda lane: lane.model.blocks[0][1](torch.ones(1, 24))),
+        UncommittedStepError,
+        r"and AdamW\.step\(\) has not been called since",
+    ),
     "optimizers in turn": Mistake(
         in_turn, UncommittedStepError, r"and AdamW\.step\(\) has not been called since", build=two_networks
     ),

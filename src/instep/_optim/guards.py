@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, repeat
 from operator import is_, length_hint, methodcaller
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -247,7 +247,7 @@ class Snapshot:
         return (
             not self._mutable
             and len(group) - sum(map(group.__contains__, PER_PARAMETER)) == len(values)
-            and all(map(is_, map(group.get, values), values.values()))
+            and all(map(is_, map(group.get, values, repeat(ABSENT)), values.values()))
         )
 
     def copy_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -523,9 +523,12 @@ class StateGuard(Stage):
         """An update has left these entries as they are now."""
         self._left.append(EntriesAsLeft.of(read))  # all at once: Ctrl-C may come anywhere
 
-    def require_unchanged(self, optimizer: Optimizer) -> None:
+    def is_as_left(self, optimizer: Optimizer) -> bool:
         # Of all buckets together: each question is one pass.
-        if not EntriesAsLeft.of_all(self._left).are_as_left(optimizer.state):
+        return EntriesAsLeft.of_all(self._left).are_as_left(optimizer.state)
+
+    def require_unchanged(self, optimizer: Optimizer) -> None:
+        if not self.is_as_left(optimizer):
             raise HyperparameterChangedError(
                 f"the state of {self._name} was written between backward() and optimizer.step(), but backward had "
                 "already updated it: the plain loop would have written the old one. Write it after optimizer.step() "

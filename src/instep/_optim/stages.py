@@ -183,6 +183,8 @@ def _put_entries(update: Update, found: MutableMapping[Any, Any], given: Sequenc
     made = len(found) != len(given) or not all(map(is_, found.values(), given))
     if made:
         state.update((own, found[p]) for p, own in pairs if p in found)
+        for own in (own for p, own in pairs if p not in found):
+            state.pop(own, None)  # the update has deleted it
     if made or update.shards is not None:
         update.entries = list(map(state.get, update.owned))
     if update.shards is not None:

@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from functools import partial
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from instep._optim.random_numbers import KeyedDraws, TorchGenerators
 from instep._optim.shadow import GroupLayout, StepCopy, autocast_of, how_to_step, parameters_of
 from instep._optim.stages import Begins, CopiedEntries, Stage, Update
 from instep._torch.hooks import is_in_step
+from instep._torch.versions import version_of
 from instep.errors import HyperparameterChangedError, StaleAttachmentError, UnsupportedOptimizerError
 
 
@@ -54,7 +54,7 @@ class _RunningStep(NamedTuple):
         over_parameters: the stages of such an update.
         stages: those of any other one.
         divides: the stage that wants portions of a bucket, each in an update of its own.
-        scales: what its kernel was told of a loss scale.
+        scales: what its kernel was told of a loss scale: by ``id``, and of a tensor how often it was written.
     """
 
     state: MutableMapping[Any, Any]
@@ -212,8 +212,8 @@ class Stepper:
         kernel = self._kind.kernel if own else None
         if kernel is not None and not kernel.is_called_by(optimizer):
             kernel = None
-        state, scales = optimizer.state, tuple(map(vars(optimizer).get, SCALES))
-        self._running = _RunningStep(state, len(state), kernel, own, guards, stages, divides, scales)
+        state = optimizer.state
+        self._running = _RunningStep(state, len(state), kernel, own, guards, stages, divides, _scales_of(optimizer))
         return self._running
 
     def _run(self, running: _RunningStep, update: Update, begins: Begins) -> None:
@@ -293,6 +293,11 @@ class Stepper:
         """Whether the state of a parameter was written since its update in this step, or replaced."""
         optimizer = self._optimizer()
         return optimizer is not None and self._state_guard.was_written(optimizer)
+
+    @property
+    def state_is_as_left(self) -> bool:
+        """Whether the state of parameters is still as their updates in this step have left it."""
+        return self._state_guard.is_as_left(self.optimizer())
 
     @property
     def gave_back(self) -> bool:
@@ -385,11 +390,10 @@ class Stepper:
     def require_same_scale(self) -> None:
         """Raise ``HyperparameterChangedError`` if ``step()`` would take off another loss scale than buckets' updates
         have taken off, or leave the step out: by ``grad_scale`` or ``found_inf``, as ``GradScaler`` sets them."""
-        now = map(vars(self.optimizer()).get, SCALES)
-        if self._running is not None and not all(map(is_, now, self._running.scales)):
+        if self._running is not None and _scales_of(self.optimizer()) != self._running.scales:
             raise HyperparameterChangedError(
-                f"grad_scale or found_inf of {self.name} was set between backward() and optimizer.step(), but backward "
-                "had already stepped parameters without it. Use undo=True or schedule='forward'"
+                f"grad_scale or found_inf of {self.name} was set or written between backward() and optimizer.step(), "
+                "but backward had already stepped parameters with what it was. Use undo=True or schedule='forward'"
             )
 
     def commit(self, into: Optimizer | None = None) -> None:
@@ -438,6 +442,11 @@ def _kind_of(optimizer: Optimizer) -> _Kind:
     return _Kind(ref, step, getattr(step, "__wrapped__", None), is_torchs_own(optimizer), how_to_step(optimizer))
 
 
+def _scales_of(optimizer: Optimizer) -> tuple[Any, ...]:
+    found = map(vars(optimizer).get, SCALES)
+    return tuple((id(one), version_of(one) if isinstance(one, torch.Tensor) else 0) for one in found)
+
+
 def _through(stages: Iterator[Stage], update: Update, run: Callable[[], None]) -> None:
     """Enter the stages, ``run``, and leave them."""
     # One ``with`` in one frame for each, not an ``ExitStack``: where Ctrl-C comes between two of its exits, the stages
@@ -448,6 +457,13 @@ def _through(stages: Iterator[Stage], update: Update, run: Callable[[], None]) -
         return
     with stage.around(update):
         _through(stages, update, run)
+
+
+def writes_state_without_gradient(optimizer: str) -> UnsupportedOptimizerError:
+    return UnsupportedOptimizerError(
+        f"{optimizer}.step() writes the state of parameters without a gradient too, which had been updated: the plain "
+        f"loop writes it once. {STEPPED_WHOLE}"
+    )
 
 
 def writes_without_gradient(optimizer: str, parameter: str) -> UnsupportedOptimizerError:

@@ -11,7 +11,7 @@ import torch
 
 from instep._gradients.scaling import Policy, all_finite, kernel_scale, nonfinite_error
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, calls_of
-from instep._optim.stepper import Stepper, writes_without_gradient
+from instep._optim.stepper import Stepper, writes_state_without_gradient, writes_without_gradient
 from instep._step.checking import Check
 from instep._step.norms import changed_after_measuring
 from instep._step.remedies import ANY_LOOP, KEEP_ALL, WRITE_LATER, never_cleared, several_backwards
@@ -226,9 +226,14 @@ class Writes(ABC):
         """``step()`` returns: it has found no gradient of the parameters that backward had applied, and must have left
         them alone."""
         (at_rest, versions), self._at_rest = self._at_rest, _NONE
-        if at_rest and (written := first_written(at_rest, versions)) is not None:
+        if not at_rest:
+            return
+        if (written := first_written(at_rest, versions)) is not None:
             self._step.round.stepper = None
             self._tear_and_raise(writes_without_gradient(stepper.name, written.spec.name))
+        if not stepper.state_is_as_left:
+            self._step.round.stepper = None
+            self._tear_and_raise(writes_state_without_gradient(stepper.name))
 
     def _require_as_left(self, stepper: Stepper, applied: AttachedParameters) -> None:
         """Raise if groups, state or parameters are not as backward has left them."""
