@@ -2840,7 +2840,7 @@ MUTANTS = [
         "ForwardSchedule._is_left_alone",
         "len(step.members.steppers) == 1",
         "True",
-        "tests/unit",
+        "tests/unit/test_default_takes.py",
     ),
     Mutant(
         "the default rests though ranks take a step together",
