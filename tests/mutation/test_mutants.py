@@ -2840,7 +2840,7 @@ MUTANTS = [
         "ForwardSchedule._is_left_alone",
         "len(step.members.steppers) == 1",
         "True",
-        "tests/unit/test_default_takes.py",
+        "tests/unit/test_deferring.py",
     ),
     Mutant(
         "the default rests though ranks take a step together",

@@ -29,16 +29,3 @@ def test_what_the_default_refuses_is_wrong_in_itself() -> None:
     functions = [rule for rule in others if not isinstance(rule, Pair)]
     names = {f"{rule.__module__.rpartition('.')[2]}.{getattr(rule, '__name__', rule)}" for rule in functions}
     assert names == set(ASKED_FOR)
-
-
-def test_optimizers_that_take_turns_make_no_step_together() -> None:
-    """Also where the default has left all steps to torch for good: a backward gives up what the one before it was owed."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model)
-    with instep.attach(model, [first, second], defer=False) as overlap:
-        for i in range(20):
-            model(torch.ones(2, 4)).sum().backward()
-            for optimizer in (first, second) if i < 10 else ((first, second)[i % 2],):
-                optimizer.step()
-            model.zero_grad()
-        assert overlap.step_count == 10

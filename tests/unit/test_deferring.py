@@ -351,3 +351,16 @@ def test_a_torn_step_wakes_them() -> None:
     assert watched(model) == 0
     schedule_of(overlap)._step.ledger.when_torn()
     assert watched(model) == 0
+
+
+def test_optimizers_that_take_turns_make_no_step_together() -> None:
+    """Also where all steps are left to torch for good: a backward gives up what was owed to the one before it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model)
+    with instep.attach(model, [first, second], defer=False) as overlap:
+        for i in range(20):
+            model(torch.ones(2, 4)).sum().backward()
+            for optimizer in (first, second) if i < 10 else ((first, second)[i % 2],):
+                optimizer.step()
+            model.zero_grad()
+        assert overlap.step_count == 10
