@@ -3,6 +3,8 @@
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from functools import partial
+from itertools import repeat
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -443,7 +445,9 @@ def _kind_of(optimizer: Optimizer) -> _Kind:
 
 
 def _scales_of(optimizer: Optimizer) -> tuple[Any, ...]:
-    found = map(vars(optimizer).get, SCALES)
+    found = list(map(vars(optimizer).get, SCALES))
+    if all(map(is_, found, repeat(None))):  # as mostly, and asked in each step
+        return ()
     return tuple((id(one), version_of(one) if isinstance(one, torch.Tensor) else 0) for one in found)
 
 
