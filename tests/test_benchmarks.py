@@ -70,6 +70,7 @@ def test_the_model_of_pipelines() -> None:
         ("safety.py", SMALL, 2),
         ("zero.py", SMALL, 2),
         ("gradient_memory.py", [], 1),
+        ("micro_batches.py", ["--mib", "1", "--rounds", "1"], 1),
         ("memory.py", [*ONCE, "--parts", "one-batch", "micro-batches"], 1),
         ("memory.py", [*ONCE, "--parts", "ranks", "ranks-micro-batches"], 1),
         ("memory.py", [*ONCE, "--parts", "device"], 1),

@@ -2763,7 +2763,7 @@ MUTANTS = [
         "EarlierGradients.note",
         "if len(added_to) + len(zeroed) < len(there):",
         "if False:",
-        "tests/parity",
+        "tests/unit/test_refusals.py",
     ),
     Mutant(
         "gradients of before this backward count as its own",
