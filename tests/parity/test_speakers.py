@@ -280,6 +280,25 @@ def test_one_hook_for_each_bucket_where_gradients_add_up(options: dict[str, Any]
         assert len(overlap.plan.buckets) < everything
 
 
+def test_a_micro_batch_that_leaves_whole_buckets_out_disturbs_no_order() -> None:
+    """Their gradients are those of the micro-batch before, and are left to ``optimizer.step()``."""
+    model, optimizer = build()
+    with instep.attach(model, optimizer, bucket_bytes=700, schedule="backward") as overlap:
+        for i in range(STEPS):
+            x, y = batch(i)
+            with overlap.accumulate():
+                loss_of(model(x), y).backward()
+            model.mode = "head only" if i == ODD[0] else ""
+            loss_of(model(-x), y).backward()
+            model.mode = ""
+            left = [name for name, p in model.named_parameters() if type(p.grad) is torch.Tensor]
+            assert left == ([name for name, _ in model.named_parameters() if "head" not in name] if i == ODD[0] else [])
+            optimizer.step()
+            optimizer.zero_grad()
+            assert hooks_of(model) == (len(overlap.plan.buckets) if i > 1 else 8), i
+        assert len(overlap.plan.buckets) < 8
+
+
 def test_nested_backwards_keep_every_hook() -> None:
     model, optimizer = build()
     model.mode = "nested"

@@ -6,7 +6,8 @@ group by group, once it has reduced and sharded the gradients
 
 ``LocalSource`` counts gradients down to full buckets. Its helpers each answer one question: which parameter is in which
 bucket (``LocalLayout``), where hooks are (``GradientHooks``), whether the running backward may write
-(``WritingBackwards``), and which gradients of FSDP2 are final only where backward ends (``LateFSDPGradients``).
+(``WritingBackwards``), which gradients were there before it (``EarlierGradients``), and which gradients of FSDP2 are
+final only where backward ends (``LateFSDPGradients``).
 """
 
 from collections import Counter
