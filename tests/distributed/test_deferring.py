@@ -69,7 +69,7 @@ def trial(gains: list[bool], view: bool) -> tuple[str | None, list[bool], str]:
         put_off = 1 <= i <= 2 * PAIRS and (i - 1) % 4 in (1, 2)
         return 0.5 if put_off and gains[dist.get_rank()] else 1.0
 
-    def make(prevented: Any, others: Any, spent: Any) -> Any:
+    def make(prevented: Any, others: Any, times: Any) -> Any:
         return made(lambda: None, others, clock)
 
     put_off, difference = [], None
