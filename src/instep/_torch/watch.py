@@ -162,33 +162,35 @@ class Watch:
 
 class ModuleHooks:
     """Hooks before the forward of modules, that are there between ``start`` and ``stop``: a module without a hook is
-    called by a shorter way, and a model may have hundreds."""
+    called by a shorter way, and a model may have hundreds.
+
+    Attributes:
+        are_there: whether some may be there.
+    """
 
     def __init__(self) -> None:
+        self.are_there = False
         self._hooks: list[tuple[RemovableHandle, Callable[..., Any]]] = []
-        self._are_there = True
 
     def add(self, handle: RemovableHandle, hook: Callable[..., Any]) -> None:
         """``hook``, which has just been registered. Whoever detaches removes it by its ``handle``, as ever."""
         self._hooks.append((handle, hook))
-        self._are_there = True
+        self.are_there = True
 
     # A handle knows the dictionary that its hook is in. Hooks that are removed and registered would take as long as
     # they save.
 
     def start(self) -> None:
-        self._are_there = True  # first, for Ctrl-C: hooks too many do nothing
+        self.are_there = True  # first, for Ctrl-C: hooks too many do nothing
         for handle, hook in self._hooks:
             if (hooks := handle.hooks_dict_ref()) is not None:
                 hooks[handle.id] = hook
 
     def stop(self) -> None:
-        if not self._are_there:
-            return
         for handle, _ in self._hooks:
             if (hooks := handle.hooks_dict_ref()) is not None:
                 hooks.pop(handle.id, None)
-        self._are_there = False
+        self.are_there = False
 
 
 _LOCAL = "_local_tensor"

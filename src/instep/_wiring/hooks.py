@@ -525,7 +525,8 @@ class ForwardHooks:
             _unless_given_up(self._schedule, self._look)
         if torch.is_grad_enabled():
             self._begin_micro_batch()
-        self._late.readers.while_open.stop()
+        if self._late.readers.while_open.are_there:
+            self._late.readers.while_open.stop()
         self._backwards.in_forward = True
 
     def after_forward(self, module: object, args: object, output: object) -> None:
