@@ -2843,13 +2843,6 @@ MUTANTS = [
         "tests/unit/test_deferring.py",
     ),
     Mutant(
-        "the default rests though ranks take a step together",
-        "ForwardSchedule._is_left_alone",
-        "step.ledger.votes.ranks is None",
-        "True",
-        "tests/distributed",
-    ),
-    Mutant(
         "a micro-batch leaves the short road",
         "LocalSource._leaves_all",
         " or self._sink.only_adds",
