@@ -2753,7 +2753,7 @@ MUTANTS = [
     ),
     Mutant(
         "let one parameter speak for a bucket that has gradients from before",
-        "EarlierGradients.some_stay",
+        "EarlierGradients._some_stay",
         "return any(",
         "return False and any(",
         SPEAKERS,
@@ -2768,7 +2768,7 @@ MUTANTS = [
     Mutant(
         "gradients of before this backward count as its own",
         "EarlierGradients.has_changed",
-        " and not self.some_stay(AttachedParameters((attached,)), [gradient])",
+        " and not self._some_stay(AttachedParameters((attached,)), [gradient])",
         "",
         SPEAKERS,
     ),
@@ -2841,6 +2841,27 @@ MUTANTS = [
         "len(step.members.steppers) == 1",
         "True",
         "tests/unit/test_deferring.py",
+    ),
+    Mutant(
+        "the default asks parameters that the loop may have replaced",
+        "UpdateDeferral._leave",
+        "_gradients_in(optimizer)",
+        "[a.get().grad for a in step.members.all]",
+        "tests/unit/test_deferring.py",
+    ),
+    Mutant(
+        "zeros are taken off while gradients add up",
+        "LocalSource.before_backward",
+        " and not self._sink.next_only_adds:",
+        ":",
+        SPEAKERS,
+    ),
+    Mutant(
+        "a write of a hook's is taken for a gradient that has come",
+        "EarlierGradients.have_come",
+        "all(map(eq, then, now)) and ",
+        "",
+        SPEAKERS,
     ),
     Mutant(
         "a micro-batch leaves the short road",

@@ -364,3 +364,27 @@ def test_optimizers_that_take_turns_make_no_step_together() -> None:
                 optimizer.step()
             model.zero_grad()
         assert overlap.step_count == 10
+
+
+def test_a_parameter_that_is_replaced_when_the_default_rests() -> None:
+    """As in Gaussian splatting: the old one is gone, and its state is the new one's."""
+    ends = []
+    for attached in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        optimizer = torch.optim.Adam(model.parameters())
+        if attached:
+            instep.attach(model, optimizer, defer=False)
+        for i in range(20):
+            if i == 14:
+                old, new = model[1].weight, nn.Parameter(model[1].weight.detach().clone())
+                optimizer.state[new] = optimizer.state.pop(old)
+                group = optimizer.param_groups[0]
+                group["params"] = [new if p is old else p for p in group["params"]]
+                model[1].weight = new
+                del old
+            model(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append([p.detach() for p in model.parameters()])
+    assert all(map(torch.equal, *ends))

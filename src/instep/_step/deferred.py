@@ -111,7 +111,7 @@ class UpdateDeferral:
         if not step.round.steppers_left:
             self._deferring.step_begins()
         if self._is_torchs:
-            self._leave(stepper, mine)
+            self._leave(stepper)
             return
         with_gradient = _with_gradient(mine)
         in_loop = self._in_loop(stepper.optimizer(), with_gradient)
@@ -136,11 +136,13 @@ class UpdateDeferral:
         touches_gradients = self._step.passes.clipping.policy is not None or self._agreement.policy != "allow"
         return touches_gradients or any(stepper.steps_every_parameter for stepper in self._step.members.steppers)
 
-    def _leave(self, stepper: Stepper, mine: AttachedParameters) -> None:
-        """``optimizer.step()`` steps all of it. Of the parameters no more is asked than which optimizers will."""
-        step = self._step
+    def _leave(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` steps all of it. Of the parameters, which the loop may have replaced, no more is asked
+        than which optimizers will."""
+        step, optimizer = self._step, stepper.optimizer()
         if not step.round.steppers_left and (
-            step.has_gradients or self._in_loop(stepper.optimizer(), _with_gradient(mine))
+            step.has_gradients
+            or not asks_for_state(optimizer, _gradients_in(optimizer), first=step.ledger.step_count == 0)
         ):
             step.round.steppers_left = {one for one in step.members.steppers if _finds_gradient(one.optimizer())}
             step.round.takes_step = True
@@ -397,8 +399,12 @@ def _in_flight_of(mine: Iterable[AttachedParameter], buckets: Iterable[InFlightB
     }
 
 
+def _gradients_in(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    return (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+
+
 def _finds_gradient(optimizer: Optimizer) -> bool:
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+    return next(_gradients_in(optimizer), None) is not None
 
 
 def _without_landed(in_flight: InFlight, waiting: Mapping[AttachedParameter, bool]) -> InFlight:

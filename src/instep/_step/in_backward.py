@@ -286,6 +286,10 @@ class BucketSink(Schedule):
         return self._step.accumulation.only_adds
 
     @property
+    def next_only_adds(self) -> bool:
+        return self._step.accumulation.next_only_adds
+
+    @property
     def frees_gradients(self) -> bool:
         """Whether applied gradients are not needed any more."""
         return self._writes.frees_gradients

@@ -194,6 +194,10 @@ class MeasuringSink:
     def only_adds(self) -> bool:
         return self._accumulation.only_adds
 
+    @property
+    def next_only_adds(self) -> bool:
+        return self._accumulation.next_only_adds
+
     def arrive(self, parameters: Sequence[AttachedParameter]) -> bool:
         if self._accumulation.count():
             return False

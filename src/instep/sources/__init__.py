@@ -59,7 +59,8 @@ class Sink(Protocol):
         by_bucket: whether no two buckets may be stepped in one call of the optimizer.
         frees_gradients: whether an applied gradient is needed no more.
         keeps_gradients: whether the loop is to find all gradients of the running backward in ``.grad``.
-        only_adds: whether those are a micro-batch's, to which others will be added.
+        only_adds: whether those are a micro-batch's, to which others will be added; before its first gradient:
+            ``next_only_adds``.
     """
 
     @property
@@ -80,6 +81,8 @@ class Sink(Protocol):
     def keeps_gradients(self) -> bool: ...
     @property
     def only_adds(self) -> bool: ...
+    @property
+    def next_only_adds(self) -> bool: ...
 
     def arrive(self, parameters: AttachedParameters) -> bool:
         """Take final gradients into the step. ``False``: they stay in ``.grad``, nothing may be written now. Raises if

@@ -117,6 +117,7 @@ class LocalSource:
         self._hooks.remove()
         for number, attached in last.items():
             self._hooks.add(attached, weakly(self._bucket_accumulated, number, attached.spec.index))
+        self._earlier.speakers = AttachedParameters(last.values())
         self._one_per_bucket = True
         self._layout.observed = []
         self._began = None
@@ -132,7 +133,8 @@ class LocalSource:
             return
         self._began = graph_task()
         current().at(Phase.AFTER_DDP, self._offer_rest, self._forget)
-        self._earlier.take_zeros_off()
+        if self._earlier.zeroed and not self._sink.next_only_adds:  # else they are left for all to see
+            self._earlier.take_zeros_off()
 
     def begin_step(self) -> None:
         layout = self._layout
@@ -224,7 +226,7 @@ class LocalSource:
         if (
             self._began != task
             or not all_there(gradients)
-            or (self._earlier.versions and self._earlier.some_stay(members, gradients))
+            or (self._earlier.versions and not self._earlier.have_come(last, members, gradients))
         ):
             self._in_order = False
         if not self._in_order:
@@ -291,17 +293,23 @@ class LocalSource:
 class EarlierGradients:
     """The gradients that are there when a backward begins, which adds to them.
 
-    Zeros that nobody has looked at are nothing that a gradient is added to: they are taken off until the backward is
+    Zeros that nobody has looked at are nothing that a gradient is added to: they can be taken off until the backward is
     over. Of the others autograd counts the write. None is kept alive. With ``create_graph=True`` it puts another tensor
     in the place, which may have the same count: then it is taken for one that nothing was added to.
 
     Attributes:
-        versions: of those to which the backward adds, by the index of the parameter.
+        speakers: the parameters with a hook, one of each bucket.
+        versions: of the gradients to which the backward adds, by the index of the parameter.
+        zeroed: zeros, with their parameters.
     """
 
     def __init__(self) -> None:
+        self.speakers = AttachedParameters()
         self.versions: dict[int, int] = {}
-        self._zeroed: list[tuple[AttachedParameter, torch.Tensor]] = []
+        self._of_speakers: list[int] = []
+        self._silent: list[bool] = []  # of speakers: whether this backward has not called the hook yet
+        self.zeroed: list[tuple[AttachedParameter, torch.Tensor]] = []
+        self._taken_off: list[tuple[AttachedParameter, torch.Tensor]] = []
 
     def note(self, parameters: AttachedParameters) -> bool:
         """A backward begins. ``False``: the loop has not cleared a gradient of the step before, which was applied."""
@@ -309,38 +317,55 @@ class EarlierGradients:
         if none_there(gradients):  # as in most loops
             return True
         there = [(a, g) for a, g in zip(parameters, gradients, strict=True) if g is not None]
-        added_to = [(a, g) for a, g in there if not isinstance(g, Placeholder)]
+        added_to = {a.spec.index: g for a, g in there if not isinstance(g, Placeholder)}
         zeroed = [(a, g) for a, g in there if ZeroedGradient.is_unused(g)]
         if len(added_to) + len(zeroed) < len(there):
             return False
-        self.versions = dict(
-            zip((a.spec.index for a, _ in added_to), versions_of([g for _, g in added_to]), strict=True)
-        )
-        self._zeroed = zeroed
+        self.zeroed = zeroed
+        if added_to:
+            self.versions = dict(zip(added_to, versions_of([*added_to.values()]), strict=True))
+            self._of_speakers, self._silent = _writes(self.speakers), [True] * len(self.speakers)
         return True
 
     def take_zeros_off(self) -> None:
         """Now that the end of the backward will be heard of, also where Ctrl-C ends it."""
-        for attached, _ in self._zeroed:
+        self._taken_off = self.zeroed
+        for attached, _ in self.zeroed:
             attached.get().grad = None
 
-    def some_stay(self, parameters: AttachedParameters, gradients: Sequence[torch.Tensor]) -> bool:
-        """Whether the backward has not given all of ``parameters`` their gradient yet: these are there."""
+    def have_come(self, speaker: int, parameters: AttachedParameters, gradients: Sequence[torch.Tensor]) -> bool:
+        """The hook of the ``speaker`` of ``parameters`` is called. Whether the backward has given all of them their
+        gradient, which are there. Not if a hook of the loop's writes gradients: one has changed then whose own hook is
+        still to be called."""
+        self._silent[self.speakers.indices.index(speaker)] = False
+        then, now = compress(self._of_speakers, self._silent), compress(_writes(self.speakers), self._silent)
+        return all(map(eq, then, now)) and not self._some_stay(parameters, gradients)
+
+    def _some_stay(self, parameters: AttachedParameters, gradients: Sequence[torch.Tensor]) -> bool:
         return any(map(eq, map(self.versions.get, parameters.indices), versions_of(gradients)))
 
     def has_changed(self, attached: AttachedParameter) -> bool:
         """Whether the backward has given this parameter a gradient."""
         gradient = attached.get().grad
-        return gradient is not None and not self.some_stay(AttachedParameters((attached,)), [gradient])
+        return gradient is not None and not self._some_stay(AttachedParameters((attached,)), [gradient])
 
     def forget(self) -> None:
         """The backward is over: zeros to which nothing was added are there again."""
         self.versions.clear()
-        zeroed, self._zeroed = self._zeroed, []
+        self.zeroed = []
+        zeroed, self._taken_off = self._taken_off, []
         for attached, gradient in zeroed:
             parameter = attached.peek()
             if parameter is not None and parameter.grad is None:
                 parameter.grad = gradient
+
+
+def _writes(parameters: AttachedParameters) -> list[int]:
+    """How often the gradient of each was written; -1: it has none."""
+    with torch._C.DisableTorchFunctionSubclass():  # instep's own question: some are watched by now
+        gradients = list(map(GRADIENT, parameters.tensors()))
+    versions = iter(versions_of([gradient for gradient in gradients if gradient is not None]))
+    return [-1 if gradient is None else next(versions) for gradient in gradients]
 
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
