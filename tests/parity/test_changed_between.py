@@ -305,7 +305,6 @@ def test_a_tensor_in_an_attribute_written_in_any_way(way: str, write: Any, when:
     compare(way, build, lambda o, i: write(o.cfg, 0.01 / i), when)
 
 
-@on_cpu_only  # on an accelerator nobody waits for the value, and a write that is counted is one
 class Boosted(torch.optim.Optimizer):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 1e-2, "note": None})
@@ -336,6 +335,7 @@ def test_a_setting_of_none_that_makes_room_for_another(way: str, when: str) -> N
     compare(way, build, exchange, when)
 
 
+@on_cpu_only  # on an accelerator nobody waits for the value, and a write that is counted is one
 def test_a_value_that_is_written_again_has_not_changed() -> None:
     compare("backward", with_tensor_lr, lambda o, i: write_lr(lambda lr, _: lr.fill_(lr.item()), o, i), refused=None)
 
