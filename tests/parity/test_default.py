@@ -16,6 +16,7 @@ from instep.errors import StaleAttachmentError, UnsupportedOptimizerError
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch
 from tests.devices import here
+from tests.late import late_updates
 
 STEPS = 8
 
@@ -322,16 +323,17 @@ def test_a_graph_that_was_made_before_the_last_step_of_a_fused_optimizer(puts_of
         model = Normed()
         optimizer = AdamW(model.parameters(), lr=1e-2, fused=True)
         overlap = instep.attach(model, optimizer, bucket_bytes=1) if attached else None
-        for i in range(STEPS):
-            first, second = (
-                model(torch.randn(5, 4, generator=torch.Generator(here()).manual_seed(i + j))) for j in (0, 50)
-            )
-            for loss in (first, second):
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-        if overlap is not None:
-            overlap.detach()
+        with late_updates():
+            for i in range(STEPS):
+                first, second = (
+                    model(torch.randn(5, 4, generator=torch.Generator(here()).manual_seed(i + j))) for j in (0, 50)
+                )
+                for loss in (first, second):
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+            if overlap is not None:
+                overlap.detach()
         lanes.append((model, optimizer))
     found = first_difference(*(training_state(*lane) for lane in lanes))
     assert found is None, found
