@@ -4,6 +4,7 @@ step had been taken or left out; or an error says that it is torn. Nothing waits
 Python runs a signal's handler at fewer places.
 """
 
+import copy
 import linecache
 import sys
 from collections.abc import Callable
@@ -272,3 +273,33 @@ def test_attach_is_interrupted_where_its_last_hook_is_not_noted_yet(way: str, mo
     for i in range(BEFORE + 1 + AFTER):
         loop.step(i)
     assert first_difference(iter(plain(clips=False, skips=False)), iter(loop.state())) is None
+
+
+def test_a_rollback_that_ends_at_its_last_line_is_over() -> None:
+    """Later steps are put back, too."""
+
+    class AtEnd(LineInterrupter):
+        def at_line(self, frame: Any, event: str, arg: object) -> Any:
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            ends = frame.f_code.co_name == "__call__" and line.strip() == "self._runs = False"
+            if event == "line" and self.place is None and ends:
+                self.place = line
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return self.at_line
+
+    loop, interrupter, reference = Loop("clipped"), AtEnd(), Loop(None)
+    assert loop.overlap is not None
+    with loop.overlap:
+        for i in range(BEFORE):
+            loop.step(i)
+        assert interrupter.interrupt(lambda: loop.step(BEFORE)) is None
+        assert interrupter.place is not None
+        loop.optimizer.zero_grad()
+        reference.model.load_state_dict(loop.model.state_dict())
+        reference.optimizer.load_state_dict(copy.deepcopy(loop.optimizer.state_dict()))
+        for i in [*range(BEFORE), BEFORE] * 3:
+            loop.step(i)
+            reference.step(i, clips=True)
+            assert first_difference(iter(reference.state()), iter(loop.state())) is None, i
+        assert loop.overlap.redo_count == 4
