@@ -14,7 +14,7 @@ import argparse
 from typing import Any
 
 import torch
-from default_bucket import SHAPES
+from default_bucket import MIB, SHAPES
 from measure import SETTLED, batches, loss_of, processor_times, ratio, require_equal
 from torch import nn
 
@@ -62,7 +62,7 @@ def row(mib: int, count: int, rounds: int) -> str:
             require_equal(loops, "plain")
     seconds = processor_times(loops, tokens, rounds)
     ratios = [str(ratio(seconds["plain"], seconds[name])) for name in ways if name != "plain"]
-    gradients = sum(p.nbytes for p in loops["plain"].model.parameters()) / (1 << 20)
+    gradients = sum(p.nbytes for p in loops["plain"].model.parameters()) / MIB
     return f"| {gradients:.1f} | {1e3 * sorted(seconds['plain'])[rounds // 2]:.0f} ms | " + " | ".join(ratios) + " |"
 
 

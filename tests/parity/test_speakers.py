@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep.errors import AccumulationError
-from instep.verification import first_difference, training_state
 from tests.cases import batch
 from tests.parity.lockstep import SMALL, Contender, Refused, in_every_way, lockstep, loss_of
 
@@ -300,54 +299,41 @@ def test_a_micro_batch_that_leaves_whole_buckets_out_disturbs_no_order() -> None
         assert len(overlap.plan.buckets) < 8
 
 
-@pytest.mark.parametrize("options", [{}, {"undo": True}])
-def test_a_hook_that_writes_what_has_added_up(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("way", ["backward", "undo"])
+def test_a_hook_that_writes_what_has_added_up(way: str) -> None:
     """Where the backward begins: autograd counts that write, too, and afterwards the order is another."""
-    ends = []
-    for attached in (False, True):
+
+    def build_with_decay() -> Any:
         model, optimizer = build()
 
-        def decay(_: nn.Module, __: object, model: nn.Module = model) -> None:
+        def decay(_: nn.Module, __: object) -> None:
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(0.9)
 
         model.head.register_full_backward_pre_hook(decay)
-        overlap = instep.attach(model, optimizer, schedule="backward", bucket_bytes=SMALL, **options)
-        if not attached:
-            overlap.detach()
-        for i in range(STEPS):
-            x, y = batch(i)
-            with overlap.accumulate() if attached else nullcontext():
-                loss_of(model(x), y).backward()
-            model.mode = "swapped" if i in ODD else ""
-            loss_of(model(-x), y).backward()
-            model.mode = ""
-            optimizer.step()
-            optimizer.zero_grad()
-        ends.append((model, optimizer))
-    assert first_difference(training_state(*ends[0]), training_state(*ends[1])) is None
+        return model, optimizer
+
+    lockstep(way, build_with_decay, always_in_two("swapped", 1), steps=STEPS, bucket_bytes=SMALL)
 
 
 def test_zeros_are_there_while_gradients_add_up() -> None:
     """For hooks that ask whether a gradient is there."""
-    ends = []
-    for attached in (False, True):
+
+    def build_with_hooks() -> Any:
         model, optimizer = build()
         for p in model.parameters():
             p.register_hook(lambda g, p=p: g if p.grad is None else g * 0.5)
-        overlap = instep.attach(model, optimizer, schedule="backward", bucket_bytes=SMALL)
-        if not attached:
-            overlap.detach()
-        for i in range(STEPS):
-            x, y = batch(i)
-            with overlap.accumulate() if attached else nullcontext():
-                loss_of(model(x), y).backward()
-            loss_of(model(-x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-        ends.append((model, optimizer))
-    assert first_difference(training_state(*ends[0]), training_state(*ends[1])) is None
+        return model, optimizer
+
+    def step(lane: Contender, i: int) -> None:
+        x, y = batch(i)
+        adds_up(lane, loss_of(lane.model(x), y))
+        lane.backward(loss_of(lane.model(-x), y))
+        lane.step()
+        lane.optimizer.zero_grad(set_to_none=False)
+
+    lockstep("backward", build_with_hooks, step, steps=STEPS, bucket_bytes=SMALL)
 
 
 def test_nested_backwards_keep_every_hook() -> None:

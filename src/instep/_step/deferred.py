@@ -114,7 +114,7 @@ class UpdateDeferral:
             self._leave(stepper)
             return
         with_gradient = _with_gradient(mine)
-        in_loop = self._in_loop(stepper.optimizer(), with_gradient)
+        in_loop = self._in_loop(stepper.optimizer(), map(in_grad, with_gradient))
         if in_loop and not step.round.steppers_left:
             self._begin_round(stepper)
         clip = self._clip_of(stepper, with_gradient)
@@ -140,10 +140,7 @@ class UpdateDeferral:
         """``optimizer.step()`` steps all of it. Of the parameters, which the loop may have replaced, no more is asked
         than which optimizers will."""
         step, optimizer = self._step, stepper.optimizer()
-        if not step.round.steppers_left and (
-            step.has_gradients
-            or not asks_for_state(optimizer, _gradients_in(optimizer), first=step.ledger.step_count == 0)
-        ):
+        if not step.round.steppers_left and self._in_loop(optimizer, _gradients_in(optimizer)):
             step.round.steppers_left = {one for one in step.members.steppers if _finds_gradient(one.optimizer())}
             step.round.takes_step = True
         step.round.begins(stepper, step.ledger)
@@ -243,12 +240,10 @@ class UpdateDeferral:
         finally:
             del error  # or it would refer to itself, by way of this frame
 
-    def _in_loop(self, optimizer: Optimizer, with_gradient: Iterable[AttachedParameter]) -> bool:
+    def _in_loop(self, optimizer: Optimizer, gradients: Iterable[torch.Tensor]) -> bool:
         """Whether this is a step of a training loop: else whoever made the gradients wants the step now."""
         step = self._step
-        return step.has_gradients or not asks_for_state(
-            optimizer, map(in_grad, with_gradient), first=step.ledger.step_count == 0
-        )
+        return step.has_gradients or not asks_for_state(optimizer, gradients, first=step.ledger.step_count == 0)
 
     # Which of them can wait.
 
