@@ -13,10 +13,12 @@ import torch
 from torch import nn
 
 import instep
+from instep._step.beside_backward import MOST
 from instep.report.figures import figures
 from instep.report.memory import Memory
 from instep.report.run import Run, load
 from instep.verification import first_difference, training_state
+from tests.inside import trial_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Profiler clears events")
 
@@ -118,6 +120,28 @@ def test_stepping_in_backward_saves_what_it_says(tmp_path: Path) -> None:
     saved = plain.ranks[0].memory.peak - attached.ranks[0].memory.peak
     assert saved > (DEPTH - 2.5) * LAYER, "all gradients less a bucket, and one that is made beside it"
     assert attached.ranks[0].memory.alive["gradients"] <= 2.1 * LAYER
+
+
+def test_gradients_that_a_worker_lets_go_in_backward_are_gone(tmp_path: Path) -> None:
+    """The profiler does not follow the worker, and sees none of these frees."""
+    model, optimizer = made("backward")
+    overlap = instep.attached(model)
+    assert overlap is not None
+    with overlap:
+        train(model, optimizer, 2)
+        trial = trial_of(overlap)
+        trial.puts_off = trial.decided = True  # as a trial that gains decides
+        with overlap.record(steps=3) as recording:
+            train(model, optimizer, 4)
+    run = recording.run()
+    assert run is not None
+    rank = run.ranks[0]
+    assert {s.thread for s in rank.spans if s.kind == "step" and s.parameters} - {rank.main}, "a worker stepped"
+    always = run.setup.nbytes["parameters"] + run.setup.nbytes["optimizer state"]
+    for start, _ in rank.iterations[1:]:
+        assert 0 <= held(rank.memory, start) - always < LAYER // 2
+    # Those that wait for the worker, the one that it updates, and one that is made beside them.
+    assert rank.memory.alive["gradients"] <= (MOST + 2.1) * LAYER
 
 
 def test_gradients_of_a_step_that_is_put_off_are_there_until_the_next_forward_has_waited(tmp_path: Path) -> None:

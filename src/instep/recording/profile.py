@@ -1,20 +1,22 @@
 """What ``torch.profiler`` saw, in the terms of a recording: what ran when, and whose the memory is.
 
 While a loop is recorded, ``held_before`` says what there was at the beginning, and ``GradientNotes`` where gradients
-lie. Afterwards ``Trace`` reads the profiler's file, and ``memory_of`` gives each allocation a category: by the span in
-which it was made, by the notes, and by the optimizers' state at the end.
+lie, and when they are gone. Afterwards ``Trace`` reads the profiler's file, and ``memory_of`` gives each allocation a
+category: by the span in which it was made, by the notes, and by the optimizers' state at the end.
 """
 
 import json
+import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -102,11 +104,17 @@ def state_beside_parameters(optimizers: Sequence[Optimizer]) -> dict[int, int]:
     return found
 
 
-class GradientNote(NamedTuple):
-    """The address of a gradient that was about to be accumulated."""
+@dataclass
+class GradientNote:
+    """The address of a gradient that was about to be accumulated.
+
+    Attributes:
+        freed: when its memory was seen to be gone; ``None``: it never was.
+    """
 
     time: float
     address: int
+    freed: float | None = None
 
 
 class GradientNotes:
@@ -114,6 +122,9 @@ class GradientNotes:
 
     def __init__(self, model: nn.Module) -> None:
         self.notes: list[GradientNote] = []
+        # A weak reference keeps no memory: an address alone does not tell a gradient from what is there after it.
+        self._alive: list[tuple[GradientNote, StorageWeakRef]] = []
+        self._lock = threading.Lock()  # notes are made on backward's thread, while a worker looks
         self._handles = []
         for parameter in model.parameters():
             # FSDP sets the gradients of its shards itself, and no such hook is called.
@@ -124,11 +135,26 @@ class GradientNotes:
         """Take the hooks off the parameters."""
         for handle in self._handles:
             handle.remove()
+        self._alive.clear()
+
+    def look(self) -> None:
+        """Note which gradients are gone. For a thread that lets go of some, and that the profiler does not follow."""
+        with self._lock:
+            now, alive = perf_counter(), []
+            for note, storage in self._alive:
+                if storage.expired():
+                    note.freed = now
+                else:
+                    alive.append((note, storage))
+            self._alive = alive
 
     def _note(self, gradient: torch.Tensor) -> None:
         if type(gradient) is torch.Tensor:
             for address, _ in storages(gradient):
-                self.notes.append(GradientNote(perf_counter(), address))
+                note, storage = GradientNote(perf_counter(), address), StorageWeakRef(gradient.untyped_storage())
+                with self._lock:
+                    self.notes.append(note)
+                    self._alive.append((note, storage))
 
 
 class MemoryChange(NamedTuple):
@@ -253,7 +279,8 @@ def memory_of(
     known = []
     for number, allocation in enumerate(allocations):
         if number in gradients:
-            allocation = replace(allocation, category=GRADIENTS)
+            ends = [end for end in (allocation.end, gradients[number]) if end is not None]
+            allocation = replace(allocation, category=GRADIENTS, end=min(ends, default=None))
         elif allocation.end is None and allocation.address in state and allocation.nbytes > 0:
             allocation = replace(allocation, category=STATE)
         known.append(allocation)
@@ -289,15 +316,15 @@ def _category(time: float, thread: int, phases: Phases, accumulations: Phases) -
     return _MADE_IN.get(None if span is None else span.kind, "other")
 
 
-def _noted(allocations: Sequence[Allocation], notes: Sequence[GradientNote]) -> set[int]:
-    """Return the numbers of the allocations that are gradients, by the notes."""
+def _noted(allocations: Sequence[Allocation], notes: Sequence[GradientNote]) -> dict[int, float | None]:
+    """Return the numbers of the allocations that are gradients, by the notes, and when each was seen to be gone."""
     by_address: dict[int, list[int]] = {}
     for number, allocation in enumerate(allocations):
         by_address.setdefault(allocation.address, []).append(number)
-    found = set()
+    found = {}
     for note in notes:
         for number in by_address.get(note.address, ()):
             allocation = allocations[number]
             if allocation.start <= note.time and (allocation.end is None or note.time <= allocation.end):
-                found.add(number)
+                found[number] = note.freed
     return found

@@ -192,6 +192,21 @@ class _Iterations:
         self._due = True
 
 
+class _Recorder(SpanRecorder):
+    """Of a loop whose gradients are noted: a worker, which the profiler does not follow, updates a bucket and lets go
+    of its gradients."""
+
+    def __init__(self, notes: GradientNotes) -> None:
+        super().__init__()
+        self._notes = notes
+        self._main = threading.get_native_id()
+
+    def __call__(self, kind: str, names: Sequence[str], start: float, end: float) -> None:
+        super().__call__(kind, names, start, end)
+        if kind == "step" and threading.get_native_id() != self._main:
+            self._notes.look()
+
+
 class _Running:
     """A recording while it runs: the profiler, and all hooks on the loop.
 
@@ -209,7 +224,6 @@ class _Running:
     ) -> None:
         self._optimizers = optimizers
         self._main = threading.get_native_id()
-        self._recorder = SpanRecorder()
         self._iterations = _Iterations(steps)
         self._ends: float | None = None
         # The profiler tells the time of day, hooks and instep ``perf_counter`` seconds.
@@ -236,6 +250,7 @@ class _Running:
                 self.clock = StageClock(pipeline, model, self._forward_begins)
             self._undo.callback(self.clock.stop)
             self._undo.callback(optimizers[0].register_step_post_hook(self._step_ended).remove)
+            self._recorder = _Recorder(self._notes)
             listen(self._recorder)
             self._undo.callback(listen, None)
         except BaseException:
