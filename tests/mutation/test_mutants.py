@@ -1489,6 +1489,27 @@ MUTANTS = [
         "tests/report/test_recording.py",
     ),
     Mutant(
+        "a recording does not see what a worker lets go",
+        "_Recorder.__call__",
+        "self._notes.look()",
+        "pass",
+        RECORDING,
+    ),
+    Mutant(
+        "a recording takes a gradient for gone that is there",
+        "GradientNotes.look",
+        "storage.expired()",
+        "True",
+        RECORDING,
+    ),
+    Mutant(
+        "a recorded gradient is there until its memory is given out again",
+        "memory_of",
+        "end=min(ends, default=None)",
+        "end=allocation.end",
+        RECORDING,
+    ),
+    Mutant(
         "a spent gradient's data is a use of it",
         "BackwardSchedule._needs_no_values",
         "(*ZERO, CONVERSION, DETACH)",
