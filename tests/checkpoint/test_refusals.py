@@ -197,6 +197,11 @@ def test_modules_and_optimizers_with_state_of_their_own(tmp_path: Path) -> None:
     loop[1].state[loop[0].outer.bias]["made"] = object()
     with pytest.raises(CheckpointError, match=r"AdamW\.state of 'outer\.bias': \['made'\] is a"):
         instep.save(tmp_path, *loop, step=1)
+    loop = made()
+    optimizer, key = loop[1], id(loop[0].outer.bias)
+    optimizer.state[key] = {"momentum": 0.5}
+    with pytest.raises(CheckpointError, match=r"AdamW keeps the state of a parameter under its id\(\)"):
+        instep.save(tmp_path, *loop, step=1)
 
 
 # What does not fit.

@@ -1489,6 +1489,20 @@ MUTANTS = [
         "tests/report/test_recording.py",
     ),
     Mutant(
+        "state under the ids of parameters is tried",
+        "step_together",
+        "if has_ids(run.twin.state, run.parameters):",
+        "if False:",
+        "tests/parity/test_odd_optimizers.py",
+    ),
+    Mutant(
+        "state under the ids of parameters is saved",
+        "LocalState._common",
+        "if has_ids(",
+        "if False and has_ids(",
+        "tests/checkpoint/test_refusals.py",
+    ),
+    Mutant(
         "a recording does not see what a worker lets go",
         "_Recorder.__call__",
         "self._notes.look()",

@@ -680,6 +680,21 @@ class KeepsLists(torch.optim.Optimizer):
             p.sub_(self.state[p][0].mul_(0.9).add_(p.grad), alpha=0.1)
 
 
+class KeepsIds(torch.optim.Optimizer):
+    """State under the ids of parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            key: Any = id(p)
+            if key not in self.state:
+                self.state[key] = {"momentum": torch.zeros_like(p)}
+            p.sub_(self.state[key]["momentum"].mul_(0.9).add_(p.grad), alpha=0.1)
+
+
 class Averages(torch.optim.SGD):
     """Keeps an average of the weights, in a module."""
 
@@ -739,13 +754,14 @@ def test_an_update_that_writes_a_module_late(way: str) -> None:
     [
         (lambda m: Averages(m, lr=0.1), "writes tensors of a module"),
         (lambda m: KeepsLists(m.parameters()), "keeps the state of a parameter as a list"),
+        (lambda m: KeepsIds(m.parameters()), r"keeps the state of a parameter under its id\(\)"),
         (lambda m: Couples(m.parameters(), lr=0.1), "couples parameters"),
         (lambda m: SAM(m.parameters(), torch.optim.SGD), "holds another optimizer.*base_optimizer"),
         (lambda m: torch.optim.LBFGS(m.parameters()), "LBFGS"),
         (partial(sgd, differentiable=True), "differentiable=True"),
         (partial(adamw, differentiable=True), "differentiable=True"),
     ],
-    ids=["averages", "lists", "couples", "wraps", "LBFGS", "SGD differentiable", "AdamW differentiable"],
+    ids=["averages", "lists", "ids", "couples", "wraps", "LBFGS", "SGD differentiable", "AdamW differentiable"],
 )
 @in_every_way
 def test_what_is_refused_at_attach(way: str, make: Make, match: str) -> None:

@@ -1,7 +1,7 @@
 """Kinds of optimizers: torch's own and others, whose ``step()`` each runs, and what it holds beside its groups."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, wraps
 from operator import methodcaller
 from types import CellType, FunctionType, MethodType
@@ -269,6 +269,12 @@ def held_by_classes(optimizer: Optimizer) -> dict[str, Any]:
     values."""
     classes = [cls for cls in type(optimizer).__mro__ if cls is not object and not cls.__module__.startswith("torch.")]
     return {f"{cls.__name__}.{name}": value for cls in classes for name, value in vars(cls).items()}
+
+
+def has_ids(state: Mapping[Any, Any], parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether what belongs to one of these parameters is under its ``id()``. A look for the parameter itself then finds
+    that number, of the same hash, and raises in comparing the two."""
+    return not {id(p) for p in parameters}.isdisjoint(beside_parameters(state))
 
 
 def beside_parameters(state: Mapping[Any, Any]) -> dict[Any, Any]:

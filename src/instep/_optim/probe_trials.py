@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.foreign import draws_in_step, draws_out_of_sight
-from instep._optim.kinds import STEPPED_WHOLE
+from instep._optim.kinds import STEPPED_WHOLE, has_ids
 from instep._optim.offload import DeviceEntries
 from instep._optim.random_numbers import Generators, TorchGenerators
 from instep._optim.shadow import autocast_of, parameters_of, step_plainly
@@ -201,6 +201,11 @@ def step_together(name: str, run: SyntheticRun, gradients: Sequence[torch.Tensor
         run.step()
     except Exception as error:
         raise CannotBeTriedError(in_short(error)) from error
+    if has_ids(run.twin.state, run.parameters):
+        raise UnsupportedOptimizerError(
+            f"{name} keeps the state of a parameter under its id(). instep takes it under the parameter, as torch's "
+            f"own optimizers have it: state[p] = {{...}}. {STEPPED_WHOLE}"
+        )
     for entry in map(run.twin.state.get, run.parameters):
         if entry is not None and not isinstance(entry, dict):
             raise UnsupportedOptimizerError(

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from instep._arguments import path_of, require_flag
 from instep._optim.dtensor import is_sharded
+from instep._optim.kinds import has_ids
 from instep.attachment import Attachment
 from instep.checkpoint import manifest as manifests
 from instep.checkpoint.boxes import Box, box_of, cover_once, local_of, without_partials
@@ -261,6 +262,11 @@ class LocalState:
     def _common(self, number: int, which: str, optimizer: Optimizer, training: TrainingState) -> Json:
         """The part of an optimizer that is the same on all ranks: its groups, and state that belongs to no
         parameter."""
+        if has_ids(optimizer.state, (p for group in optimizer.param_groups for p in group["params"])):
+            raise CheckpointError(
+                f"{which} keeps the state of a parameter under its id(), which is another one in the process that "
+                "loads it. Keep it under the parameter, as torch's own optimizers do: state[p] = {...}"
+            )
         groups = []
         for g, group in enumerate(optimizer.param_groups):
             where = f"{which}.param_groups[{g}]"
