@@ -28,8 +28,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "default": {"defer": False},
     "undo": {"schedule": "backward", "undo": True},
 }
-BEFORE = 8
-"""Iterations until the road is the usual one: torch's own state is there, and buckets are in order."""
+BEFORE, RESTS = 8, 10
+"""Iterations until the road is the usual one: torch's own state is there, buckets are in order; and until the default
+rests."""
 
 
 class Call(NamedTuple):
@@ -93,7 +94,7 @@ class Loop:
         self.attaching = Road()
         with self.attaching.watched():
             self.overlap = attach(self.model, self.optimizer, **WAYS[way])
-        for _ in range(BEFORE):
+        for _ in range(RESTS if way == "default" else BEFORE):
             self.iterate()
 
     def iterate(self) -> None:

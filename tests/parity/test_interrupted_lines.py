@@ -8,7 +8,7 @@ import copy
 import linecache
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -27,6 +27,7 @@ from instep.sources.local import WritingBackwards
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch
 from tests.devices import on_cpu_only
+from tests.inside import schedule_of
 from tests.late import late_updates
 from tests.parity.interrupts import LineInterrupter, once
 
@@ -126,6 +127,29 @@ def test_some_lines(way: str) -> None:
 def test_every_line(way: str) -> None:
     for where in range(lines_of(way)):
         interrupted(way, where)
+
+
+def test_every_line_where_the_default_rests() -> None:
+    """torch takes the step: what may be wrong is the count."""
+    loop, where, ends = Loop(None), 0, set()
+    with instep.attach(loop.model, loop.optimizer, defer=False) as overlap:
+        for i in range(SOME):
+            loop.step(i)
+        while True:
+            assert schedule_of(overlap).rests
+            before = overlap.step_count
+            interrupter = LineInterrupter(where)
+            assert interrupter.interrupt(partial(loop.step, where)) is None
+            loop.optimizer.zero_grad()
+            for i in range(AFTER):
+                loop.step(i)
+            ends.add(overlap.step_count - before - AFTER)
+            assert ends <= {0, 1}, interrupter.place
+            if interrupter.place is None:
+                break
+            where += 1
+    assert where > 30
+    assert ends == {0, 1}
 
 
 def detach(loop: Loop) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -366,7 +367,105 @@ def test_optimizers_that_take_turns_make_no_step_together() -> None:
         assert overlap.step_count == 10
 
 
-def test_a_parameter_that_is_replaced_when_the_default_rests() -> None:
+class CallsItsParentTwice(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        return super().step(closure)
+
+
+def _raises(*_: object) -> Any:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, CallsItsParentTwice])
+def test_the_steps_of_a_default_that_rests_are_counted(cls: type[torch.optim.SGD]) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = cls(model.parameters(), lr=0.1)
+    with instep.attach(model, optimizer, defer=False) as overlap:
+
+        def evaluate() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(torch.ones(2, 4)).sum()
+            loss.backward()
+            return loss
+
+        def makes_steps(count: int, *closure: Callable[[], torch.Tensor], raises: bool = False) -> None:
+            assert schedule_of(overlap).rests
+            before = overlap.step_count
+            with pytest.raises(ZeroDivisionError) if raises else nullcontext():
+                optimizer.step(*closure)
+            assert overlap.step_count == before + count
+
+        for _ in range(12):
+            evaluate()
+            optimizer.step()
+        assert overlap.step_count == 12
+        for _ in range(3):
+            evaluate()
+            makes_steps(1)
+            assert overlap.stats()["exposed_ms"] > 0
+        optimizer.zero_grad()
+        makes_steps(0)
+        makes_steps(1, evaluate)
+        makes_steps(1)  # its gradients are still there
+        makes_steps(0, _raises, raises=True)
+        evaluate()
+        makes_steps(1)
+        makes_steps(1, evaluate)
+        # A tool that asks for state, as DCP does, is none of the loop.
+        optimizer.param_groups[0]["lr"] = 0.0
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        makes_steps(0)
+        optimizer.param_groups[0]["lr"] = 0.1
+        if cls is torch.optim.SGD:
+            evaluate()
+            handle = optimizer.register_step_post_hook(_raises)
+            makes_steps(1, raises=True)  # instep's own hook stands before the user's
+            handle.remove()
+        evaluate()
+        makes_steps(1)
+        optimizer.zero_grad()
+        overlap.backward(model(torch.ones(2, 4)).sum(), more=True)
+        makes_steps(1)
+        if cls is torch.optim.SGD:
+            optimizer.register_step_post_hook(lambda *_: seen.append(overlap.step_count))
+            optimizer.register_step_pre_hook(lambda *_: seen.append(len(optimizer.state_dict())))
+            before, seen = overlap.step_count, list[int]()
+            makes_steps(1)
+            assert seen == [2, before + 1]
+
+
+@pytest.mark.parametrize("when", [3, 15])
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_step_of_the_default_that_raises_stands(when: int, looks: bool) -> None:
+    """As far as torch has come with it. It is counted at the next use, whether the loop is looked at still or not."""
+
+    class Raises(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            if self.defaults["raises"]:
+                raise ZeroDivisionError
+
+    model = nn.Linear(4, 4)
+    optimizer = Raises(model.parameters(), lr=0.1)
+    optimizer.defaults["raises"] = False
+    with instep.attach(model, optimizer, defer=False) as overlap:
+        for i in range(20):
+            optimizer.defaults["raises"] = i == when
+            model(torch.ones(2, 4)).sum().backward()
+            assert schedule_of(overlap).rests == (i > 9) or i in (8, 9)
+            with pytest.raises(ZeroDivisionError) if i == when else nullcontext():
+                optimizer.step()
+            optimizer.zero_grad()
+            assert overlap.step_count == i + (i != when)
+            if looks:
+                optimizer.state_dict()
+                assert overlap.step_count == i + 1
+
+
+@pytest.mark.parametrize("when", [3, 14])
+def test_a_parameter_that_is_replaced_where_torch_steps(when: int) -> None:
     """As in Gaussian splatting: the old one is gone, and its state is the new one's."""
     ends = []
     for attached in (False, True):
@@ -376,7 +475,7 @@ def test_a_parameter_that_is_replaced_when_the_default_rests() -> None:
         if attached:
             instep.attach(model, optimizer, defer=False)
         for i in range(20):
-            if i == 14:
+            if i == when:
                 old, new = model[1].weight, nn.Parameter(model[1].weight.detach().clone())
                 optimizer.state[new] = optimizer.state.pop(old)
                 group = optimizer.param_groups[0]

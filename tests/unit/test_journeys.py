@@ -18,10 +18,10 @@ from tests.journeys import WAYS, Loop, Road, of_a_bucket, of_an_iteration
 BOUNDS = {
     # Files, calls.
     "bucket": (15, 80),
-    "backward": (26, 377),
+    "backward": (26, 376),
     "forward": (29, 733),
-    "default": (16, 145),
-    "undo": (30, 872),
+    "default": (11, 35),
+    "undo": (30, 871),
 }
 ATTACH = {"backward": 39, "forward": 42, "default": 43, "undo": 40}
 
@@ -29,8 +29,8 @@ ATTACH = {"backward": 39, "forward": 42, "default": 43, "undo": 40}
 def require_within(road: Road, files: int, calls: int) -> None:
     assert len(road.files) <= files, road.files
     assert len(road.calls) <= calls
-    assert len(road.files) > 10  # else the road was not seen at all
-    assert len(road.calls) > 60
+    assert len(road.files) >= 10  # else the road was not seen at all
+    assert len(road.calls) > 30
 
 
 def test_a_bucket() -> None:

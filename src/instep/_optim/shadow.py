@@ -245,8 +245,7 @@ def asks_for_state(optimizer: Optimizer, gradients: Iterable[torch.Tensor], *, f
     Args:
         first: whether no step has been taken.
     """
-    still = all(_is_zero(group.get("lr", 0)) for group in optimizer.param_groups)
-    if optimizer.state or not (first or still):
+    if optimizer.state or not (first or all(_is_zero(group.get("lr", 0)) for group in optimizer.param_groups)):
         return False
     return not any(map(_holds_anything, gradients))
 

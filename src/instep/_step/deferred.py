@@ -6,7 +6,6 @@ from typing import NoReturn
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from instep._gradients.clipping import Clip
 from instep._gradients.scaling import found_inf, take_off_here
@@ -21,7 +20,7 @@ from instep._optim.parameters import (
     calls_of,
     none_there,
 )
-from instep._optim.shadow import asks_for_state, begin_state, is_copied_whole
+from instep._optim.shadow import begin_state, is_copied_whole
 from instep._optim.stepper import Stepper, writes_without_gradient
 from instep._ranks.votes import Vote, error_of
 from instep._step.deferrable import InFlight, ReadHook, ReadOrder, which_can_defer
@@ -36,7 +35,7 @@ from instep._step.deferred_buckets import (
 from instep._step.norms import MeasuringSink
 from instep._step.schedule import InFlightBucket, Schedule
 from instep._step.state import Event, State
-from instep._step.step import Agreement, RunningStep
+from instep._step.step import Agreement, RunningStep, finds_gradient, gradients_in
 from instep._step.step_calls import StepCalls
 from instep._torch.engine import is_captured
 from instep._torch.lifetime import weakly
@@ -114,7 +113,7 @@ class UpdateDeferral:
             self._leave(stepper)
             return
         with_gradient = _with_gradient(mine)
-        in_loop = self._in_loop(stepper.optimizer(), map(in_grad, with_gradient))
+        in_loop = step.is_in_loop(stepper.optimizer(), map(in_grad, with_gradient))
         if in_loop and not step.round.steppers_left:
             self._begin_round(stepper)
         clip = self._clip_of(stepper, with_gradient)
@@ -140,8 +139,8 @@ class UpdateDeferral:
         """``optimizer.step()`` steps all of it. Of the parameters, which the loop may have replaced, no more is asked
         than which optimizers will."""
         step, optimizer = self._step, stepper.optimizer()
-        if not step.round.steppers_left and self._in_loop(optimizer, _gradients_in(optimizer)):
-            step.round.steppers_left = {one for one in step.members.steppers if _finds_gradient(one.optimizer())}
+        if not step.round.steppers_left and step.is_in_loop(optimizer, gradients_in(optimizer)):
+            step.round.steppers_left = {one for one in step.members.steppers if finds_gradient(one.optimizer())}
             step.round.takes_step = True
         step.round.begins(stepper, step.ledger)
 
@@ -239,11 +238,6 @@ class UpdateDeferral:
                 raise error
         finally:
             del error  # or it would refer to itself, by way of this frame
-
-    def _in_loop(self, optimizer: Optimizer, gradients: Iterable[torch.Tensor]) -> bool:
-        """Whether this is a step of a training loop: else whoever made the gradients wants the step now."""
-        step = self._step
-        return step.has_gradients or not asks_for_state(optimizer, gradients, first=step.ledger.step_count == 0)
 
     # Which of them can wait.
 
@@ -392,14 +386,6 @@ def _in_flight_of(mine: Iterable[AttachedParameter], buckets: Iterable[InFlightB
     return {
         a: bucket for bucket in buckets for a in bucket.parameters if a in wanted and bucket.gradient(a) is not None
     }
-
-
-def _gradients_in(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    return (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-
-
-def _finds_gradient(optimizer: Optimizer) -> bool:
-    return next(_gradients_in(optimizer), None) is not None
 
 
 def _without_landed(in_flight: InFlight, waiting: Mapping[AttachedParameter, bool]) -> InFlight:
@@ -668,7 +654,7 @@ class ForwardSchedule(Schedule):
             self._readers_rest = True  # first, for Ctrl-C: hooks too many do nothing
             for reader in self._all_readers:
                 reader.rest()
-        self.rests = self._readers_rest and self._is_left_alone
+        self.rests = self.may_rest and self._readers_rest and self._is_left_alone
         if step.accumulation.distributed:
             # DDP may lay out its buckets anew now, and copy the gradients that are in .grad.
             held = (b for b in self._deferred.all() if any(isinstance(t.grad, HeldGradient) for t in b.tensors))

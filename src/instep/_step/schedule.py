@@ -43,7 +43,8 @@ class Schedule:
         lock: held while gradients are offered and applied.
         backwards: those that were seen to begin.
         times: how long steps take the loop, and who is told of each bucket's.
-        rests: whether it need not know of forwards and backwards any more.
+        may_rest: whether nobody else needs to know of forwards and backwards.
+        rests: whether nobody needs to any more, and of steps no more than that they come.
     """
 
     calls: StepCalls
@@ -54,7 +55,7 @@ class Schedule:
         self.lock: AbstractContextManager[Any] = step.lock
         self.backwards = step.backwards
         self.times = step.times
-        self.rests = False
+        self.may_rest = self.rests = False
 
     # What the attachment says once, when it is built.
 

@@ -1,7 +1,10 @@
 """The step that runs in one attachment, with those who take part in it."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch.optim import Optimizer
 
 from instep._gradients.clipping import Clipping
 from instep._gradients.scaling import Named, Policy, ask_if_finite, nonfinite_error
@@ -45,6 +48,19 @@ class Agreement:
 
 
 # The step that runs in one attachment, and those who take part in it.
+
+
+def gradients_in(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """Those that its ``step()`` would find. Of parameters that the loop may have replaced since they were attached."""
+    return (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+
+
+def finds_gradient(optimizer: Optimizer) -> bool:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                return True
+    return False
 
 
 class RunningStep:
@@ -126,6 +142,11 @@ class RunningStep:
         finally:
             del error  # or it would refer to itself, by way of this frame
 
+    def is_in_loop(self, optimizer: Optimizer, gradients: Iterable[torch.Tensor]) -> bool:
+        """Whether a ``step()`` with these gradients is one of a training loop: else whoever made them wants the state
+        now."""
+        return self.has_gradients or not asks_for_state(optimizer, gradients, first=self.ledger.step_count == 0)
+
     def count_gradients(self, stepper: Stepper, gradient_of: GradientOf) -> None:
         """``optimizer.step()`` finds gradients that no source has offered, or that were left to it: they make a step,
         too, unless no backward is known of, and the call only asks for state."""
@@ -133,8 +154,7 @@ class RunningStep:
         if not found and self.is_owed_without_gradients:
             self.round.steppers_left.update(self.members.steppers)
             return
-        first = self.ledger.step_count == 0
-        if self.has_gradients or not asks_for_state(stepper.optimizer(), (g for _, g in found), first=first):
+        if self.is_in_loop(stepper.optimizer(), (g for _, g in found)):
             self.has_gradients = bool(found)
             self.round.steppers_left.update(one for one, _ in found)
 

@@ -10,11 +10,13 @@
 
 Ctrl-C may come at any line. ``Round`` keeps how far a call has come, so that whoever comes next goes on there: what
 stands before ``note_return`` may run twice, and what stands behind it runs until it has run to its end once.
+
+Where the schedule rests, a call is ``begin_at_rest`` and ``returned`` alone: torch takes it, and it is counted.
 """
 
 from instep._optim.stepper import Stepper
 from instep._step.state import Event
-from instep._step.step import RunningStep
+from instep._step.step import RunningStep, finds_gradient, gradients_in
 from instep.errors import InstepError
 
 
@@ -23,11 +25,39 @@ class StepCalls:
 
     def __init__(self, step: RunningStep) -> None:
         self._step = step
+        # How many steps there are to be, once the call at rest has returned, or an error has ended it; ``None``: none
+        # was begun. Computed as it begins, so that counting again after Ctrl-C changes nothing.
+        self._count_at_rest: int | None = None
+
+    # Where the schedule rests.
+
+    def begin_at_rest(self, stepper: Stepper) -> None:
+        """``optimizer.step()`` is called, without a closure: torch takes it, and nobody else has to do with it."""
+        step, optimizer = self._step, stepper.optimizer()
+        if step.round.is_under_way or self._count_at_rest is not None:
+            self.begin(stepper)  # the call before, with a closure or at rest, has raised
+        step.times.step_begins()
+        counts = finds_gradient(optimizer) and step.is_in_loop(optimizer, gradients_in(optimizer))
+        self._count_at_rest = step.ledger.step_count + counts
+
+    def _note_at_rest(self) -> None:
+        """It has returned, or raised: what torch has written then stands, as in the plain loop."""
+        step, step_count = self._step, self._count_at_rest
+        assert step_count is not None
+        step.accumulation.stepped()
+        if step_count > step.ledger.step_count:
+            step.ledger.step_count = step_count
+            step.times.step_returns()
+            step.times.committed()
+        step.has_gradients = False
+        self._count_at_rest = None
 
     # Before the update.
 
     def begin(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is called."""
+        if self._count_at_rest is not None:
+            self._note_at_rest()  # one that has raised
         self._step.backwards.drain_failed()
         self.end_commit()
         if self._step.round.stepper is not None:
@@ -60,6 +90,9 @@ class StepCalls:
 
     def returned(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is about to return. Who is interrupted here begins again."""
+        if self._count_at_rest is not None:
+            self._note_at_rest()
+            return
         round_ = self._step.round
         if round_.stepper is stepper and not round_.has_returned_unnoted:
             self._finish(stepper)
@@ -129,6 +162,8 @@ class StepCalls:
     def end_stopped(self) -> None:
         """An error or Ctrl-C may have ended ``optimizer.step()`` before it was taken note of."""
         round_ = self._step.round
+        if self._count_at_rest is not None:
+            self._note_at_rest()  # one that has raised
         if round_.is_ending or not round_.was_stopped:
             return
         if round_.has_returned_unnoted:

@@ -506,14 +506,14 @@ class ForwardHooks:
         self._backwards = backwards
         self._votes = votes
         self._is_sharded = is_sharded
-        # Whether nobody else needs to know of forwards, and of the backwards that begin at their outputs.
-        self._may_rest = not (sources or is_sharded or backwards.steps_itself)
+        # Nobody else needs to know of forwards, and of the backwards that begin at their outputs.
+        schedule.may_rest = not (sources or is_sharded or backwards.steps_itself)
 
     def before_forward(self, module: object, args: object) -> None:
         """The model is about to run."""
         # Inside a backward this is a checkpointed segment run again. What a micro-batch of a pipeline asks for was done
         # when the run began.
-        if torch.compiler.is_compiling() or (self._may_rest and self._schedule.rests):
+        if torch.compiler.is_compiling() or self._schedule.rests:
             return
         if graph_task() is not None or self._accumulation.runs_stages:
             return
@@ -531,7 +531,7 @@ class ForwardHooks:
 
     def after_forward(self, module: object, args: object, output: object) -> None:
         """The model's forward has returned."""
-        if torch.compiler.is_compiling() or (self._may_rest and self._schedule.rests) or graph_task() is not None:
+        if torch.compiler.is_compiling() or self._schedule.rests or graph_task() is not None:
             return
         if self._accumulation.runs_stages:
             if self._is_sharded:
@@ -610,6 +610,10 @@ class StepHooks:
         """``optimizer.step()`` is called. A closure is followed by what is done right before the update."""
         if not self._handles or is_called_by_step(optimizer):
             return None  # Ctrl-C in ``attach`` has left this hook alone; or the call has begun already
+        if self._schedule.rests and len(args) == 1 and not kwargs:
+            self._accumulation.finish()
+            self._schedule.calls.begin_at_rest(stepper)
+            return None
         self._votes.require_same()
         self._schedule.calls.begin(stepper)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
