@@ -93,7 +93,7 @@ def record(
 
     Example:
         ```python
-        with instep.record(model, optimizer, steps=2) as recording:
+        with instep.record(model, optimizer, steps=4) as recording:
             for batch in loader:
                 model(batch).backward()
                 optimizer.step()
@@ -236,7 +236,7 @@ class Attachment:
         Example:
             ```python
             overlap = instep.attach(model, optimizer, schedule="backward")
-            with overlap.record(steps=2) as recording:
+            with overlap.record(steps=4) as recording:
                 for batch in loader:
                     model(batch).backward()
                     optimizer.step()

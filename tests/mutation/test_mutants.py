@@ -40,6 +40,7 @@ IN_BACKWARD = "tests/functional/test_in_backward.py"
 FIGURES = "tests/report/test_figures.py"
 RECORDING = "tests/report/test_recording.py"
 RECORDING_RANKS = "tests/distributed/test_recording.py"
+RECORDED_LOOPS = "tests/report/test_recorded_loops.py"
 PAGE = "tests/report/test_page.py"
 SPEAKERS = "tests/parity/test_speakers.py"
 ENGINE = "tests/unit/test_engine.py"
@@ -1515,6 +1516,118 @@ MUTANTS = [
         "storage.expired()",
         "True",
         RECORDING,
+    ),
+    Mutant(
+        "a recording is not told of gradients that a worker is given",
+        "DeferredBucket.__init__",
+        "step.times.listener.handed_over(self.gradients)",
+        "pass",
+        RECORDED_LOOPS,
+    ),
+    Mutant(
+        "gradients of before a recording are there to its end",
+        "memory_of",
+        "window[0], note.freed, GRADIENTS",
+        "window[0], None, GRADIENTS",
+        RECORDED_LOOPS,
+    ),
+    Mutant(
+        "copies of a model have the hooks of its recording",
+        "Clock.__init__",
+        "BoundHook(self._before_forward)",
+        "self._before_forward",
+        RECORDED_LOOPS,
+    ),
+    Mutant(
+        "a recording puts hooks on parameters, as the user might",
+        "GradientNotes.__init__",
+        "self._handles.append(node.register_prehook(weakly(self._note)))",
+        "self._handles.append(parameter.register_hook(lambda g: self._note([g])))",
+        RECORDED_LOOPS,
+    ),
+    Mutant(
+        "a recording that cannot be read hides the loop's own error",
+        "Recording.__exit__",
+        "if error is None:",
+        "if True:",
+        RECORDED_LOOPS,
+    ),
+    Mutant(
+        "a recording that ends inside a step reads its weights",
+        "Weights._digest",
+        "except UncommittedStepError:",
+        "except ZeroDivisionError:",
+        RECORDED_LOOPS,
+    ),
+    Mutant(
+        "a profiler of another thread is not noticed",
+        "Recording.__enter__",
+        " or profiler._is_profiler_enabled",
+        "",
+        RECORDED_LOOPS,
+    ),
+    Mutant(
+        "a recording takes the place of the user's own recorder",
+        "_Listening.__call__",
+        "listener if self._own is None else partial(_tell, (self._own, listener))",
+        "listener",
+        RECORDED_LOOPS,
+    ),
+    Mutant(
+        "a recording takes the user's own recorder away",
+        "_Listening.__call__",
+        "times.recorder, times.listener = self._own, None",
+        "times.recorder, times.listener = None, None",
+        RECORDED_LOOPS,
+    ),
+    Mutant(
+        "backward begins with another model's",
+        "_backwards",
+        "before = max(before, trace.last_outside_of_nodes(one.reached, one.thread))",
+        "pass",
+        RECORDED_LOOPS,
+    ),
+    Mutant(
+        "a closure is a part of the step",
+        "_without_closure",
+        'if span.kind != "step":',
+        "if True:",
+        RECORDED_LOOPS,
+    ),
+    Mutant(
+        "an iteration without its step counts",
+        "_Iterations.until",
+        "self._due or len(found) < 2",
+        "True",
+        RECORDED_LOOPS,
+    ),
+    Mutant(
+        "the iteration before the first step that is put off counts",
+        "_median",
+        "in _counted(rank)",
+        "in rank.iterations",
+        FIGURES,
+    ),
+    Mutant(
+        "steps beside backward are said not to be hidden",
+        "_steps_hidden",
+        " and share < 0.5:",
+        ":",
+        FIGURES,
+    ),
+    Mutant(
+        "micro-batches are told to attach for memory",
+        "_memory_to_gain",
+        "(count := backwards_in_an_iteration(run)) > 1",
+        "(count := 0) > 1",
+        FIGURES,
+    ),
+    Mutant(
+        "buckets of which there is nothing to tell have a table",
+        "worth_a_table",
+        "if any(bucket.step or bucket.flight for bucket in buckets) else ()",
+        "or ()",
+        PAGE,
     ),
     Mutant(
         "a recorded gradient is there until its memory is given out again",
@@ -3512,8 +3625,8 @@ MUTANTS = [
     Mutant(
         "a recording keeps the loop alive",
         "Recording.__exit__",
-        "describe, self._loop = self._loop[-1], None",
-        "describe = self._loop[-1]",
+        "loop, self._loop = self._loop, None",
+        "loop = self._loop",
         "tests/report/test_recording.py",
     ),
     Mutant(
@@ -4634,8 +4747,8 @@ MUTANTS = [
     ),
     Mutant(
         "a recording ends while gradients are on their way",
-        "_listen",
-        "            schedule.synchronize()\n",
+        "_Listening.__call__",
+        "            self._schedule.synchronize()\n",
         "            pass\n",
         RECORDING_RANKS,
         "nothing_communicates",

@@ -48,6 +48,15 @@ def test_figures_are_medians_over_iterations_that_spans_are_cut_to() -> None:
     assert found.iteration == pytest.approx(1.0)
 
 
+def test_the_first_iteration_has_no_step_where_steps_are_put_off() -> None:
+    spans = [span("forward", 0.0, 0.9), span("forward", 1.0, 3.0), span("step", 1.2, 1.6, WORKER, "a")]
+    found = figures(run_of(spans, [(0.0, 1.0), (1.0, 3.0)], buckets=[["a"]]))
+    assert found.step.total == found.step.hidden == pytest.approx(0.4)
+    assert found.buckets[0].step == pytest.approx(0.4)
+    assert found.iteration == pytest.approx(2.0)
+    assert figures(run_of(spans[:2], [(0.0, 1.0), (1.0, 3.0)])).iteration == pytest.approx(1.5), "none has a step"
+
+
 def test_what_is_stepped_together_is_shared_by_bytes() -> None:
     spans = [
         span("step", 0.0, 0.4, MAIN, "a", "b"),
@@ -136,6 +145,27 @@ BACKWARD = span("backward", 0.0, 0.5)
             ATTACHED,
             ["inside backward is not hidden, and is not meant to be"],
             id="attached, one device",
+        ),
+        pytest.param(
+            [BACKWARD, span("step", 0.1, 0.3, WORKER)],
+            {},
+            ATTACHED,
+            ["100% of the step is hidden, and 0.0 ms of an iteration are left"],
+            id="attached, one device, beside backward",
+        ),
+        pytest.param(
+            [BACKWARD, span("step", 0.0, 0.3, WORKER), span("step", 0.5, 0.9)],
+            {},
+            ATTACHED,
+            ["On one device 400.0 ms of the step of 700.0 ms inside backward is not hidden"],
+            id="attached, one device, some beside backward",
+        ),
+        pytest.param(
+            [span("backward", 0.0, 0.2), span("backward", 0.3, 0.5), span("step", 0.6, 0.7)],
+            {"parameters": MIB, "gradients": 4 * MIB},
+            {"gradients": {"a": 4 * MIB}, "nbytes": {"gradients": 4 * MIB}},
+            ["An iteration has 2 backwards, whose gradients add up until the last"],
+            id="plain, micro-batches",
         ),
         pytest.param(
             [BACKWARD, span("step", 0.5, 0.8)],

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -249,6 +250,26 @@ def test_recordings_in_a_terminal_are_grouped_too(tmp_path: Path) -> None:
         assert all(claim in said for claim in claims_of(runs) if "to" not in claim)
     allowed = set().union(*map(claims_of, THREE_JOBS))
     assert set(CLAIMS.findall(said)) <= allowed
+
+
+def test_a_terminal_says_of_weights_what_the_page_does(tmp_path: Path) -> None:
+    files = [tmp_path / "plain.json", tmp_path / "attached.json"]
+    for file, label in zip(files, ("plain", "instep"), strict=True):
+        some_run(label=label).save(file)
+    assert "Weights: not compared" in invoke(*files)[1]
+    assert "Weights" not in invoke(files[0])[1]
+
+
+def test_buckets_of_which_there_is_nothing_to_tell_have_no_table(tmp_path: Path) -> None:
+    """torch has taken the steps as a whole."""
+    run = some_run()
+    whole = replace(
+        run, ranks=[replace(one, spans=[s._replace(parameters=()) for s in one.spans]) for one in run.ranks]
+    )
+    for one, has_table in ((run, True), (whole, False)):
+        one.save(tmp_path / "run.json")
+        assert ("on its way" in invoke(tmp_path / "run.json")[1]) == has_table
+        assert ("on its way" in page(by_job([one]))) == has_table
 
 
 def test_flights_of_buckets_have_rows_of_their_own(tmp_path: Path) -> None:

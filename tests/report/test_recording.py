@@ -234,7 +234,7 @@ def test_a_loop_that_fails_is_recorded_up_to_there() -> None:
         _fail(model, optimizer)
     run = recording.run()
     assert run is not None
-    assert len(run.ranks[0].iterations) == 3
+    assert len(run.ranks[0].iterations) == 2, "the one that has failed is none"
     assert not model._forward_hooks
 
 

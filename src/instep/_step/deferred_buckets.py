@@ -464,6 +464,8 @@ class DeferredBucket:
         self._as_left: _VersionsAtStep | None = _VersionsAtStep(self.tensors, self.gradients, step.state)
         step.unapplied.append(self)
         step.outstanding.append(self)
+        if step.times.listener is not None:
+            step.times.listener.handed_over(self.gradients)
 
     def apply(self, *, beside: bool = False) -> None:
         """Update the parameters, once, unless an earlier bucket of the step failed. An error is kept.

@@ -601,6 +601,13 @@ class Recorder(Protocol):
     def __call__(self, kind: str, names: Sequence[str], start: float, end: float) -> None: ...
 
 
+class Listener(Recorder, Protocol):
+    """Told of memory, too."""
+
+    def handed_over(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Another thread will let go of these, once it has updated by them."""
+
+
 # How long the loop was held up by its steps, and how long updates ran beside it: counted for each bucket.
 
 
@@ -620,10 +627,12 @@ class StepTimes:
             was none.
         outside: seconds of updates outside of ``optimizer.step()``, less those in which they were waited for.
         recorder: told of each bucket's update, communication, and of waiting for it; ``None``: nobody listens.
+        listener: told of gradients that are handed over to another thread; ``None``: nobody is.
     """
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
+        self.listener: Listener | None = None
         self.exposed: float | None = None
         self.outside = 0.0
         self._began: float | None = None

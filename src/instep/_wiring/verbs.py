@@ -13,7 +13,7 @@ from instep._optim.parameters import Plan
 from instep._ranks.collectives import broadcast_json, resync
 from instep._ranks.votes import StepVotes
 from instep._step.schedule import Schedule
-from instep._step.state import Recorder
+from instep._step.state import Listener, Recorder
 from instep._torch.pipelining import Pipeline
 from instep._wiring.build import Parts
 from instep._wiring.weak_refs import living_parameters
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 Described = tuple[str, dict[str, str], list[list[str]], dict[str, int] | None]
-Listen = Callable[[Recorder | None], None]
+Listen = Callable[[Listener | None], None]
 
 
 def record_plain(
@@ -52,19 +52,36 @@ def record_attached(
         optimizers,
         steps,
         lambda: _described(options, parts.planned.now()),
-        partial(_listen, parts.schedule),
+        _Listening(parts.schedule),
         options.communication.pipeline,
     )
 
 
-def _listen(schedule: Schedule, recorder: Recorder | None) -> None:
-    try:
-        if recorder is None:
+class _Listening:
+    """Has a recording told of the steps of ``schedule``, beside a recorder of the user's own."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._own: Recorder | None = None
+
+    def __call__(self, listener: Listener | None) -> None:
+        times = self._schedule.times
+        if listener is not None:
+            self._own = times.recorder
+            times.recorder = listener if self._own is None else partial(_tell, (self._own, listener))
+            times.listener = listener
+            return
+        try:
             # The recording ends, and its profiler stops behind this. What still communicates then would be written down
             # in memory that the profiler has freed: see ``unseen_by_profiler``.
-            schedule.synchronize()
-    finally:
-        schedule.times.recorder = recorder
+            self._schedule.synchronize()
+        finally:
+            times.recorder, times.listener = self._own, None
+
+
+def _tell(recorders: Sequence[Recorder], kind: str, names: Sequence[str], start: float, end: float) -> None:
+    for recorder in recorders:
+        recorder(kind, names, start, end)
 
 
 def _described(options: Options, plan: Plan) -> Described:

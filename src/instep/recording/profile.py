@@ -7,19 +7,24 @@ category: by the span in which it was made, by the notes, and by the optimizers'
 
 import json
 import threading
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from operator import attrgetter
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from instep._torch.lifetime import weakly
 from instep.report.memory import BUCKETS, GRADIENTS, Allocation, Memory, curve, pair
 from instep.report.run import TraceEvent
 from instep.report.spans import Span
@@ -41,18 +46,14 @@ _MADE_IN = {  # by the kind of the span in which memory was allocated
 
 
 def held_before(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, int]:
-    """Return the bytes of the model, its gradients, and the state of its optimizers, by category."""
+    """Return the bytes of the model, DDP's buckets, and the state of its optimizers, by category."""
     by_address: dict[int, tuple[str, int]] = {}
-    ddp_bytes, in_ddp = _buckets(model)
+    ddp_bytes, _ = _buckets(model)
     for tensor in [*model.parameters(), *model.buffers()]:
         _count(by_address, tensor, PARAMETERS)
     for optimizer in optimizers:
         for tensor in tensors_in_state(optimizer):
             _count(by_address, tensor, STATE)
-    for parameter in model.parameters():
-        # instep's placeholders have no memory; a view of a bucket is counted with the bucket.
-        if type(parameter.grad) is torch.Tensor and id(parameter) not in in_ddp:
-            _count(by_address, parameter.grad, GRADIENTS)
     nbytes = {BUCKETS: ddp_bytes}
     for category, size in by_address.values():
         nbytes[category] = nbytes.get(category, 0) + size
@@ -86,11 +87,18 @@ def tensors_in_state(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 def storages(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
     """Yield the address and the bytes of a tensor's memory, if it has any on this rank."""
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor
-    if isinstance(local, torch.Tensor) and local.layout is torch.strided and not local.is_meta:
-        storage = local.untyped_storage()
-        if storage.nbytes():
-            yield storage.data_ptr(), storage.nbytes()
+    storage = _storage_of(tensor)
+    if storage is not None:
+        yield storage.data_ptr(), storage.nbytes()
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    with torch._C.DisableTorchFunctionSubclass():  # no value is read: nobody need wait for an update of them
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor
+        if isinstance(local, torch.Tensor) and local.layout is torch.strided and not local.is_meta:
+            storage = local.untyped_storage()
+            return storage if storage.nbytes() else None
+    return None
 
 
 def state_beside_parameters(optimizers: Sequence[Optimizer]) -> dict[int, int]:
@@ -106,39 +114,63 @@ def state_beside_parameters(optimizers: Sequence[Optimizer]) -> dict[int, int]:
 
 @dataclass
 class GradientNote:
-    """The address of a gradient that was about to be accumulated.
+    """Where a gradient lay.
 
     Attributes:
-        freed: when its memory was seen to be gone; ``None``: it never was.
+        freed: when its memory was seen to be gone, by who ``look``s; ``None``: it never was.
     """
 
     time: float
     address: int
+    nbytes: int
     freed: float | None = None
 
 
 class GradientNotes:
-    """Notes of where gradients lie, made by hooks on parameters until ``stop``."""
+    """Notes of where gradients lie, until ``stop``: of those that are there at first, of those that come to a
+    parameter, and of those that are handed over to another thread.
+
+    Attributes:
+        before: those of before.
+        notes: the others.
+    """
 
     def __init__(self, model: nn.Module) -> None:
+        self.before: list[GradientNote] = []
         self.notes: list[GradientNote] = []
-        # A weak reference keeps no memory: an address alone does not tell a gradient from what is there after it.
+        # Of which the profiler does not see that they are freed: on a CPU it tells of nothing that is older than the
+        # recording, nor of other threads. A weak reference keeps no memory, and an address alone does not tell a
+        # gradient from what lies there after it.
         self._alive: list[tuple[GradientNote, StorageWeakRef]] = []
-        self._lock = threading.Lock()  # notes are made on backward's thread, while a worker looks
-        self._handles = []
+        self._lock = threading.Lock()  # the loop notes, while a worker looks
+        _, in_ddp = _buckets(model)
+        # instep's placeholders have no memory; a view of a bucket is counted with the bucket.
+        theirs = [p.grad for p in model.parameters() if type(p.grad) is torch.Tensor and id(p) not in in_ddp]
+        self.before = self._watched(theirs)
+        self._handles, self._nodes = [], []
         for parameter in model.parameters():
             # FSDP sets the gradients of its shards itself, and no such hook is called.
             if parameter.requires_grad and parameter.is_leaf and not hasattr(parameter, "to_local"):
-                self._handles.append(parameter.register_hook(self._note))
+                # Of the node and not of the parameter, whose hooks are the user's: some uses of a model are refused
+                # where it has any. A parameter holds its node weakly.
+                with torch._C.DisableTorchFunctionSubclass():
+                    node = get_gradient_edge(parameter).node
+                self._nodes.append(node)
+                self._handles.append(node.register_prehook(weakly(self._note)))
 
     def stop(self) -> None:
-        """Take the hooks off the parameters."""
+        """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
+        self._nodes.clear()
         self._alive.clear()
 
+    def handed_over(self, gradients: Iterable[torch.Tensor]) -> None:
+        """Another thread will let go of these."""
+        self.notes += self._watched(gradients)
+
     def look(self) -> None:
-        """Note which gradients are gone. For a thread that lets go of some, and that the profiler does not follow."""
+        """Note which of the watched gradients are gone."""
         with self._lock:
             now, alive = perf_counter(), []
             for note, storage in self._alive:
@@ -148,13 +180,21 @@ class GradientNotes:
                     alive.append((note, storage))
             self._alive = alive
 
-    def _note(self, gradient: torch.Tensor) -> None:
-        if type(gradient) is torch.Tensor:
-            for address, _ in storages(gradient):
-                note, storage = GradientNote(perf_counter(), address), StorageWeakRef(gradient.untyped_storage())
-                with self._lock:
-                    self.notes.append(note)
-                    self._alive.append((note, storage))
+    def _watched(self, gradients: Iterable[torch.Tensor]) -> list[GradientNote]:
+        found: dict[int, tuple[GradientNote, StorageWeakRef]] = {}
+        for gradient in gradients:
+            storage = _storage_of(gradient)
+            if storage is not None and storage.data_ptr() not in found:  # else it is of a bucket, with others
+                note = GradientNote(perf_counter(), storage.data_ptr(), storage.nbytes())
+                found[note.address] = note, StorageWeakRef(storage)
+        with self._lock:
+            self._alive += found.values()
+        return [note for note, _ in found.values()]
+
+    def _note(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        for gradient in gradients:
+            if type(gradient) is torch.Tensor:
+                self.notes += (GradientNote(perf_counter(), *place) for place in storages(gradient))
 
 
 class MemoryChange(NamedTuple):
@@ -182,9 +222,31 @@ class Trace:
         """Return when an event began."""
         return float(self._zero + event["ts"] / 1e6)
 
+    @cached_property
     def nodes(self) -> list[float]:
-        """Return when each node of a graph began to run in a backward, in order."""
-        return sorted(self.time(event) for event in self._named(NODE))
+        """When each node of a graph began to run in a backward, in order."""
+        return [span.start for span in self._nodes]
+
+    @cached_property
+    def _nodes(self) -> list[Span]:
+        return sorted((self._span("node", "", event) for event in self._named(NODE)), key=attrgetter("start"))
+
+    @cached_property
+    def _outside_of_nodes(self) -> dict[int, list[float]]:
+        """By thread, when each operation ended that no node of a graph has run, in order."""
+        nodes, found = Phases(self._nodes), dict[int, list[float]]()
+        for event in self._events:
+            if event.get("ph") == "X" and event.get("cat") == "cpu_op" and not event["name"].startswith(NODE):
+                start = self.time(event)
+                if nodes.at(start, event["tid"]) is None:
+                    found.setdefault(event["tid"], []).append(start + event["dur"] / 1e6)
+        return {thread: sorted(ends) for thread, ends in found.items()}
+
+    def last_outside_of_nodes(self, before: float, thread: int) -> float:
+        """Return when the last operation ended there that no node of a graph has run; 0: there was none."""
+        ends = self._outside_of_nodes.get(thread, [])
+        number = bisect_left(ends, before)
+        return ends[number - 1] if number else 0.0
 
     def accumulations(self) -> list[Span]:
         """Return the spans in which a gradient came to a parameter."""
@@ -267,7 +329,7 @@ def memory_of(
 
     Args:
         spans: memory gets a category by the kind of the span in which it was allocated.
-        held: what there was before, by category.
+        held: what there was before, beside gradients, by category.
         state: the optimizers' state in the end, as ``state_beside_parameters`` has it.
     """
     phases, accumulations = Phases(spans), Phases(trace.accumulations())
@@ -276,7 +338,7 @@ def memory_of(
         for change in trace.memory()
     )
     gradients = _noted(allocations, notes.notes)
-    known = []
+    known = [Allocation(note.address, note.nbytes, window[0], note.freed, GRADIENTS) for note in notes.before]
     for number, allocation in enumerate(allocations):
         if number in gradients:
             ends = [end for end in (allocation.end, gradients[number]) if end is not None]
@@ -298,12 +360,18 @@ class Phases:
         for span in sorted(spans, key=lambda span: span.start):
             self._by_thread.setdefault(span.thread, []).append(span)
         self._starts = {thread: [span.start for span in found] for thread, found in self._by_thread.items()}
+        # Up to when one of the spans until there lasts: where that is over, no earlier one need be looked at.
+        self._last = {
+            thread: list(accumulate((span.end for span in found), max)) for thread, found in self._by_thread.items()
+        }
 
     def at(self, time: float, thread: int) -> Span | None:
         """Return the innermost span of ``thread`` around ``time``; ``None``: there is none."""
         spans: Sequence[Span] = self._by_thread.get(thread, ())
         # Backwards from the last span that began before: of nested spans that is the innermost.
         for number in range(bisect_right(self._starts.get(thread, []), time) - 1, -1, -1):
+            if self._last[thread][number] < time:
+                break
             if spans[number].end >= time:
                 return spans[number]
         return None
@@ -321,10 +389,10 @@ def _noted(allocations: Sequence[Allocation], notes: Sequence[GradientNote]) -> 
     by_address: dict[int, list[int]] = {}
     for number, allocation in enumerate(allocations):
         by_address.setdefault(allocation.address, []).append(number)
-    found = {}
+    found: dict[int, float | None] = {}
     for note in notes:
         for number in by_address.get(note.address, ()):
             allocation = allocations[number]
             if allocation.start <= note.time and (allocation.end is None or note.time <= allocation.end):
-                found[number] = note.freed
+                found[number] = note.freed or found.get(number)
     return found

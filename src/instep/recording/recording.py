@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import profiler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
@@ -34,11 +35,12 @@ from torch.utils.hooks import RemovableHandle
 from instep._arguments import require_count
 from instep._ranks.collectives import gather_json
 from instep._torch.engine import Backward, Phase, current
-from instep._torch.hooks import is_called_by_step, nodes_of
+from instep._torch.hooks import BoundHook, PlainPickles, is_called_by_step, nodes_of
+from instep._torch.lifetime import weakly
 from instep._torch.pipelining import Pipeline
 from instep._torch.watch import plain_type
 from instep._version import __version__
-from instep.errors import AttachError, InstepError
+from instep.errors import AttachError, InstepError, UncommittedStepError
 from instep.naming import modules_of, parameters_of
 from instep.recording.inputs import described
 from instep.recording.profile import (
@@ -53,17 +55,18 @@ from instep.recording.profile import (
     tensors_in_state,
 )
 from instep.recording.stages import StageClock
+from instep.report.figures import COMPUTE
 from instep.report.memory import GRADIENTS
 from instep.report.run import Job, Rank, Run, Setup, TraceEvent, rank_from, setup_from
-from instep.report.spans import Span, SpanRecorder, intervals, outside
+from instep.report.spans import Interval, Span, SpanRecorder, intervals, outside
 from instep.sources.fsdp.modules import fsdp1_in
 from instep.target import called_in
 
 _logger = logging.getLogger("instep")
 RankPart = tuple[Setup, Rank, list[TraceEvent]]
 """The recording of one rank."""
-Listen = Callable[[SpanRecorder | None], None]
-"""Takes the recorder that is told of buckets from now on; ``None``: nobody is."""
+Listen = Callable[["_Recorder | None"], None]
+"""Takes who is told of buckets from now on; ``None``: nobody is."""
 Describe = Callable[[Sequence[str]], Setup]
 """Makes the ``Setup`` of the inputs that forwards were given: see ``Clock``."""
 
@@ -78,7 +81,7 @@ class Recording:
 
     Example:
         ```python
-        recording = instep.record(model, optimizer, steps=2)
+        recording = instep.record(model, optimizer, steps=4)
         with recording:
             for batch in loader:
                 model(batch).backward()
@@ -109,8 +112,9 @@ class Recording:
     def __enter__(self) -> "Recording":
         if self._running is not None or self._loop is None:
             raise InstepError("this recording has begun before: make another with record()")
-        # A second profiler would start all the same, and end the first. Nothing public tells whether one runs.
-        if torch._C._autograd._profiler_enabled():
+        # A second profiler would start all the same, and end the first. Nothing public tells whether one runs, here or
+        # on another thread.
+        if torch._C._autograd._profiler_enabled() or profiler._is_profiler_enabled:
             raise InstepError("torch.profiler is running already: record() needs it for itself. Stop the other first")
         model, optimizers, listen, _ = self._loop
         self._running = _Running(model, optimizers, self._steps, listen, self._pipeline)
@@ -120,17 +124,19 @@ class Recording:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         running, self._running = self._running, None
-        if running is not None and self._loop is not None:
+        loop, self._loop = self._loop, None
+        if running is None or loop is None:
+            return
+        try:
             running.stop()
             if running.clock.forwards:
-                describe, self._loop = self._loop[-1], None
-                try:
-                    self._found = describe(sorted(running.clock.given)), *running.found()
-                except Exception:
-                    # The loop's own error is the one to raise.
-                    if error is None:
-                        raise
-                    _logger.exception("the loop has failed, and its recording could not be read:")
+                describe = loop[-1]
+                self._found = describe(sorted(running.clock.given)), *running.found()
+        except Exception:
+            # The loop's own error is the one to raise.
+            if error is None:
+                raise
+            _logger.exception("the loop has failed, and its recording could not be read:")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to ``path``: a Chrome trace, for ``instep report`` and for trace viewers such as Perfetto.
@@ -180,9 +186,9 @@ class _Iterations:
     def forward_begins(self) -> bool:
         """Note a forward. Return ``False`` if all steps have been taken before it, so that the recording is over."""
         if self._due:
-            self._due = False
             if self._left == 0:
                 return False
+            self._due = False
             self.began.append(perf_counter())
         return True
 
@@ -190,6 +196,12 @@ class _Iterations:
         """Note that a step of the loop has returned."""
         self._left -= 1
         self._due = True
+
+    def until(self, ends: float) -> list[Interval]:
+        """Return when each began and ended: where the next one begins, so it includes loading of data. One that has not
+        come to its step when the recording ends is left out, unless it is the only one."""
+        found = list(zip(self.began, [*self.began[1:], ends], strict=True))
+        return found if self._due or len(found) < 2 else found[:-1]
 
 
 class _Recorder(SpanRecorder):
@@ -199,12 +211,14 @@ class _Recorder(SpanRecorder):
     def __init__(self, notes: GradientNotes) -> None:
         super().__init__()
         self._notes = notes
-        self._main = threading.get_native_id()
 
     def __call__(self, kind: str, names: Sequence[str], start: float, end: float) -> None:
         super().__call__(kind, names, start, end)
-        if kind == "step" and threading.get_native_id() != self._main:
+        if kind == "step":
             self._notes.look()
+
+    def handed_over(self, gradients: Sequence[torch.Tensor]) -> None:
+        self._notes.handed_over(gradients)
 
 
 class _Running:
@@ -226,6 +240,7 @@ class _Running:
         self._main = threading.get_native_id()
         self._iterations = _Iterations(steps)
         self._ends: float | None = None
+        self._was_ended = False
         # The profiler tells the time of day, hooks and instep ``perf_counter`` seconds.
         self._offset = time.time() - perf_counter()
         self._undo = ExitStack()
@@ -237,15 +252,16 @@ class _Running:
             self._weights = Weights(model, optimizers)
             self._weights.look()
             self._profile = profile(activities=activities, profile_memory=True, record_shapes=True)
+            self._undo.callback(self._stop_profile)  # first, for Ctrl-C
             self._profile.start()
-            self._undo.callback(self._profile.stop)
             self._began = perf_counter()
             self._held = held_before(model, optimizers)
             self._notes = GradientNotes(model)
             self._undo.callback(self._notes.stop)
+            self._undo.callback(PlainPickles(model.modules()).remove)
             self.clock: Clock | StageClock
             if pipeline is None:
-                self.clock = Clock(model, self._forward_begins)
+                self.clock = Clock(model, self._forward_begins, self._notes.look)
             else:
                 self.clock = StageClock(pipeline, model, self._forward_begins)
             self._undo.callback(self.clock.stop)
@@ -257,7 +273,14 @@ class _Running:
             self._undo.close()
             raise
 
+    def _stop_profile(self) -> None:
+        """Another profiler, which the loop has started since, has ended this one, and torch dies of reading it."""
+        self._was_ended = not torch._C._autograd._profiler_enabled()
+        if not self._was_ended:
+            self._profile.stop()
+
     def _forward_begins(self) -> None:
+        self._notes.look()
         if self._ends is None and not self._iterations.forward_begins():
             self.stop()
 
@@ -265,6 +288,7 @@ class _Running:
         # A class's ``step()`` may call the one that it inherits, and both run this hook: the inner one is no step.
         if not is_called_by_step(optimizer):
             self._iterations.step_ended()
+            self._notes.look()
 
     def stop(self) -> None:
         """Take the hooks off, once: the forward after the last step calls this, or else the end of the block."""
@@ -276,6 +300,10 @@ class _Running:
 
     def found(self) -> tuple[Rank, list[TraceEvent]]:
         """Return what this rank did, in seconds of the time of day, and the operations for a trace viewer."""
+        if self._was_ended:
+            raise InstepError(
+                "another torch.profiler ran while this was recorded, and has ended the recording: leave one of them out"
+            )
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / "trace.json"
             self._profile.export_chrome_trace(str(path))
@@ -283,9 +311,7 @@ class _Running:
         assert self._ends is not None
         spans = self._spans(trace, self._recorder.take())
         memory = memory_of(trace, spans, self._held, self._notes, self._state, (self._began, self._ends))
-        # An iteration ends where the next one begins: so it includes loading of data.
-        began = self._iterations.began
-        iterations = list(zip(began, [*began[1:], self._ends], strict=True))
+        iterations = self._iterations.until(self._ends)
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         spans = sorted(spans, key=lambda span: span.start)
         here = Rank(rank, platform.node(), self._main, iterations, spans, memory, self._weights.digests)
@@ -302,30 +328,40 @@ class _Running:
             spans = self.clock.spans(spans)
         else:
             spans += [Span("forward", "forward", *forward) for forward in self.clock.forwards]
-            spans += _backwards(self.clock.backwards, trace.nodes(), self._began, spans)
+            spans += _backwards(self.clock.backwards, trace, spans)
+            spans = [piece for span in spans for piece in _without_closure(span, spans)]
         assert self._ends is not None
         return [span for span in spans if span.start < self._ends]
 
 
-def _backwards(
-    ends: "Sequence[EndOfBackward]", nodes: Sequence[float], before: float, others: Sequence[Span]
-) -> Iterator[Span]:
+def _backwards(times: "Sequence[BackwardTimes]", trace: Trace, others: Sequence[Span]) -> Iterator[Span]:
     """Yield each backward, and the waiting at its end.
 
     Args:
-        nodes: when each node of a graph began to run, in order.
-        before: when the recording began.
         others: among them the steps.
     """
-    for end in ends:
-        # Backward begins with the first node that ran since the backward before it.
-        began = next((time for time in nodes if before < time < end.nodes), end.nodes)
-        yield Span("backward", "backward", began, end.nodes, end.thread)
-        steps = intervals(s for s in others if s.kind == "step" and s.thread == end.thread)
+    before = 0.0
+    for one in times:
+        # Backward begins with the first node since anything else ran on its thread, or the backward before it.
+        before = max(before, trace.last_outside_of_nodes(one.reached, one.thread))
+        began = next((time for time in trace.nodes if before < time < one.reached), one.reached)
+        yield Span("backward", "backward", began, one.nodes, one.thread)
+        steps = intervals(s for s in others if s.kind == "step" and s.thread == one.thread)
         # Between its last node and its return backward waits, or steps buckets on its thread.
-        for piece in outside([(end.nodes, end.returned)], steps):
-            yield Span("waiting", "end of backward", *piece, end.thread)
-        before = end.returned
+        for piece in outside([(one.nodes, one.returned)], steps):
+            yield Span("waiting", "end of backward", *piece, one.thread)
+        before = one.returned
+
+
+def _without_closure(span: Span, spans: Sequence[Span]) -> Iterator[Span]:
+    """Yield the parts of a step in which no closure ran the model; any other span as it is."""
+    if span.kind != "step":
+        yield span
+        return
+    computed = [s for s in spans if s.kind in COMPUTE and s.thread == span.thread]
+    inside = [(s.start, s.end) for s in computed if span.start <= s.start and s.end <= span.end]
+    for start, end in outside([(span.start, span.end)], inside):
+        yield span._replace(start=start, end=end)
 
 
 def _gathered(part: RankPart) -> list[RankPart] | None:
@@ -366,14 +402,16 @@ def _shifted(rank: Rank, by: float) -> Rank:
     )
 
 
-class EndOfBackward(NamedTuple):
-    """The end of one backward.
+class BackwardTimes(NamedTuple):
+    """When one backward ran.
 
     Attributes:
+        reached: when it came to an output of the model. That of the loss lies before.
         nodes: when the last node of the graph had run.
         returned: when backward returned. Waiting for communication lies between the two.
     """
 
+    reached: float
     nodes: float
     returned: float
     thread: int
@@ -384,24 +422,28 @@ class Clock:
 
     Args:
         forward_begins: called when an outermost forward is about to begin.
+        backward_begins: called when a backward comes to an output of one.
 
     Attributes:
         forwards: when each outermost forward began and ended, and on which thread.
-        backwards: the end of each backward.
+        backwards: when each backward ran.
         given: shapes and dtypes of the tensors that forwards were given, and the dtype that autocast computes in.
     """
 
-    def __init__(self, model: nn.Module, forward_begins: Callable[[], None]) -> None:
+    def __init__(
+        self, model: nn.Module, forward_begins: Callable[[], None], backward_begins: Callable[[], None]
+    ) -> None:
         self.forwards: list[tuple[float, float, int]] = []
-        self.backwards: list[EndOfBackward] = []
+        self.backwards: list[BackwardTimes] = []
         self._forward_begins = forward_begins
+        self._backward_begins = backward_begins
         self._depth = 0
         self._began = 0.0
         self._backward: Backward | None = None  # the last backward that was seen
         self.given: set[str] = set()
         self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            model.register_forward_hook(self._after_forward, always_call=True),
+            model.register_forward_pre_hook(BoundHook(self._before_forward), with_kwargs=True),
+            model.register_forward_hook(BoundHook(self._after_forward), always_call=True),
         ]
 
     def stop(self) -> None:
@@ -424,19 +466,21 @@ class Clock:
         self.forwards.append((self._began, perf_counter(), threading.get_native_id()))
         # Whichever of these nodes the engine reaches first tells that a backward runs.
         for node in nodes_of(output):
-            node.register_prehook(self._backward_runs)
+            node.register_prehook(weakly(self._backward_runs))
 
     def _backward_runs(self, gradients: object) -> None:
         if (backward := current()) is self._backward:
             return
         self._backward = backward
+        self._backward_begins()
+        reached = perf_counter()
         # Two moments of one end: before DDP's own waiting, and after everything.
         nodes: list[float] = []
         backward.at(Phase.BEFORE_DDP, lambda: nodes.append(perf_counter()))
-        backward.at(Phase.LAST, partial(self._backward_ended, nodes))
+        backward.at(Phase.LAST, partial(self._backward_ended, reached, nodes))
 
-    def _backward_ended(self, nodes: list[float]) -> None:
-        self.backwards.append(EndOfBackward(nodes[0], perf_counter(), threading.get_native_id()))
+    def _backward_ended(self, reached: float, nodes: list[float]) -> None:
+        self.backwards.append(BackwardTimes(reached, nodes[0], perf_counter(), threading.get_native_id()))
 
 
 class Weights:
@@ -460,10 +504,16 @@ class Weights:
         return self._digests if all(self._digests) else ()
 
     def _digest(self) -> str:
-        """Return a SHA-256; empty for FSDP1, whose parameters are views that FSDP1 moves about, and for tensors of an
-        unknown kind."""
+        """Return a SHA-256; empty for FSDP1, whose parameters are views that FSDP1 moves about, for tensors of an
+        unknown kind, and where backward has updated some of them for a step that has not come."""
         if fsdp1_in(self._model):
             return ""
+        try:
+            return self._read()
+        except UncommittedStepError:  # the block was left in the middle of a step
+            return ""
+
+    def _read(self) -> str:
         found = hashlib.sha256()
         for parameter in (
             p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]

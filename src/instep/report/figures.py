@@ -20,6 +20,7 @@ from instep.report.spans import (
     Span,
     busy,
     exposed,
+    exposed_of_each,
     intervals,
     outside,
     title,
@@ -135,7 +136,17 @@ def _median_of(rank: Rank, parts: Sequence[Interval]) -> float:
 
 
 def _median(rank: Rank, seconds: Callable[[Interval], float]) -> float:
-    return statistics.median(seconds((start, end)) for start, end in rank.iterations)
+    return statistics.median(seconds((start, end)) for start, end in _counted(rank))
+
+
+def _counted(rank: Rank) -> Sequence[Interval]:
+    """Return the iterations without the first where steps are put off: that one has no step, and each other has that of
+    the one before it."""
+    begins = [span.start for span in rank.spans if span.kind == "step"]
+    if any(start <= begin < end for begin in begins for start, end in rank.iterations[:1]):
+        return rank.iterations
+    later = rank.iterations[1:]
+    return later if any(start <= begin < end for begin in begins for start, end in later) else rank.iterations
 
 
 def _work_time(rank: Rank, kind: str) -> WorkTime:
@@ -160,6 +171,12 @@ def covers(rank: Rank, span: Span) -> list[Interval]:
     return _uninterrupted(rank, *COMPUTE) + _of(rank, "step")
 
 
+def backwards_in_an_iteration(run: Run) -> int:
+    """Return how many there are on the first rank: the median."""
+    begins = [span.start for span in run.ranks[0].spans if span.kind == "backward"]
+    return round(_median(run.ranks[0], lambda window: sum(window[0] <= begin < window[1] for begin in begins)))
+
+
 def _of(rank: Rank, *kinds: str) -> list[Interval]:
     return intervals(span for span in rank.spans if span.kind in kinds)
 
@@ -180,19 +197,22 @@ def interruptions(rank: Rank, thread: int) -> list[Interval]:
 
 def _buckets(run: Run) -> list[BucketFigures]:
     """Return the figures of each bucket of the plan."""
-    rank, iterations, sizes = run.ranks[0], len(run.ranks[0].iterations), run.setup.gradients
+    rank, iterations, sizes = run.ranks[0], len(_counted(run.ranks[0])), run.setup.gradients
     number_of = {name: number for number, names in enumerate(run.setup.buckets) for name in names}
     steps, hidden, flights = (dict.fromkeys(range(len(run.setup.buckets)), 0.0) for _ in range(3))
+    bare: dict[Span, float] = {}
+    for thread in {span.thread for span in rank.spans if span.kind == "step"}:
+        here = [span for span in rank.spans if span.kind == "step" and span.thread == thread]
+        bare |= zip(here, exposed_of_each(intervals(here), covers(rank, here[0])), strict=True)
     for span in rank.spans:
         # Buckets that were stepped together share the time of that step by their bytes.
         whole = sum(sizes.get(name, 0) for name in span.parameters) or 1
         if span.kind == "step":
-            bare = exposed([(span.start, span.end)], covers(rank, span))
             for name in span.parameters:
                 if name in number_of:
                     share = sizes.get(name, 0) / whole / iterations
                     steps[number_of[name]] += share * (span.end - span.start)
-                    hidden[number_of[name]] += share * (span.end - span.start - bare)
+                    hidden[number_of[name]] += share * (span.end - span.start - bare[span])
         elif span.kind == "flight" and span.parameters and span.parameters[0] in number_of:
             flights[number_of[span.parameters[0]]] += (span.end - span.start) / iterations
     return [

@@ -62,7 +62,14 @@ def _shown(compared: Compared) -> dict[str, Any]:
     """Return what the template shows of one job."""
     runs, found = compared.runs, compared.figures
     sections = [
-        {"run": run, "setup": run.setup, "figures": one, "timeline": timeline, "memory": run.ranks[0].memory}
+        {
+            "run": run,
+            "setup": run.setup,
+            "figures": one,
+            "buckets": worth_a_table(one.buckets),
+            "timeline": timeline,
+            "memory": run.ranks[0].memory,
+        }
         for run, one, timeline in zip(runs, found, timelines(runs), strict=True)
     ]
     return {
@@ -102,10 +109,17 @@ def _show(console: Console, compared: Compared) -> None:
         held = sorted(memory.alive.items(), key=lambda item: -item[1])
         parts = ", ".join(f"{name} {nbytes / MIB:.1f}" for name, nbytes in held if nbytes >= MIB / 20)
         console.print(Text(f"{run.setup.label}: at the peak, in MiB: {parts}"))
-        if one.buckets:
-            console.print(_table(one.buckets))
+        if buckets := worth_a_table(one.buckets):
+            console.print(_table(buckets))
         for sentence in sentences:
             console.print(Text(f"- {sentence}"))
+    if len(runs) > 1:
+        console.print(Text(f"Weights: {compared.weights or _weights(runs)}"))
+
+
+def worth_a_table(buckets: Sequence[BucketFigures]) -> Sequence[BucketFigures]:
+    """Return the buckets of a loop that has stepped or sent any by itself: of others there is nothing to tell."""
+    return buckets if any(bucket.step or bucket.flight for bucket in buckets) else ()
 
 
 def _table(buckets: Sequence[BucketFigures]) -> Table:

@@ -5,6 +5,7 @@ pure arithmetic on intervals, in the intervals' own unit.
 """
 
 import threading
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -84,20 +85,25 @@ def union(parts: Iterable[Interval]) -> list[Interval]:
 
 def outside(parts: Iterable[Interval], cover: Iterable[Interval]) -> list[Interval]:
     """Return the time that at least one of ``parts`` covers, and none of ``cover``."""
+    return [piece for pieces in _without(union(parts), cover) for piece in pieces]
+
+
+def _without(parts: Iterable[Interval], cover: Iterable[Interval]) -> Iterator[list[Interval]]:
+    """Cut ``cover`` out of each of ``parts``."""
     covering = union(cover)
-    return [piece for part in union(parts) for piece in _pieces(part, covering)]
-
-
-def _pieces(interval: Interval, covering: list[Interval]) -> Iterator[Interval]:
-    """Cut disjoint ``covering`` intervals, which are in order, out of ``interval``."""
-    start, end = interval
-    for cover_start, cover_end in covering:
-        if start < cover_end and cover_start < end:
+    ends = [end for _, end in covering]
+    for start, end in parts:
+        pieces = []
+        for number in range(bisect_right(ends, start), len(covering)):
+            cover_start, cover_end = covering[number]
+            if cover_start >= end:
+                break
             if start < cover_start:
-                yield start, cover_start
+                pieces.append((start, cover_start))
             start = cover_end
-    if start < end:
-        yield start, end
+        if start < end:
+            pieces.append((start, end))
+        yield pieces
 
 
 def within(parts: Iterable[Interval], window: Interval) -> list[Interval]:
@@ -109,6 +115,11 @@ def within(parts: Iterable[Interval], window: Interval) -> list[Interval]:
 def busy(parts: Iterable[Interval]) -> float:
     """Return for how long at least one of ``parts`` ran."""
     return sum(end - start for start, end in union(parts))
+
+
+def exposed_of_each(parts: Iterable[Interval], cover: Iterable[Interval]) -> list[float]:
+    """Return for how long each of ``parts`` ran while none of ``cover`` did."""
+    return [sum(end - start for start, end in pieces) for pieces in _without(parts, cover)]
 
 
 def exposed(parts: Iterable[Interval], cover: Iterable[Interval]) -> float:

@@ -6,7 +6,7 @@ to say. ``suggestions`` asks the rules in the order of their importance.
 
 from collections.abc import Callable, Sequence
 
-from instep.report.figures import Figures, by_rank, bytes_change, duration_change, mib, ms
+from instep.report.figures import Figures, backwards_in_an_iteration, by_rank, bytes_change, duration_change, mib, ms
 from instep.report.memory import GRADIENTS, MIB, Memory
 from instep.report.run import Run
 
@@ -102,6 +102,12 @@ def _memory_to_gain(run: Run, found: Figures, memory: Memory) -> str | None:
     # ``attach`` takes a twentieth. Of FSDP's groups the recording says nothing: a guess.
     bucket = min(16 * MIB, total // (2 if run.setup.wrapper else 20))
     saved = gradients - bucket
+    if saved > WORTH * memory.peak and (count := backwards_in_an_iteration(run)) > 1:
+        return (
+            f"Gradients are {mib(gradients)} of the peak of {mib(memory.peak)}. An iteration has {count} backwards, "
+            "whose gradients add up until the last. schedule='backward' with overlap.micro_batches() frees them bucket "
+            "by bucket, and keeps the activations of all micro-batches instead."
+        )
     if saved > WORTH * memory.peak:
         return (
             f"Attach for memory: gradients are {mib(gradients)} of the peak of {mib(memory.peak)}; with "
@@ -119,20 +125,25 @@ def _memory_to_gain(run: Run, found: Figures, memory: Memory) -> str | None:
 def _steps_hidden(run: Run, found: Figures, memory: Memory) -> str | None:
     """Say how much of an attached loop's step is hidden, and why the rest is not."""
     step = found.step
-    if run.job.ranks == 1 and run.setup.options.get("schedule") == "'backward'":
-        return f"On one device the step of {ms(step.total)} inside backward is not hidden, and is not meant to be: " + (
-            "undo also keeps copies until optimizer.step(). Without undo instep saves memory there."
-            if "undo" in run.setup.options
-            else "there instep saves memory, not time."
-        )
     if step.total == 0:
         return None
     share = step.hidden / step.total
+    if run.job.ranks == 1 and run.setup.options.get("schedule") == "'backward'" and share < 0.5:
+        part = "" if share < WORTH else f"{ms(step.exposed)} of "
+        return (
+            f"On one device {part}the step of {ms(step.total)} inside backward is not hidden, and is not meant to be: "
+            + (
+                "undo also keeps copies until optimizer.step(). Without undo instep saves memory there."
+                if "undo" in run.setup.options
+                else "there instep saves memory, not time."
+            )
+        )
     if share >= 0.5 or step.exposed < WORTH * found.iteration:
         return f"{share:.0%} of the step is hidden, and {ms(step.exposed)} of an iteration are left of it."
     if run.job.ranks == 1:
         return (
-            f"{ms(step.exposed)} of the step stay exposed: it is taken at once, or there is nothing to hide it behind."
+            f"{ms(step.exposed)} of the step stay exposed: it is taken at once, or takes longer than what it is hidden "
+            "behind."
         )
     if found.communication.exposed < WORTH * found.iteration:
         return (
