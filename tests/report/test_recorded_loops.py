@@ -19,7 +19,7 @@ from instep.report.figures import backwards_in_an_iteration, by_job, figures
 from instep.report.page import cards
 from instep.report.run import Rank
 from tests.inside import trial_of
-from tests.report.test_recording import DEPTH, HOW, LAYER, WIDTH, held, made, train
+from tests.report.loops import DEPTH, HOW, LAYER, WIDTH, held, made, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:Profiler clears events")
 

@@ -15,40 +15,12 @@ from torch import nn
 import instep
 from instep._step.beside_backward import MOST
 from instep.report.figures import figures
-from instep.report.memory import Memory
 from instep.report.run import Run, load
 from instep.verification import first_difference, training_state
 from tests.inside import trial_of
+from tests.report.loops import DEPTH, HOW, LAYER, ROWS, WIDTH, held, made, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:Profiler clears events")
-
-WIDTH, DEPTH, ROWS = 128, 6, 4
-LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes
-HOW: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "backward": {"schedule": "backward", "bucket_bytes": LAYER},
-    "forward": {"schedule": "forward", "defer": True, "bucket_bytes": LAYER},
-}
-
-
-def made(how: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    if how != "plain":
-        instep.attach(model, optimizer, **HOW[how])
-    return model, optimizer
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, micro_batches: int = 1) -> None:
-    for number in range(steps):
-        overlap = instep.attached(model)
-        for last in [False] * (micro_batches - 1) + [True]:
-            inputs = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
-            with nullcontext() if last or overlap is None else overlap.accumulate():
-                model(inputs).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def recorded(how: str, path: Path, steps: int = 3) -> Run:
@@ -63,10 +35,6 @@ def recorded(how: str, path: Path, steps: int = 3) -> Run:
         assert found.recorder is None, "nobody listens any more"
         found.detach()
     return load(path)
-
-
-def held(memory: Memory, at: float) -> int:
-    return [n for time, n in zip(memory.times, memory.nbytes, strict=True) if time <= at][-1]
 
 
 @pytest.mark.parametrize("how", HOW)
