@@ -1560,13 +1560,6 @@ MUTANTS = [
         RECORDED_LOOPS,
     ),
     Mutant(
-        "a profiler of another thread is not noticed",
-        "Recording.__enter__",
-        " or profiler._is_profiler_enabled",
-        "",
-        RECORDED_LOOPS,
-    ),
-    Mutant(
         "a recording takes the place of the user's own recorder",
         "_Listening.__call__",
         "listener if self._own is None else partial(_tell, (self._own, listener))",
@@ -3044,14 +3037,6 @@ MUTANTS = [
         "StepCalls.end_stopped",
         "if self._count_at_rest is not None:",
         "if False:",
-        "tests/unit/test_deferring.py",
-    ),
-    Mutant(
-        "micro-batches that wait are left out where the default rests",
-        "StepHooks.before_step",
-        """            self._accumulation.finish()
-            self._schedule.calls.begin_at_rest(stepper)""",
-        """            self._schedule.calls.begin_at_rest(stepper)""",
         "tests/unit/test_deferring.py",
     ),
     Mutant(

@@ -731,6 +731,8 @@ def test_a_trial_decides(
     for number in range(WARM_UP + 32 + 3):  # it decides where the next backward begins
         plain.train(1, number)
         loop.train(1, number)
+        if number < WARM_UP + 32:
+            assert "steps taken beside backward" not in repr(loop.overlap), "it is still being tried"
     buckets = len(loop.overlap.plan.buckets)
     assert len(handed) == (16 + (2 if gains else 0)) * buckets
     assert difference(plain, loop) is None

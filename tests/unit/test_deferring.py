@@ -476,11 +476,11 @@ def test_a_parameter_that_is_replaced_where_torch_steps(when: int) -> None:
             instep.attach(model, optimizer, defer=False)
         for i in range(20):
             if i == when:
-                old, new = model[1].weight, nn.Parameter(model[1].weight.detach().clone())
+                old, new = model[0].weight, nn.Parameter(model[0].weight.detach().clone())
                 optimizer.state[new] = optimizer.state.pop(old)
                 group = optimizer.param_groups[0]
                 group["params"] = [new if p is old else p for p in group["params"]]
-                model[1].weight = new
+                model[0].weight = new
                 del old
             model(torch.ones(2, 4)).square().sum().backward()
             optimizer.step()

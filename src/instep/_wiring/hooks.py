@@ -611,7 +611,6 @@ class StepHooks:
         if not self._handles or is_called_by_step(optimizer):
             return None  # Ctrl-C in ``attach`` has left this hook alone; or the call has begun already
         if self._schedule.rests and len(args) == 1 and not kwargs:
-            self._accumulation.finish()
             self._schedule.calls.begin_at_rest(stepper)
             return None
         self._votes.require_same()
