@@ -1582,9 +1582,9 @@ MUTANTS = [
     ),
     Mutant(
         "a closure is a part of the step",
-        "_without_closure",
-        'if span.kind != "step":',
-        "if True:",
+        "_without_closures",
+        "intervals(inside)",
+        "[]",
         RECORDED_LOOPS,
     ),
     Mutant(

@@ -210,6 +210,22 @@ def test_another_profiler_in_the_block_ends_the_recording() -> None:
     assert recording.run() is not None
 
 
+def test_a_loop_on_another_thread_is_not_seen_and_that_is_said() -> None:
+    model, optimizer = made("plain")
+
+    def train_elsewhere(steps: int) -> None:
+        thread = threading.Thread(target=train, args=(model, optimizer, steps))
+        thread.start()
+        thread.join()
+
+    for steps in (1, 3):
+        with pytest.raises(InstepError, match="ran on another thread"), instep.record(model, optimizer, 2):
+            train_elsewhere(steps)
+    with instep.record(model, optimizer, 2) as recording:
+        train(model, optimizer, 2)
+    assert recording.run() is not None
+
+
 def test_a_profiler_on_another_thread_is_noticed() -> None:
     model, optimizer = made("plain")
     runs, ends = threading.Event(), threading.Event()

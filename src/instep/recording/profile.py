@@ -5,10 +5,13 @@ lie, and when they are gone. Afterwards ``Trace`` reads the profiler's file, and
 category: by the span in which it was made, by the notes, and by the optimizers' state at the end.
 """
 
+import gc
 import json
+import math
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -206,6 +209,19 @@ class MemoryChange(NamedTuple):
     thread: int
 
 
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """The collector does not run: of the million objects of a trace it looks at each again and again, which takes most
+    of the time of reading it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 class Trace:
     """The events of a trace that ``torch.profiler`` exported. Times that it gives out are ``perf_counter`` seconds.
 
@@ -222,10 +238,10 @@ class Trace:
         """Return when an event began."""
         return float(self._zero + event["ts"] / 1e6)
 
-    @cached_property
-    def nodes(self) -> list[float]:
-        """When each node of a graph began to run in a backward, in order."""
-        return [span.start for span in self._nodes]
+    def first_node(self, after: float) -> float:
+        """Return when the first node of a graph after then began to run in a backward."""
+        number = bisect_right(self._nodes, after, key=attrgetter("start"))
+        return self._nodes[number].start if number < len(self._nodes) else math.inf
 
     @cached_property
     def _nodes(self) -> list[Span]:

@@ -53,6 +53,7 @@ from instep.recording.profile import (
     state_beside_parameters,
     storages,
     tensors_in_state,
+    without_collection,
 )
 from instep.recording.stages import StageClock
 from instep.report.figures import COMPUTE
@@ -112,9 +113,9 @@ class Recording:
     def __enter__(self) -> "Recording":
         if self._running is not None or self._loop is None:
             raise InstepError("this recording has begun before: make another with record()")
-        # A second profiler would start all the same, and end the first. Nothing public tells whether one runs, here or
-        # on another thread.
-        if torch._C._autograd._profiler_enabled() or profiler._is_profiler_enabled:
+        # A second profiler would start all the same, and end the first. Nothing public tells whether one runs, on this
+        # thread or another.
+        if profiler._is_profiler_enabled:
             raise InstepError("torch.profiler is running already: record() needs it for itself. Stop the other first")
         model, optimizers, listen, _ = self._loop
         self._running = _Running(model, optimizers, self._steps, listen, self._pipeline)
@@ -131,7 +132,8 @@ class Recording:
             running.stop()
             if running.clock.forwards:
                 describe = loop[-1]
-                self._found = describe(sorted(running.clock.given)), *running.found()
+                with without_collection():
+                    self._found = describe(sorted(running.clock.given)), *running.found()
         except Exception:
             # The loop's own error is the one to raise.
             if error is None:
@@ -240,7 +242,7 @@ class _Running:
         self._main = threading.get_native_id()
         self._iterations = _Iterations(steps)
         self._ends: float | None = None
-        self._was_ended = False
+        self._profile: profile | None = None
         # The profiler tells the time of day, hooks and instep ``perf_counter`` seconds.
         self._offset = time.time() - perf_counter()
         self._undo = ExitStack()
@@ -275,14 +277,15 @@ class _Running:
 
     def _stop_profile(self) -> None:
         """Another profiler, which the loop has started since, has ended this one, and torch dies of reading it."""
-        self._was_ended = not torch._C._autograd._profiler_enabled()
-        if not self._was_ended:
+        if self._profile is not None and profiler._is_profiler_enabled:
             self._profile.stop()
+        else:
+            self._profile = None
 
     def _forward_begins(self) -> None:
         self._notes.look()
-        if self._ends is None and not self._iterations.forward_begins():
-            self.stop()
+        if self._ends is None and not self._iterations.forward_begins() and threading.get_native_id() == self._main:
+            self.stop()  # the profiler ends on the thread on which it began
 
     def _step_ended(self, optimizer: Optimizer, *_: Any) -> None:
         # A class's ``step()`` may call the one that it inherits, and both run this hook: the inner one is no step.
@@ -300,9 +303,14 @@ class _Running:
 
     def found(self) -> tuple[Rank, list[TraceEvent]]:
         """Return what this rank did, in seconds of the time of day, and the operations for a trace viewer."""
-        if self._was_ended:
+        if self._profile is None:
             raise InstepError(
                 "another torch.profiler ran while this was recorded, and has ended the recording: leave one of them out"
+            )
+        if isinstance(self.clock, Clock) and self._main not in {thread for *_, thread in self.clock.forwards}:
+            raise InstepError(
+                "the loop ran on another thread than the one that has entered the block, which the profiler follows: "
+                "put the `with` block around the loop on its own thread"
             )
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / "trace.json"
@@ -323,13 +331,13 @@ class _Running:
         """Put the spans that instep told of, those of the profiler and those of the clock together."""
         # The profiler sees the communication itself. What instep calls communication is from hand-over to arrival.
         spans = [span._replace(kind="flight") if span.kind == "communication" else span for span in told]
-        spans += trace.steps() + trace.communication()
+        spans += trace.communication()
         if isinstance(self.clock, StageClock):
-            spans = self.clock.spans(spans)
+            spans = self.clock.spans(spans + trace.steps())
         else:
             spans += [Span("forward", "forward", *forward) for forward in self.clock.forwards]
-            spans += _backwards(self.clock.backwards, trace, spans)
-            spans = [piece for span in spans for piece in _without_closure(span, spans)]
+            spans += _backwards(self.clock.backwards, trace, spans + trace.steps())
+            spans += _without_closures(trace.steps(), spans)
         assert self._ends is not None
         return [span for span in spans if span.start < self._ends]
 
@@ -344,7 +352,7 @@ def _backwards(times: "Sequence[BackwardTimes]", trace: Trace, others: Sequence[
     for one in times:
         # Backward begins with the first node since anything else ran on its thread, or the backward before it.
         before = max(before, trace.last_outside_of_nodes(one.reached, one.thread))
-        began = next((time for time in trace.nodes if before < time < one.reached), one.reached)
+        began = min(trace.first_node(before), one.reached)
         yield Span("backward", "backward", began, one.nodes, one.thread)
         steps = intervals(s for s in others if s.kind == "step" and s.thread == one.thread)
         # Between its last node and its return backward waits, or steps buckets on its thread.
@@ -353,15 +361,13 @@ def _backwards(times: "Sequence[BackwardTimes]", trace: Trace, others: Sequence[
         before = one.returned
 
 
-def _without_closure(span: Span, spans: Sequence[Span]) -> Iterator[Span]:
-    """Yield the parts of a step in which no closure ran the model; any other span as it is."""
-    if span.kind != "step":
-        yield span
-        return
-    computed = [s for s in spans if s.kind in COMPUTE and s.thread == span.thread]
-    inside = [(s.start, s.end) for s in computed if span.start <= s.start and s.end <= span.end]
-    for start, end in outside([(span.start, span.end)], inside):
-        yield span._replace(start=start, end=end)
+def _without_closures(steps: Sequence[Span], spans: Sequence[Span]) -> Iterator[Span]:
+    """Yield the parts of the calls of ``optimizer.step()`` in which no closure ran the model."""
+    computed = [span for span in spans if span.kind in COMPUTE]
+    for step in steps:
+        inside = [s for s in computed if s.thread == step.thread and step.start <= s.start and s.end <= step.end]
+        for start, end in outside([(step.start, step.end)], intervals(inside)):
+            yield step._replace(start=start, end=end)
 
 
 def _gathered(part: RankPart) -> list[RankPart] | None:
