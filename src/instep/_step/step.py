@@ -56,6 +56,7 @@ def gradients_in(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def finds_gradient(optimizer: Optimizer) -> bool:
+    """Whether there is one of them."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:

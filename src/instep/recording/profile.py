@@ -139,7 +139,6 @@ class GradientNotes:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.before: list[GradientNote] = []
         self.notes: list[GradientNote] = []
         # Of which the profiler does not see that they are freed: on a CPU it tells of nothing that is older than the
         # recording, nor of other threads. A weak reference keeps no memory, and an address alone does not tell a
@@ -149,7 +148,7 @@ class GradientNotes:
         _, in_ddp = _buckets(model)
         # instep's placeholders have no memory; a view of a bucket is counted with the bucket.
         theirs = [p.grad for p in model.parameters() if type(p.grad) is torch.Tensor and id(p) not in in_ddp]
-        self.before = self._watched(theirs)
+        self.before: Sequence[GradientNote] = self._watched(theirs)
         self._handles, self._nodes = [], []
         for parameter in model.parameters():
             # FSDP sets the gradients of its shards itself, and no such hook is called.

@@ -332,12 +332,13 @@ class _Running:
         # The profiler sees the communication itself. What instep calls communication is from hand-over to arrival.
         spans = [span._replace(kind="flight") if span.kind == "communication" else span for span in told]
         spans += trace.communication()
+        steps = trace.steps()
         if isinstance(self.clock, StageClock):
-            spans = self.clock.spans(spans + trace.steps())
+            spans = self.clock.spans(spans + steps)
         else:
             spans += [Span("forward", "forward", *forward) for forward in self.clock.forwards]
-            spans += _backwards(self.clock.backwards, trace, spans + trace.steps())
-            spans += _without_closures(trace.steps(), spans)
+            spans += _backwards(self.clock.backwards, trace, spans + steps)
+            spans += _without_closures(steps, spans)
         assert self._ends is not None
         return [span for span in spans if span.start < self._ends]
 
