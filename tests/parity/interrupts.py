@@ -38,6 +38,8 @@ def interrupting(install: Callable[[Any], None], tracer: Any) -> Iterator[None]:
         install(None)
         sys.unraisablehook = before
         torch.set_grad_enabled(grad)
+        # Else no weight is watched any more in this process, and the tests behind this one would fail.
+        assert torch._C._is_torch_function_enabled(), "a context has stayed"
 
 
 class Interrupter:
@@ -78,7 +80,7 @@ class LineInterrupter:
         return self.at_line if counts else None
 
     def at_line(self, frame: FrameType, event: str, arg: object) -> Any:
-        if event == "line" and not leaves_a_context(frame):
+        if event == "line" and not runs_no_handler(frame):
             self.lines += 1
             if self.lines - 1 == self._where:
                 self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -101,20 +103,22 @@ class LineInterrupter:
         return None
 
 
-def leaves_a_context(frame: FrameType) -> bool:
-    """Whether ``__exit__`` is about to be called, without an exception: there the interpreter runs no handler, and what
-    the context is for would stay."""
-    return frame.f_lasti in exits_of(frame.f_code)
+def runs_no_handler(frame: FrameType) -> bool:
+    """Whether no interrupt comes here: the interpreter runs no handler where ``__exit__`` is about to be called, without
+    an exception, and where a ``try`` begins, which the compiler leaves out of the blocks around it. After an exception
+    there what a context is for would stay."""
+    return frame.f_lasti in without_handlers(frame.f_code)
 
 
 @cache
-def exits_of(code: CodeType) -> frozenset[int]:
+def without_handlers(code: CodeType) -> frozenset[int]:
     found = list(dis.get_instructions(code))
     loads = [one.argval is None and one.opname in ("LOAD_CONST", "DUP_TOP") for one in found]
     exits = [number for number in range(len(found)) if loads[number : number + 3] == [True] * 3]
     # What a return in the block has found lies on the stack, and is put below them.
     exits += [number - 1 for number in exits if found[number - 1].opname in ("SWAP", "ROT_TWO")]
-    return frozenset(found[number].offset for number in exits)
+    begins = [number for number in range(len(found)) if found[number].opname == "NOP"]
+    return frozenset(found[number].offset for number in exits + begins)
 
 
 def once(interrupts: Callable[..., Any]) -> Callable[..., Any]:

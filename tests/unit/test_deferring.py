@@ -389,7 +389,7 @@ def test_the_steps_of_a_default_that_rests_are_counted(cls: type[torch.optim.SGD
             loss.backward()
             return loss
 
-        def makes_steps(count: int, *closure: Callable[[], torch.Tensor], raises: bool = False) -> None:
+        def makes_steps(count: int, *closure: Callable[[], torch.Tensor] | None, raises: bool = False) -> None:
             assert schedule_of(overlap).rests
             before = overlap.step_count
             with pytest.raises(ZeroDivisionError) if raises else nullcontext():
@@ -412,11 +412,11 @@ def test_the_steps_of_a_default_that_rests_are_counted(cls: type[torch.optim.SGD
         evaluate()
         makes_steps(1)
         makes_steps(1, evaluate)
-        # A tool that asks for state, as DCP does, is none of the loop.
+        # A tool that asks for state, as DCP does, is none of the loop: that calls ``step(closure=None)``.
         optimizer.param_groups[0]["lr"] = 0.0
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        makes_steps(0)
+        makes_steps(0, None)
         optimizer.param_groups[0]["lr"] = 0.1
         if cls is torch.optim.SGD:
             evaluate()
@@ -434,6 +434,57 @@ def test_the_steps_of_a_default_that_rests_are_counted(cls: type[torch.optim.SGD
             before, seen = overlap.step_count, list[int]()
             makes_steps(1)
             assert seen == [2, before + 1]
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_no_gradient_is_asked_for_its_values_where_the_default_rests(
+    with_closure: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an accelerator the host would wait in each step. An optimizer without state, at a learning rate of 0."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def evaluate() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.ones(2, 4)).sum() * 0
+        loss.backward()
+        return loss
+
+    with instep.attach(model, optimizer, defer=False) as overlap:
+        for i in range(20):
+            if i == 12:
+                assert schedule_of(overlap).rests
+                monkeypatch.setattr("instep._step.step.asks_for_state", _raises)
+            if with_closure:
+                optimizer.step(evaluate)
+            else:
+                evaluate()
+                optimizer.step()
+        assert overlap.step_count == 20
+
+
+@pytest.mark.parametrize("when", [3, 15])
+def test_a_step_of_the_default_is_counted_when_it_has_returned(when: int) -> None:
+    """Not before, whoever looks while it runs."""
+    seen: list[int] = []
+
+    class Looks(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if i == when:
+                optimizer.state_dict()
+                overlap.synchronize()
+                seen.append(overlap.step_count)
+            return super().step(closure)
+
+    model = nn.Linear(4, 4)
+    optimizer = Looks(model.parameters(), lr=0.1)
+    with instep.attach(model, optimizer, defer=False) as overlap:
+        for i in range(20):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert overlap.step_count == i + 1
+    assert seen == [when]
 
 
 @pytest.mark.parametrize("when", [3, 15])

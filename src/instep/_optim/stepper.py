@@ -326,6 +326,12 @@ class Stepper:
         return self._call_is_seen and optimizer is not None and is_in_step(optimizer)
 
     @property
+    def is_stepping(self) -> bool:
+        """Whether a ``step()`` of the optimizer runs, in any thread, as far as torch.compile does not hide it."""
+        optimizer = self._optimizer()
+        return optimizer is not None and is_in_step(optimizer)
+
+    @property
     def steps_every_parameter(self) -> bool:
         """Whether the optimizer's own ``step()`` is to find no gradient: it could not step with the state where that
         is, or draws by another key."""

@@ -13,7 +13,7 @@ from instep._optim.stepper import Stepper
 from instep._step.deferral import Gains
 from instep._step.norms import Losses
 from instep._step.state import Gather
-from instep._step.step import RunningStep
+from instep._step.step import RunningStep, finds_gradient
 from instep._step.step_calls import StepCalls
 from instep.errors import InstepError
 
@@ -172,6 +172,11 @@ class Schedule:
     def drain_failed_backwards(self) -> None:
         """FSDP's state is about to be rebuilt: return once a backward that raised has ended on every device."""
         self.backwards.drain_failed()
+
+    def closure_ran(self, stepper: Stepper) -> None:
+        """A closure of ``optimizer.step()`` has returned."""
+        if self.rests:  # nobody has looked at its backward
+            self._step.has_gradients = finds_gradient(stepper.optimizer())
 
     # What the user, a hook or a checkpoint asks, at any time.
 

@@ -16,7 +16,7 @@ Where the schedule rests, a call is ``begin_at_rest`` and ``returned`` alone: to
 
 from instep._optim.stepper import Stepper
 from instep._step.state import Event
-from instep._step.step import RunningStep, finds_gradient, gradients_in
+from instep._step.step import RunningStep, finds_gradient
 from instep.errors import InstepError
 
 
@@ -37,18 +37,21 @@ class StepCalls:
         if step.round.is_under_way or self._count_at_rest is not None:
             self.begin(stepper)  # the call before, with a closure or at rest, has raised
         step.times.step_begins()
-        counts = finds_gradient(optimizer) and step.is_in_loop(optimizer, gradients_in(optimizer))
-        self._count_at_rest = step.ledger.step_count + counts
+        # Of gradients and learning rates no value is asked for: the host would wait for an accelerator in each step. A
+        # tool that steps to make state (DCP) calls ``step(closure=None)``, which is not at rest.
+        self._count_at_rest = step.ledger.step_count + finds_gradient(optimizer)
 
-    def _note_at_rest(self) -> None:
+    def _note_at_rest(self, *, raised: bool) -> None:
         """It has returned, or raised: what torch has written then stands, as in the plain loop."""
         step, step_count = self._step, self._count_at_rest
-        assert step_count is not None
+        if step_count is None:
+            return  # another thread was first
         step.accumulation.stepped()
         if step_count > step.ledger.step_count:
             step.ledger.step_count = step_count
-            step.times.step_returns()
-            step.times.committed()
+            if not raised:
+                step.times.step_returns()
+                step.times.committed()
         step.has_gradients = False
         self._count_at_rest = None
 
@@ -57,7 +60,7 @@ class StepCalls:
     def begin(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is called."""
         if self._count_at_rest is not None:
-            self._note_at_rest()  # one that has raised
+            self._note_at_rest(raised=True)
         self._step.backwards.drain_failed()
         self.end_commit()
         if self._step.round.stepper is not None:
@@ -91,7 +94,7 @@ class StepCalls:
     def returned(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is about to return. Who is interrupted here begins again."""
         if self._count_at_rest is not None:
-            self._note_at_rest()
+            self._note_at_rest(raised=False)
             return
         round_ = self._step.round
         if round_.stepper is stepper and not round_.has_returned_unnoted:
@@ -162,8 +165,8 @@ class StepCalls:
     def end_stopped(self) -> None:
         """An error or Ctrl-C may have ended ``optimizer.step()`` before it was taken note of."""
         round_ = self._step.round
-        if self._count_at_rest is not None:
-            self._note_at_rest()  # one that has raised
+        if self._count_at_rest is not None and not any(one.is_stepping for one in self._step.members.steppers):
+            self._note_at_rest(raised=True)
         if round_.is_ending or not round_.was_stopped:
             return
         if round_.has_returned_unnoted:

@@ -628,6 +628,7 @@ class StepHooks:
         def then_update() -> Any:
             loss = closure()
             if self._handles:  # else the closure has detached
+                self._schedule.closure_ran(stepper)
                 self._before_update(stepper)
             return loss
 
