@@ -3033,13 +3033,6 @@ MUTANTS = [
         "tests/unit/test_deferring.py",
     ),
     Mutant(
-        "a step at rest is counted again after Ctrl-C",
-        "StepCalls._note_at_rest",
-        "step.ledger.step_count = step_count",
-        "step.ledger.step_count += 1",
-        "tests/parity/test_interrupted_lines.py",
-    ),
-    Mutant(
         "a step at rest that has raised is forgotten by the next",
         "StepCalls.begin_at_rest",
         " or self._count_at_rest is not None",

@@ -104,9 +104,9 @@ class LineInterrupter:
 
 
 def runs_no_handler(frame: FrameType) -> bool:
-    """Whether no interrupt comes here. The interpreter runs no handler where ``__exit__`` is about to be called, without
-    an exception, nor where a ``try`` begins, which the compiler leaves out of the blocks around it: after an exception
-    there, what a context is for would stay."""
+    """Whether no interrupt comes here. The interpreter runs no handler where ``__exit__`` is about to be called without
+    an exception, nor where a ``try`` begins, which the compiler leaves out of the blocks around it: what a context is
+    for would stay."""
     return frame.f_lasti in without_handlers(frame.f_code)
 
 
