@@ -341,20 +341,23 @@ def test_the_handler_of_a_signal_waits_for_what_the_thread_waits_for() -> None:
 @on_cpu_only
 def test_step_does_not_answer_for_what_another_thread_reads() -> None:
     """Else ``step()`` would be said to have come upon a parameter that it had handed over."""
-    model, optimizer = make()
+    model, _ = make()
     met: list[int] = []
-    with instep.attach(model, optimizer, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap:
-        body = optimizer._init_group  # type: ignore[attr-defined]
+    due: list[int] = []
 
-        def read_first(*given: Any) -> Any:
-            if threading.current_thread().name != NAME:  # step() itself, which finds nothing to update
+    class ReadsFirst(torch.optim.AdamW):
+        def _init_group(self, *given: Any) -> Any:
+            if self is optimizer and threading.current_thread().name != NAME:  # step() itself: it updates nothing
+                due.append(len(schedule_of(overlap)._deferred.all()))
                 assert not in_thread(model.outer.weight.sum)
                 met.append(len(schedule_of(overlap)._deferred.met_in_step))
-            return body(*given)
+            return super()._init_group(*given)
 
-        optimizer._init_group = read_first  # type: ignore[attr-defined]
+    optimizer = ReadsFirst(model.parameters(), lr=1e-2)
+    with instep.attach(model, optimizer, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap:
         train(model, optimizer, 2)
     assert met == [0, 0]
+    assert all(due), "the step was put off"
 
 
 class NotesThreads(torch.optim.Optimizer):
