@@ -87,7 +87,7 @@ def record(
     Raises:
         AttachError: ``model``, ``optimizer``, ``steps`` or ``pipeline`` is something else; a ``ValueError``.
         InstepError: several models that are no stages of a pipeline; on entering the block: ``torch.profiler`` is
-            running already.
+            running already; on leaving it: another one has run in it, or the loop ran on another thread.
 
     Since 0.1.0.
 

@@ -20,7 +20,7 @@ BOUNDS = {
     "bucket": (15, 80),
     "backward": (26, 376),
     "forward": (29, 733),
-    "default": (11, 35),
+    "default": (10, 31),
     "undo": (30, 871),
 }
 ATTACH = {"backward": 39, "forward": 42, "default": 43, "undo": 40}
