@@ -49,7 +49,6 @@ def attach(
     cross_iteration: bool = False,
     shard_state: bool = False,
     offload: Offload | None = None,
-    check_steps: int = 0,
     random: Literal["keyed"] | None = None,
     seed: int | None = None,
     pipeline: "PipelineScheduleSingle | PipelineScheduleMulti | None" = None,
@@ -74,7 +73,7 @@ def attach(
     - When it steps: ``schedule``, ``defer``, ``bucket_bytes``, ``pipeline``.
     - What happens to gradients: ``clip``, ``accumulation_steps``, ``scaler``, ``undo``, ``nonfinite``.
     - Ranks: ``comm_hook``, ``mixed_precision``, ``cross_iteration``, ``shard_state``.
-    - Memory and safety: ``offload``, ``check_steps``, ``random``, ``seed``.
+    - Memory and safety: ``offload``, ``random``, ``seed``.
 
     Args:
         model: what the loop calls, already on its device and in its dtype.
@@ -135,13 +134,6 @@ def attach(
             ``optimizer`` steps on the accelerator, with the plain loop's numbers, and there the state of two buckets at
             most. ``optimizer.state`` and ``state_dict()`` have it in host memory until ``detach()``. Where a step
             ends the host waits for the copies. ``schedule="forward"`` always puts off.
-        check_steps: how many of the first steps are compared with the plain ``step()``; by default 0.
-            For optimizers that ``overlap.plan`` calls unproven. The plain ``step()`` gets copies of parameters and
-            state, and the same gradients; parameters, state and values of groups are compared bit for bit. Gradients
-            and copies live until ``optimizer.step()`` returns, which with ``"forward"`` waits for the update. Forward
-            and backward run once; random numbers stay the loop's. ``optimizer.step()`` raises
-            ``UnsupportedOptimizerError`` with the first tensor that differs; the step is torn, or with ``undo`` put
-            back.
         random: ``"keyed"`` is for optimizers that draw random numbers, and needs ``seed``; by default ``None``.
             For stochastic rounding, say. Each parameter is stepped alone, while torch's default generators are seeded
             with ``instep.draw_key(seed, step, name)``. So draws depend neither on buckets, schedule nor number of
@@ -189,7 +181,6 @@ def attach(
         nonfinite,
         Communication(comm_hook, mixed_precision, cross_iteration, shard_state, pipeline_of(pipeline)),
         offload,
-        check_steps,
         Randomness(random, seed),
         left_to_torch=BY_ENVIRONMENT if os.environ.get("INSTEP_DISABLE", "") not in ("", "0") else None,
     )

@@ -39,9 +39,9 @@ class AttachError(InstepError, ValueError):
 class UnsupportedOptimizerError(AttachError):
     """The optimizer's update couples parameters, or the object wraps another optimizer.
 
-    Raised by ``attach`` where the class says so or trying it shows it, else at the first step in which two buckets
-    disagree about a value they share, or with ``check_steps`` at the first that differs from a plain one; that step is
-    then torn.
+    Raised by ``attach`` where the class says so; by ``optimizer.step()`` where the first updates leave what nobody can
+    put back; at the first step in which two buckets disagree about a value they share, or parts of a later step come
+    out otherwise than the whole. That step is then torn.
 
     Since 0.1.0.
     """

@@ -81,7 +81,6 @@ class Options:
     nonfinite: Policy = "allow"
     communication: Communication = field(default_factory=Communication)
     offload: Offload | None = None
-    check_steps: int = 0
     randomness: Randomness = field(default_factory=Randomness)
     steps_itself: bool = False
     left_to_torch: str | None = None

@@ -4,13 +4,12 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from itertools import chain, repeat
 from operator import is_, length_hint, methodcaller
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.kinds import CHECKED_ONCE, OF_EVERY_OPTIMIZER, SCALES, STEPPED_WHOLE, beside_parameters
+from instep._optim.kinds import SCALES, beside_parameters
 from instep._optim.shadow import GroupLayout, Members
 from instep._optim.stages import Stage, Update
 from instep._optim.values import (
@@ -27,19 +26,18 @@ from instep._optim.values import (
 )
 from instep._torch.engine import as_default_device, default_device
 from instep._torch.versions import are_plain, versions_of
-from instep.errors import HyperparameterChangedError, UnsupportedOptimizerError
+from instep.errors import HyperparameterChangedError
 
 
 class SettingsGuard(Stage):
-    """One step has one set of settings: every update is given what the first one was given, and ``optimizer.step()`` is
-    to find that again. What updates write into groups and attributes is kept, and put into the optimizer at the end.
+    """One step has one set of settings: every update finds what the first one has found, and ``optimizer.step()`` is to
+    find that again.
 
     Args:
         name: of the optimizer.
 
     Attributes:
         layout: of the groups as they are in this step.
-        writes: what the updates of this step wrote beside parameters and their own state.
     """
 
     def __init__(self, name: str) -> None:
@@ -50,11 +48,6 @@ class SettingsGuard(Stage):
         # Snapshots of earlier steps, to be taken again. None that can be changed: it may refer to the model.
         self._known: dict[int, Snapshot] = {}
         self._on_device = WrittenOnDevice(name)
-        self.writes = SharedWrites(name)
-
-    @property
-    def wrote_in_place(self) -> bool:  # type: ignore[override]
-        return self.writes.in_place
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
         self.layout = layout
@@ -78,35 +71,7 @@ class SettingsGuard(Stage):
     @contextmanager
     def around(self, update: Update) -> Iterator[None]:
         self.look(update.optimizer, update.members)
-        given = self._give(update)
-        try:
-            yield
-        except Exception:
-            self.writes.in_place |= update.shadow is not None and _wrote_shared(update, given)
-            raise
-        assert update.shadow is not None
-        for index, settings in given.items():
-            changed = settings.changes(update.shadow.param_groups[index])
-            self.writes.in_group(index, changed, update.optimizer.param_groups[index])
-        self.writes.in_attributes(_changed_attributes(update.shadow, update.made_with))
-
-    def _give(self, update: Update) -> dict[int, "Snapshot"]:
-        """Copies of all groups, empty ones too, in the optimizer's order, and the bucket's parameters in theirs: some
-        updates count them. Returns the settings as the update has got them, of each group with members."""
-        given: dict[int, Snapshot] = {}
-        members_of = update.members
-        for index, live in enumerate(update.optimizer.param_groups):
-            # A group that was added since the step began holds none of them.
-            members, places = members_of[index] if index < len(members_of) else ([], [])
-            used = self._groups.get(index)
-            group = (used or Snapshot(live)).copy_of(live)
-            group["params"] = [update.tensors[i] for i in members]
-            if "param_names" in live:
-                group["param_names"] = [live["param_names"][place] for place in places]
-            if members and used is not None:
-                given[index] = used.of_copy(group)
-            update.groups.append(group)
-        return given
+        yield
 
     def _snapshot_of(self, index: int, group: Mapping[str, Any]) -> "Snapshot":
         known = self._known.get(index)
@@ -135,92 +100,8 @@ class SettingsGuard(Stage):
             require_same(self._name, where, before, now)
         self._on_device.require_none(looks)
 
-    def commit(self, optimizer: Optimizer) -> None:
-        self.writes.put_into(optimizer)
-
     def forget(self) -> None:
         self._groups = {}
-        self.writes.clear()
-
-
-class SharedWrites:
-    """Values that the shadows of one step have in place of the optimizer's own. All shadows must have the same; the
-    values are written into the optimizer when the step is committed.
-
-    Args:
-        name: of the optimizer.
-
-    Attributes:
-        in_place: whether an update has changed an object that all shadows share.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._groups: dict[int, dict[Any, Any]] = {}
-        self._state: dict[Any, Any] | None = None
-        self._attributes: dict[str, Any] | None = None
-        self.in_place = False
-
-    def clear(self) -> None:
-        """The step is over. What was changed in place stays so."""
-        self._groups.clear()
-        self._state = self._attributes = None
-
-    def __bool__(self) -> bool:
-        return bool(self._state or self._attributes or any(self._groups.values()))
-
-    def in_group(self, index: int, changed: dict[Any, Any], live: Mapping[str, Any]) -> None:
-        """An update has left its copy of a group with these values ``changed``; the optimizer has the ``live`` one.
-
-        Raises:
-            UnsupportedOptimizerError: another bucket's update left other values, or an object was changed in place.
-        """
-        first = self._groups.get(index)
-        self._groups[index] = self._agreed(f"param_groups[{index}]", first, changed, live)
-
-    def in_state(self, changed: dict[Any, Any], live: Mapping[Any, Any]) -> None:
-        """As ``in_group``, for the items of ``state`` that are no parameter's."""
-        self._state = self._agreed("state", self._state, changed, live)
-
-    def in_attributes(self, changed: dict[str, Any]) -> None:
-        """As ``in_group``, for the attributes of a shadow."""
-        self._attributes = self._agreed("attribute", self._attributes, changed)
-
-    def put_into(self, optimizer: Optimizer) -> None:
-        for index, values in self._groups.items():
-            if values:  # else the loop may have taken the group out since
-                optimizer.param_groups[index].update(values)
-        optimizer.state.update(self._state or {})
-        vars(optimizer).update(self._attributes or {})
-
-    def refuse_in_place(self, what: str) -> UnsupportedOptimizerError:
-        """The error to raise when an update has changed ``what`` in place."""
-        self.in_place = True
-        return UnsupportedOptimizerError(
-            f"{self._name} changes {what} in place in every step, which bucket by bucket would happen once per bucket. "
-            f"{STEPPED_WHOLE}"
-        )
-
-    def _agreed(
-        self,
-        where: str,
-        first: dict[Any, Any] | None,
-        changed: dict[Any, Any],
-        live: Mapping[Any, Any] = MappingProxyType({}),
-    ) -> dict[Any, Any]:
-        if not changed and not first:
-            return changed
-        for key, value in changed.items():
-            if value is live.get(key):  # an object that the shadows share
-                raise self.refuse_in_place(f"{where}[{key!r}]")
-        first = changed if first is None else first
-        for key in first.keys() | changed.keys():
-            if key not in first or key not in changed or not same(first[key], changed[key]):
-                raise UnsupportedOptimizerError(
-                    f"{self._name} cannot be stepped bucket by bucket: its update of {where} {key!r} depends on which "
-                    f"parameters step together, so the result would differ from the plain loop. {STEPPED_WHOLE}"
-                )
-        return first
 
 
 Look = tuple[str, "Snapshot", Mapping[Any, Any]]
@@ -249,16 +130,6 @@ class Snapshot:
             and len(group) - sum(map(group.__contains__, PER_PARAMETER)) == len(values)
             and all(map(is_, map(group.get, values, repeat(ABSENT)), values.values()))
         )
-
-    def copy_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """A private copy of the settings in ``group``, which are these."""
-        if self._mutable:
-            return {key: private(value) for key, value in group.items() if key not in PER_PARAMETER}
-        return self._values.copy()
-
-    def of_copy(self, group: Mapping[str, Any]) -> "Snapshot":
-        """The snapshot of a private copy of the same group."""
-        return Snapshot(group) if self._mutable else self
 
     def changes(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """What ``group`` has in place of, or on top of, these values."""
@@ -296,34 +167,6 @@ class Snapshot:
         return same(value, self._values.get(key, ABSENT))
 
 
-class UsedSettings:
-    """Some settings of one optimizer as a step began with them, to be found unchanged by ``optimizer.step()``.
-
-    Args:
-        name: of the optimizer.
-        where: these settings are, in words.
-    """
-
-    def __init__(self, name: str, where: str) -> None:
-        self._name = name
-        self._where = where
-        self._before = Snapshot({})
-        self._on_device = WrittenOnDevice(name)
-
-    def begin(self, settings: Mapping[Any, Any]) -> None:
-        self._before = Snapshot(settings)
-
-    def forget(self) -> None:
-        self._before = Snapshot({})
-
-    def changes(self, now: Mapping[Any, Any]) -> dict[Any, Any]:
-        return self._before.changes(now)
-
-    def require_same(self, now: Mapping[Any, Any]) -> None:
-        require_same(self._name, self._where, self._before, now)
-        self._on_device.require_none([(self._where, self._before, now)])
-
-
 def require_same(name: str, where: str, before: "Snapshot", now: Mapping[str, Any]) -> None:
     """Raise ``HyperparameterChangedError`` if settings of the optimizer ``name`` are not as they were."""
     if before.is_of(now):
@@ -335,24 +178,6 @@ def require_same(name: str, where: str, before: "Snapshot", now: Mapping[str, An
             "Change hyper-parameters (and call the scheduler) after optimizer.step() or before backward(), not in "
             "between"
         )
-
-
-def _changed_attributes(shadow: Optimizer, before: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of a shadow that its update has set to something else."""
-    set_anew = {
-        name: value
-        for name, value in vars(shadow).items()
-        if value is not before.get(name, ABSENT) and name not in OF_EVERY_OPTIMIZER and name != CHECKED_ONCE
-    }
-    return {k: v for k, v in set_anew.items() if not same(v, before.get(k, ABSENT))} if set_anew else set_anew
-
-
-def _wrote_shared(update: Update, given: Mapping[int, "Snapshot"]) -> bool:
-    """Whether an update that raised has changed an object in a group that the optimizer's own group holds, too."""
-    assert update.shadow is not None
-    groups, live = update.shadow.param_groups, update.optimizer.param_groups
-    looks = ((live[index], settings.changes(groups[index])) for index, settings in given.items())
-    return any(value is before.get(key) for before, changed in looks for key, value in changed.items())
 
 
 class WrittenOnDevice:

@@ -4,15 +4,15 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, wraps
 from operator import methodcaller
-from types import CellType, FunctionType, MethodType
+from types import MethodType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from instep._optim.overrides import is_manager
-from instep._torch.versions import version_of
-from instep._torch.watch import class_of
+from instep._torch.versions import memory_of, version_of
+from instep._torch.watch import class_of, plain_type
 
 # An optimizer object whose ``step`` was replaced, as diffusion trainers do it: beside that stands a method that steps
 # one parameter, and that the trainer calls in hooks.
@@ -39,52 +39,6 @@ def steps_one(optimizer: Optimizer) -> Callable[[Any, dict[str, Any], int], None
         return None
     method, with_index = map(vars(optimizer).get, STEPS_ONE)
     return with_index if method is None else lambda parameter, group, index: method(parameter, group)
-
-
-def cannot_follow(optimizer: Optimizer) -> str | None:
-    """Why a copy of this patched object could not be stepped in the object's place, in words; ``None``: it could."""
-    methods = _methods(optimizer)
-    if not methods:
-        return "no method step_param(p, group) or step_parameter(p, group, index) beside it steps one parameter"
-    for name, method in {"step": replaced_step(optimizer), **methods}.items():
-        function = getattr(method, "__func__", method)
-        # A scheduler's wrapper holds the function that was bound.
-        bound = name == "step" and getattr(optimizer.step, "_wrapped_by_lr_sched", False)
-        if not isinstance(function, FunctionType) or getattr(method, "__self__", bound and optimizer) is not optimizer:
-            return f"{name} is not bound to this object (types.MethodType)"
-        if _encloses(function, optimizer):
-            return f"{name} holds this very object, so that copies of the object would step it"
-    return None
-
-
-def rebind(optimizer: Optimizer, copy: Optimizer) -> None:
-    """Give a copy of a patched object the same methods, as its own."""
-    if steps_one(optimizer) is None:
-        return
-    for name, method in {"step": replaced_step(optimizer), **_methods(optimizer)}.items():
-        setattr(copy, name, MethodType(getattr(method, "__func__", method), copy))
-
-
-def _methods(optimizer: Optimizer) -> dict[str, Any]:
-    return {name: vars(optimizer)[name] for name in STEPS_ONE if name in vars(optimizer)}
-
-
-def _encloses(function: FunctionType, optimizer: Optimizer) -> bool:
-    """Whether a function reads the optimizer or one of its methods from the values that it closes over, or from the
-    globals of its module; or a function in it does, as one that it decorates."""
-    cells = [value for cell in function.__closure__ or () for value in _content(cell)]
-    globals_ = [function.__globals__.get(name) for name in function.__code__.co_names]
-    if any(value is optimizer or getattr(value, "__self__", None) is optimizer for value in (*cells, *globals_)):
-        return True
-    inner = (value for value in cells if isinstance(value, FunctionType) and value is not function)
-    return any(_encloses(value, optimizer) for value in inner)
-
-
-def _content(cell: CellType) -> list[Any]:
-    try:
-        return [cell.cell_contents]
-    except ValueError:  # nothing was put there yet
-        return []
 
 
 class ToldStep:
@@ -153,6 +107,24 @@ def is_torchs_own(optimizer: Optimizer) -> bool:
     return is_in_torch_optim(type(optimizer)) and replaced_step(optimizer) is None
 
 
+def has_usual_parameters(optimizer: Optimizer) -> bool:
+    """Whether all parameters are tensors of torch's own classes, or of such that change nothing of what torch does with
+    them. A class with operations of its own (quantized weights, say) may draw, or round, in each update."""
+    kinds = {plain_type(p) for group in optimizer.param_groups for p in group["params"]}
+    return all(map(_is_usual, kinds)) or all(
+        _is_usual(plain_type(memory_of(p))) for group in optimizer.param_groups for p in group["params"]
+    )
+
+
+@cache
+def _is_usual(kind: type[torch.Tensor]) -> bool:
+    function, usual, of_parameters = (
+        getattr(cls.__torch_function__, "__func__", cls.__torch_function__)
+        for cls in (kind, torch.Tensor, torch.nn.Parameter)
+    )
+    return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and function in (usual, of_parameters)
+
+
 def is_in_torch_optim(made_by: Callable[..., Optimizer]) -> bool:
     """Whether ``made_by`` is a class of ``torch.optim``. Some of these name a file in ``__module__``, others the
     package itself."""
@@ -207,22 +179,27 @@ def multiplies_matrices(optimizer: Optimizer) -> bool:
     return class_of(optimizer).__name__ == "Muon"
 
 
+def can_be_put_off(optimizer: Optimizer) -> bool:
+    """Whether updates may run after ``step()`` has returned: torch's own that write nothing but parameters and their
+    own state, and that nobody waits for in ``step()``."""
+    keeps_graph = any(group.get("differentiable", False) for group in optimizer.param_groups)
+    return is_torchs_own(optimizer) and not isinstance(optimizer, torch.optim.LBFGS) and not keeps_graph
+
+
 def takes_hooks(optimizer: Optimizer) -> bool:
     """Whether torch calls hooks around its ``step()``: not where a wrapper of another optimizer has left out
     ``Optimizer.__init__``."""
     return all(name in vars(optimizer) for name in STEP_HOOKS if not name.endswith("_dict_post_hooks"))
 
 
-def steps_as_tested(optimizer: Optimizer) -> bool:
-    """Whether its ``step()`` is torch's own, or that of a package whose optimizers the tests compare with the plain
-    loop. Any other may do what only ``step()`` itself is expected to: raise, log, look at the loop."""
+def steps_as_known(optimizer: Optimizer) -> bool:
+    """Whether its ``step()`` is torch's own. Any other may do what only ``step()`` itself is expected to: raise, log,
+    look at the loop."""
     if replaced_step(optimizer) is not None or "_init_group" in vars(optimizer):  # which its step() calls
         return False
-    module: str = undecorated_step(class_of(optimizer)).__module__
-    return module.partition(".")[0] in _TESTED
-
-
-_TESTED = frozenset({"torch", "bitsandbytes", "optimi", "pytorch_optimizer", "schedulefree", "transformers"})
+    return is_in_torch_optim(class_of(optimizer)) and undecorated_step(class_of(optimizer)).__module__.startswith(
+        "torch."
+    )
 
 
 # What an optimizer object holds beside its groups and the state of parameters.

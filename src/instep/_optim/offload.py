@@ -397,17 +397,16 @@ class OffloadedState(Stage):
 
     @contextmanager
     def around(self, update: Update) -> Iterator[None]:
-        lent = self._state.lend(self._optimizer, update.owned, update.shards, update.entries)
-        given = zip(update.tensors, lent.entries, strict=True)
-        update.state.update((p, entry) for p, entry in given if entry is not None)
+        lent, found = self._state.lend(self._optimizer, update.owned, update.shards, update.entries), update.state
+        kept: Sequence[Entry | None] = update.entries
+        found.update((p, entry) for p, entry in zip(update.tensors, lent.entries, strict=True) if entry is not None)
         try:
             yield
         finally:
-            if update.shadow is not None:
-                found = update.shadow.state
+            if update.has_run:
                 beside = [tensor for p in update.tensors for tensor in (p, p.grad) if tensor is not None]
                 kept = self._state.take_back(lent, list(map(found.get, update.tensors)), beside)
-                found.update((p, entry) for p, entry in zip(update.tensors, kept, strict=True) if entry is not None)
+            found.update((p, entry) for p, entry in zip(update.tensors, kept, strict=True) if entry is not None)
 
     def portions_of(self, tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
         """Divide what DDP, FSDP or ``optimizer.step()`` has stepped together."""

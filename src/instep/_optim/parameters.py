@@ -63,11 +63,12 @@ class Plan:
     """The buckets, in the order in which backward is expected to complete them.
 
     Attributes:
-        unproven: of each optimizer that may not be one that updates each parameter by itself, what could not be tried.
+        judged: of optimizers that are not torch's own, how many steps are still compared with their parts, or why every
+            step is left to ``optimizer.step()``.
     """
 
     buckets: tuple[Bucket, ...]
-    unproven: tuple[str, ...] = ()
+    judged: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -93,7 +94,7 @@ class Plan:
             "  ".join(align(cell, width) for align, cell, width in zip(aligned, row, widths, strict=True))
             for row in rows
         )
-        return "\n".join([*(line.rstrip() for line in lines), *self.unproven])
+        return "\n".join([*(line.rstrip() for line in lines), *self.judged])
 
 
 def _span(names: list[str]) -> str:

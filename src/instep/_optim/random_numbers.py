@@ -183,7 +183,7 @@ def _held_by(owners: Iterable[object]) -> Iterator[Any]:
 
 def _same(now: Any, before: Any) -> bool:
     if isinstance(now, torch.Tensor):
-        return bool(now.tolist() == before.tolist())  # no operation: one would meet the modes that are entered
+        return bool(now.numpy().tobytes() == before.numpy().tobytes())  # no operation: one would meet the modes
     if isinstance(now, dict):
         return now.keys() == before.keys() and all(_same(value, before[key]) for key, value in now.items())
     if hasattr(now, "tobytes"):  # an array of NumPy's
@@ -244,10 +244,6 @@ class KeyedDraws(Stage):
     def name(self, parameter: torch.Tensor, name: str) -> None:
         """The bare model knows ``parameter`` by ``name``."""
         self._places[id(parameter)] = name, shard_index(parameter)
-
-    def of_this_step(self) -> "KeyedDraws":
-        """The same, for an update of the running step that comes later."""
-        return KeyedDraws(self.seed, partial(int, self.number), self._places)
 
     @contextmanager
     def drawing(self, optimizer: str, parameter: torch.Tensor) -> Iterator[None]:

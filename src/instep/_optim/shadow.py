@@ -1,11 +1,9 @@
 """Other optimizer objects over some of the same parameters: where these stand in the groups, and how one is made."""
 
-import copy
 from bisect import bisect_left
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from itertools import accumulate, chain, islice
 from numbers import Real
 from typing import Any, NamedTuple
@@ -16,15 +14,11 @@ from torch.optim import Optimizer
 from instep._optim.kinds import (
     SCALES,
     STEP_HOOKS,
-    beside_parameters,
     is_torchs_own,
     read_by_update,
-    rebind,
-    replaced_step,
     steps_one,
     undecorated_step,
 )
-from instep._optim.overrides import MANAGER, moved, same_places
 from instep._optim.values import PER_PARAMETER, is_immutable, is_plain, private
 from instep._torch.versions import memory_of
 from instep.errors import StaleAttachmentError
@@ -122,12 +116,12 @@ def _ids_of(groups: Iterable[Mapping[str, Any]]) -> list[list[int]]:
 
 
 def shadow_of(optimizer: Optimizer, groups: list[dict[str, Any]], state: Any) -> Optimizer:
-    """An optimizer of the same class with the same attributes over other groups and state, without step hooks."""
+    """An optimizer of the same class, one of torch's, with the same attributes over other groups and state, without
+    step hooks."""
     # object.__new__: no constructor runs, so nothing is validated, registered or patched a second time.
     shadow: Optimizer = object.__new__(type(optimizer))
     vars(shadow).update(vars(optimizer))
-    if vars(shadow).pop("step", None) is not None:  # an LR scheduler's patch of the instance, or a trainer's
-        rebind(optimizer, shadow)
+    vars(shadow).pop("step", None)  # an LR scheduler's patch of the instance
     shadow.param_groups = groups
     shadow.state = state
     for name in STEP_HOOKS:
@@ -173,64 +167,10 @@ def is_copied_whole(optimizer: Optimizer) -> bool:
     return all(map(is_plain, groups)) and is_plain(optimizer.defaults) and all(map(is_immutable, attributes))
 
 
-# A copy of an optimizer over other tensors, to be stepped beside it.
-
-
-_LIVE = ("param_groups", "state", "step")
-
-
-def clone_of(
-    optimizer: Optimizer,
-    groups: Iterable[dict[str, Any]],
-    state: Mapping[Any, Any],
-    stand_ins: Mapping[int, torch.Tensor],
-) -> Optimizer:
-    """The same optimizer over copies of ``groups`` and ``state``, with copies of its attributes.
-
-    Args:
-        groups: with the parameters to step.
-        stand_ins: by ``id`` of a tensor, what stands in its place in the copies.
-    """
-    groups = list(groups)
-    ids = ((key, id(tensor)) for key, tensor in stand_ins.items())
-    overrides = moved(optimizer, same_places(groups), ids)
-    twin = shadow_of(optimizer, [], defaultdict(dict))
-    if overrides is not None:
-        setattr(twin, MANAGER, overrides)
-    memo: dict[int, Any] = {**stand_ins, id(optimizer): twin, id(twin): twin}
-    attributes = {
-        name: value for name, value in vars(twin).items() if name not in _LIVE and not name.startswith("_optimizer_")
-    }
-    vars(twin).update(copy.deepcopy(attributes, memo))
-    twin.param_groups = [
-        {key: value if key == "params" else copy.deepcopy(value, memo) for key, value in group.items()}
-        for group in groups
-    ]
-    twin.state.update(copy.deepcopy(dict(state), memo))
-    return twin
-
-
-def step_plainly(twin: Optimizer, *closure: Callable[[], torch.Tensor], autocast: torch.dtype | None = None) -> Any:
-    """Call its ``step()``, as the plain loop does, without any step hooks. Returns what that returns.
-
-    Args:
-        autocast: that of the block in which the loop calls it; ``None``: it calls it outside.
-    """
-    first = next(parameters_of(twin), None)
-    kind = "cpu" if first is None else first.device.type
-    with torch.no_grad(), without_autocast(kind) if autocast is None else torch.autocast(kind, autocast):
-        return step_whole(twin, *closure)
-
-
 def parameters_of(optimizer: Optimizer) -> Iterator[Any]:
     """All of them, in the order of its groups."""
     for group in optimizer.param_groups:
         yield from group["params"]
-
-
-def shared_state(optimizer: Optimizer) -> dict[Any, Any]:
-    """The items of its state that are not the entries of parameters."""
-    return beside_parameters(optimizer.state)
 
 
 # How tools have an optimizer make its state before there has been a step: torch's distributed checkpoints (DCP), above
@@ -296,29 +236,24 @@ def _is_zero(rate: Any) -> bool:
 # How an update is called outside of ``optimizer.step()``: without torch's step hooks, and outside of autocast.
 
 
-def step_whole(copy: Optimizer, *closure: Callable[[], torch.Tensor]) -> Any:
-    """Call ``step()`` of a copy of an optimizer, its own where the user's object has one."""
-    return (replaced_step(copy) or partial(undecorated_step(type(copy)), copy))(*closure)
+CallUpdate = Callable[[Optimizer, Sequence[Members]], Any]
+"""Calls the update of an optimizer whose groups hold the bucket alone, given where its parameters stand."""
 
 
-StepCopy = Callable[[Optimizer, Sequence[Members]], None]
-"""Updates the parameters that the groups of a copy of an optimizer hold, given where they stand in the user's own."""
-
-
-def how_to_step(optimizer: Optimizer) -> StepCopy:
-    """How a copy of ``optimizer`` is stepped that holds some of its parameters."""
+def how_to_step(optimizer: Optimizer) -> CallUpdate:
+    """The update of ``optimizer``, without torch's step hooks."""
     if steps_one(optimizer) is not None:
         return _step_one_by_one
     step = undecorated_step(type(optimizer))
-    return lambda copy, members: step(copy)
+    return lambda itself, members: step(itself)
 
 
-def _step_one_by_one(copy: Optimizer, members: Sequence[Members]) -> None:
-    one = steps_one(copy)
+def _step_one_by_one(optimizer: Optimizer, members: Sequence[Members]) -> None:
+    one = steps_one(optimizer)
     assert one is not None
     # Groups that were added since the step began hold none of them.
-    for group, (_, indices) in zip(copy.param_groups, members, strict=False):
-        for parameter, index in zip(group["params"], indices, strict=True):
+    for group, (_, indices) in zip(optimizer.param_groups, members, strict=False):
+        for parameter, index in zip(list(group["params"]), indices, strict=True):
             one(parameter, group, index)
 
 

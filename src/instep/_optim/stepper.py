@@ -10,15 +10,17 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.foreign import ForeignGuard
+from instep._optim.autocast import autocast_matters
+from instep._optim.given_back import StorageAddresses
 from instep._optim.guards import Entries, SettingsGuard, StateGuard
 from instep._optim.kernels import Kernel, kernel_of
-from instep._optim.kinds import SCALES, STEPPED_WHOLE, is_torchs_own
+from instep._optim.kinds import SCALES, STEPPED_WHOLE, has_usual_parameters, is_torchs_own
 from instep._optim.local_shard import LocalShard
 from instep._optim.offload import OffloadedState
+from instep._optim.own_object import Beside, OwnObject
 from instep._optim.random_numbers import KeyedDraws, TorchGenerators
-from instep._optim.shadow import GroupLayout, StepCopy, autocast_of, how_to_step, parameters_of
-from instep._optim.stages import Begins, CopiedEntries, Stage, Update
+from instep._optim.shadow import CallUpdate, GroupLayout, autocast_of, how_to_step, parameters_of
+from instep._optim.stages import Begins, CopiedEntries, Stage, Update, step_shadow
 from instep._torch.hooks import is_in_step
 from instep._torch.versions import version_of
 from instep.errors import HyperparameterChangedError, StaleAttachmentError, UnsupportedOptimizerError
@@ -31,7 +33,8 @@ class _Kind(NamedTuple):
         own: the ``step`` of the object, which refers to the object; ``None``: it has none.
         step: of its class.
         update: what ``step`` wraps, without the calls of hooks.
-        step_copy: how a copy of it is stepped.
+        is_torchs_own: whether it is a class of torch's.
+        call: calls its update.
         kernel: that ``step`` calls, if that can be called in its place.
         is_looked_at: whether it is known whether there is one: the first step finds out.
     """
@@ -40,7 +43,7 @@ class _Kind(NamedTuple):
     step: Callable[..., Any]
     update: Callable[..., Any] | None
     is_torchs_own: bool
-    step_copy: StepCopy
+    call: CallUpdate
     kernel: Kernel | None = None
     is_looked_at: bool = False
 
@@ -52,6 +55,7 @@ class _RunningStep(NamedTuple):
         state: the mapping with which it began.
         size: how many entries that had.
         kernel: that its ``step()`` calls, if that can be called in its place, over the state in the optimizer itself.
+        is_known: whether the update is one of torch's.
         finds_own_state: whether an update over the parameters themselves finds the state in the optimizer itself.
         over_parameters: the stages of such an update.
         stages: those of any other one.
@@ -62,6 +66,7 @@ class _RunningStep(NamedTuple):
     state: MutableMapping[Any, Any]
     size: int
     kernel: Kernel | None
+    is_known: bool
     finds_own_state: bool
     over_parameters: Sequence[Stage]
     stages: Sequence[Stage]
@@ -71,10 +76,6 @@ class _RunningStep(NamedTuple):
 
 class Stepper:
     """Steps the parameters of one optimizer, which it holds weakly, and which stays as it is.
-
-    What an update writes outside of the parameters' own state (values in a group, keys of ``state`` that are no
-    parameter, attributes) must be the same for all buckets of a step, and is written into the user's object when the
-    step is committed.
 
     Args:
         looks_back: whether anybody asks, after an update, if the state was written since.
@@ -96,9 +97,17 @@ class Stepper:
         self._generators: TorchGenerators | None = None  # as the loop has left them, while step() runs
         self._layout = GroupLayout(self.name, ())
         self._settings = SettingsGuard(self.name)
-        self._foreign: ForeignGuard | None = None  # made when it is known that it is needed
+        self._own_object = OwnObject(self.name)  # of a foreign optimizer
+        self._gave_back = False
+        # While the optimizer is judged: whether the running step is one of parts that are put back, whether the part
+        # counts, and what it has returned.
+        self._is_in_parts = False
+        self._same_in_autocast: set[torch.dtype] = set()  # a foreign optimizer's step() came out alike inside of these
+        self._notes = True
+        self._returned: Any = None
         self._state_guard = StateGuard(self.name)
         self._kind = _kind_of(optimizer)
+        self._are_usual = has_usual_parameters(optimizer)
         self._running: _RunningStep | None = None
 
     def optimizer(self) -> Optimizer:
@@ -121,7 +130,6 @@ class Stepper:
         state was written since: whoever uses it waits for them."""
         later = Stepper(copy, looks_back=False)
         later.options, later.offloaded = self.options, self.offloaded
-        later.draws = None if self.draws is None else self.draws.of_this_step()
         return later
 
     def add(self, option: Stage) -> None:
@@ -165,7 +173,47 @@ class Stepper:
             begins()
         # Mostly it is the kernel that is to be called, and then nothing else is made for a bucket.
         if shards is not None or not self._call_kernel(running, optimizer, parameters, owned):
-            self._step_shadows(running, Update(optimizer, parameters, owned, shards))
+            self._update(running, Update(optimizer, parameters, owned, shards))
+
+    def step_part(
+        self,
+        tensors: Sequence[torch.Tensor],
+        owned: Sequence[torch.Tensor],
+        shards: Sequence[LocalShard | None] | None,
+        *,
+        notes: bool = True,
+    ) -> Any:
+        """``step``, to see what becomes of these parameters, which are put back: all of them in one call. Returns what
+        the optimizer's own update returns.
+
+        Args:
+            notes: whether what a foreign optimizer makes of other values is compared with what it makes in other parts.
+        """
+        optimizer = self.optimizer()
+        running = self._running
+        if running is None:
+            running = self._begin(optimizer)
+            self._is_in_parts = True
+        shards = shards if shards is not None and any(shards) else None
+        if running.is_known:
+            self.step(tensors, owned, shards)
+            return None
+        self._notes = notes
+        try:
+            self._update_portion(running, Update(optimizer, tensors, owned, shards))
+        finally:
+            self._notes = True
+        returned, self._returned = self._returned, None
+        return returned
+
+    def end_parts(self) -> Beside:
+        """All parts were put back. Returns what they have left beside parameters and state, to be compared."""
+        beside = self._own_object.beside
+        if self._is_in_parts:
+            self._own_object.beside = Beside(self.name)
+            self._is_in_parts = False
+            self.abort()
+        return beside
 
     def look_at_settings(self, parameters: Sequence[torch.Tensor]) -> None:
         """An update of ``parameters`` is about to be handed to another thread: raise ``HyperparameterChangedError``, as
@@ -177,35 +225,43 @@ class Stepper:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether its update is not one of torch's own: nobody knows what it reads and writes beside the parameters
-        that it is given, their gradients and their state."""
+        """Whether its update is not one of torch's own, over plain parameters: nobody knows what it reads and writes
+        beside the parameters that it is given, their gradients and their state."""
+        self._look_at_kind()
+        return not (self._kind.is_torchs_own and self._are_usual)
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether it is known of this class, in this version and with such settings, that it updates each parameter by
+        itself."""
+        return False
+
+    def _look_at_kind(self) -> None:
         optimizer, kind = self._optimizer(), self._kind
         if optimizer is not None:
             own, step = vars(optimizer).get("step"), type(optimizer).step
             of_class = step is kind.step and getattr(step, "__wrapped__", None) is kind.update
             if not of_class or own is not (None if kind.own is None else kind.own()):
                 self._kind = _kind_of(optimizer)  # a trainer has replaced it since, or a scheduler counts its calls
-        return not self._kind.is_torchs_own
 
     def _begin(self, optimizer: Optimizer) -> _RunningStep:
         """A step begins: choose the stages of its updates."""
-        known = not self.is_foreign
         if not self._layout.is_of(optimizer.param_groups):
             self._layout = GroupLayout(self.name, optimizer.param_groups)
+            self._are_usual = has_usual_parameters(optimizer)
+        known = not self.is_foreign
         guards: list[Stage] = [self._settings]
-        if not known:
-            self._foreign = self._foreign or ForeignGuard(self.name, self._settings)
-            self._foreign.is_keyed = self.draws is not None
-            guards.append(self._foreign)
         if self._looks_back:
             guards.append(self._state_guard)
-        stages = [*guards, CopiedEntries()]
+        stages = [*guards, CopiedEntries()] if known else [*guards]
         divides: Stage | None = self.offloaded
         if self.offloaded is not None:
             stages.append(self.offloaded)
-        if self.draws is not None and not known:
-            stages.append(self.draws)
-            divides = self.draws
+        if not known:
+            self._own_object.begin(optimizer, self._layout)
+            if self.draws is not None:
+                stages.append(self.draws)
+                divides = self.draws
         for stage in (*self.options, *stages):
             stage.begin(optimizer, self._layout)
         own = known and self.offloaded is None
@@ -215,31 +271,47 @@ class Stepper:
         if kernel is not None and not kernel.is_called_by(optimizer):
             kernel = None
         state = optimizer.state
-        self._running = _RunningStep(state, len(state), kernel, own, guards, stages, divides, _scales_of(optimizer))
+        scales = _scales_of(optimizer)
+        self._running = _RunningStep(state, len(state), kernel, known, own, guards, stages, divides, scales)
         return self._running
 
     def _run(self, running: _RunningStep, update: Update, begins: Begins) -> None:
         begins()
         if update.shards is not None or not self._call_kernel(running, update.optimizer, update.tensors, update.owned):
-            self._step_shadows(running, update)
+            self._update(running, update)
 
-    def _step_shadows(self, running: _RunningStep, update: Update) -> None:
+    def _update(self, running: _RunningStep, update: Update) -> None:
+        """The update by a shadow, or by the optimizer itself, whole or in portions."""
         if running.divides is None:
-            self._step_shadow(running, update)
+            self._update_portion(running, update)
             return
         if not all(map(self._layout.holds, update.owned)):
             self._take_in(update.optimizer)
         for part in running.divides.portions_of(update.tensors):
             shards = None if update.shards is None else update.shards[part]
-            self._step_shadow(running, Update(update.optimizer, update.tensors[part], update.owned[part], shards))
+            self._update_portion(running, Update(update.optimizer, update.tensors[part], update.owned[part], shards))
 
-    def _step_shadow(self, running: _RunningStep, update: Update) -> None:
+    def _update_portion(self, running: _RunningStep, update: Update) -> None:
         update.members = self._layout.members_of(update.owned)
-        stages = (
-            running.over_parameters if running.finds_own_state and update.tensors is update.owned else running.stages
-        )
-        run = partial(update.run, self._kind.step_copy, counts_writes=self._looks_back)
-        _through(iter(stages), update, run)
+        if self.offloaded is not None and not running.is_known:
+            update.entries = list(map(update.optimizer.state.get, update.owned))
+        over_parameters = running.finds_own_state and update.tensors is update.owned
+        stages = running.over_parameters if over_parameters else running.stages
+        step = step_shadow if running.is_known else self._step_itself
+        _through(iter(stages), update, partial(update.run, step, counts_writes=self._looks_back))
+
+    def _step_itself(self, update: Update) -> None:
+        """A foreign optimizer is stepped by the user's own object."""
+        device, entries = update.tensors[0].device, partial(map, update.optimizer.state.get, update.owned)
+        # Of a CPU nobody reads later what was given back.
+        places = None if device.type == "cpu" else StorageAddresses(update.tensors, entries())
+        try:
+            self._returned = self._own_object.step(
+                update.optimizer, update.members, update.tensors, self._kind.call, notes=self._notes
+            )
+        finally:
+            if places is not None:
+                self._gave_back |= places.were_left(entries())
 
     def _call_kernel(
         self,
@@ -281,14 +353,8 @@ class Stepper:
 
     @property
     def wrote_in_place(self) -> bool:
-        """Whether an update has changed an object beside parameters and their state: nobody can put that back."""
-        stages = (self._settings, self._foreign, *self.options)
-        return any(stage is not None and stage.wrote_in_place for stage in stages)
-
-    @property
-    def wrote_elsewhere(self) -> bool:
-        """Whether this step wrote anything but parameters and their own state."""
-        return bool(self._settings.writes)
+        """Whether an update has changed an object beside parameters and their state that nobody can put back."""
+        return self._own_object.beside.wrote_in_place
 
     @property
     def state_was_written(self) -> bool:
@@ -304,7 +370,7 @@ class Stepper:
     @property
     def gave_back(self) -> bool:
         """Whether an update of this step has given back memory of an accelerator that it has read."""
-        return self._running is not None and self._foreign is not None and self._foreign.gave_back
+        return self._running is not None and self._gave_back
 
     # The call of step().
 
@@ -349,14 +415,19 @@ class Stepper:
 
     def autocast_matters(self) -> bool:
         """Whether ``step()``, called in the autocast block that this thread is in, computes other numbers than
-        outside."""
+        outside. A foreign optimizer is known not to where it was compared inside of such a block."""
         optimizer = self.optimizer()
         first = next(parameters_of(optimizer), None)
-        if first is None or autocast_of(first.device.type) is None:
+        dtype = None if first is None else autocast_of(first.device.type)
+        if dtype is None or dtype in self._same_in_autocast:
             return False
-        from instep._optim.probe_trials import autocast_matters  # trials make steppers of their own
+        return self.is_foreign or autocast_matters(optimizer, dtype)
 
-        return autocast_matters(optimizer)
+    def compared(self) -> None:
+        """A step that was taken here came out as its parts, which are stepped outside of autocast."""
+        first = next(parameters_of(self.optimizer()), None)
+        if first is not None and (dtype := autocast_of(first.device.type)) is not None:
+            self._same_in_autocast.add(dtype)
 
     def require_same_in_autocast(self) -> None:
         """Raise ``HyperparameterChangedError`` if ``autocast_matters``: updates of buckets were, or are about to be,
@@ -394,6 +465,8 @@ class Stepper:
             )
         for stage in self._running.stages:
             stage.require_unchanged(optimizer)
+        if not self._running.is_known:
+            self._own_object.beside.require_unchanged(optimizer)
 
     def require_same_scale(self) -> None:
         """Raise ``HyperparameterChangedError`` if ``step()`` would take off another loss scale than buckets' updates
@@ -405,8 +478,8 @@ class Stepper:
             )
 
     def commit(self, into: Optimizer | None = None) -> None:
-        """End the step: write into the user's optimizer what the shadows wrote outside the parameters' own state, and
-        order the entries that the updates added as a plain ``step()`` would have: by group, not by bucket.
+        """End the step: a foreign optimizer holds what its buckets' updates have left beside the parameters' own state,
+        and the entries that updates added are ordered as a plain ``step()`` orders them: by group, not by bucket.
 
         Args:
             into: the user's optimizer, where this one steps a copy of it.
@@ -414,8 +487,8 @@ class Stepper:
         optimizer = into or self.optimizer()
         if self._running is not None:
             self.wait_for_state()
-            for stage in self._running.stages:
-                stage.commit(optimizer)
+            if not self._running.is_known:
+                self._own_object.beside.commit()
             for key in self._layout.added_to(optimizer.state, self._running.size):
                 optimizer.state[key] = optimizer.state.pop(key)
         self._forget()
@@ -430,7 +503,8 @@ class Stepper:
         if self._running is not None:
             for stage in (*self.options, *self._running.stages):
                 stage.forget()
-        self._running = None
+            self._own_object.beside.forget()
+        self._running, self._gave_back = None, False
 
     def wait_for_state(self) -> None:
         """Return when the host may read and write the state."""

@@ -9,11 +9,11 @@ import torch
 from torch.autograd import grad_mode
 from torch.optim import Optimizer
 
-from instep._optim.foreign import parameters_reached_by
-from instep._optim.kinds import held_by_classes, is_torchs_own, read_by_update
+from instep._optim.kinds import is_torchs_own
+from instep._optim.own_object import reached_by
 from instep._optim.shadow import GroupLayout
 from instep._optim.stages import Stage, Update
-from instep._optim.values import PER_PARAMETER, Contents, OutsideState, Restore, copy_of, restore, same_bits
+from instep._optim.values import Contents, Restore, copy_of, restore, same_bits
 from instep._torch.engine import is_captured
 from instep._torch.versions import version_of
 from instep.errors import UnsupportedOptimizerError
@@ -72,7 +72,7 @@ def _is_known_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 # Parameters and optimizer state as they were before a step, to be put back bit for bit.
 
 
-class _Saved:
+class SavedParameter:
     """One parameter with its state. Tensors come back as the same objects, with their values."""
 
     def __init__(self, parameter: torch.Tensor, optimizer: Optimizer, host: bool) -> None:
@@ -103,8 +103,8 @@ class _Saved:
 
 
 class UndoCopies(Stage):
-    """Copies of the parameters and their state are taken before an update writes them. What an update keeps of single
-    parameters outside of ``state`` nobody puts back: that is refused.
+    """Copies of the parameters and their state are taken before an update writes them, and of parameters that a foreign
+    optimizer reaches in another way than by its groups.
 
     Args:
         name: of the optimizer.
@@ -114,13 +114,10 @@ class UndoCopies(Stage):
     def __init__(self, name: str, copies: "Undo") -> None:
         self._name = name
         self._copies = copies
-        self._is_foreign = False
         self._reached: list[torch.Tensor] = []
-        self._kept_in: str | None = None  # where the optimizer keeps values of single parameters, its state aside
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
-        self._is_foreign = not is_torchs_own(optimizer)
-        self._reached = parameters_reached_by(optimizer, layout) if self._is_foreign else []
+        self._reached = [] if is_torchs_own(optimizer) else reached_by(optimizer)
 
     def forget(self) -> None:
         self._reached = []
@@ -132,30 +129,8 @@ class UndoCopies(Stage):
                 "a CUDA graph is being recorded, and undo=True keeps copies that nothing has written before the graph "
                 "is replayed: they could not be put back. Attach without undo before you record"
             )
-        outside = self._look_outside(update) if self._is_foreign else None
         self._copies.save([*update.owned, *self._reached], update.optimizer)
         yield
-        if outside is not None and (found := outside.restore()) is not None:
-            self._kept_in, whole = found
-            self.wrote_in_place |= not whole
-            raise self._refusal(self._kept_in)
-
-    def _look_outside(self, update: Update) -> OutsideState:
-        optimizer = update.optimizer
-        places = {f"its attribute {name!r}": value for name, value in read_by_update(optimizer).items()}
-        for index, group in enumerate(optimizer.param_groups):
-            places |= {f"param_groups[{index}][{k!r}]": v for k, v in group.items() if k not in PER_PARAMETER}
-        before = OutsideState(places | held_by_classes(optimizer), update.owned)
-        self._kept_in = self._kept_in or before.kept
-        if self._kept_in is not None:
-            raise self._refusal(self._kept_in)
-        return before
-
-    def _refusal(self, place: str) -> UnsupportedOptimizerError:
-        return UnsupportedOptimizerError(
-            f"{self._name} keeps values of single parameters in {place}, which undo does not put back. Use "
-            "schedule='forward', or no undo"
-        )
 
 
 class Undo:
@@ -167,7 +142,7 @@ class Undo:
 
     def __init__(self, host: bool) -> None:
         self._host = host
-        self._saved: dict[int, _Saved] = {}
+        self._saved: dict[int, SavedParameter] = {}
 
     @property
     def devices(self) -> set[torch.device]:
@@ -180,7 +155,7 @@ class Undo:
         for parameter in parameters:
             if id(parameter) not in self._saved:
                 try:
-                    self._saved[id(parameter)] = _Saved(parameter, optimizer, self._host)
+                    self._saved[id(parameter)] = SavedParameter(parameter, optimizer, self._host)
                 except TypeError as error:
                     raise UnsupportedOptimizerError(
                         f"{type(optimizer).__name__} keeps in its state what cannot be copied ({error}), and so undo "

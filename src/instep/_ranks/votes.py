@@ -18,7 +18,8 @@ class Verdict:
 
     Attributes:
         failed_on: the first rank on which the step failed, ``None`` if it did on none.
-        nonfinite_on: the first rank with a gradient that is not finite, ``None`` if all are.
+        nonfinite_on: the first rank with a gradient that is not finite, ``None`` if all are. Of the vote on a commit:
+            the first rank that has found the step to be one that must be taken whole.
         first: the lowest number of the step that a rank named.
         last: the highest.
         same: whether all ranks said it of the same attachment.
@@ -119,6 +120,7 @@ class StepVotes:
         ranks: those that take the steps together; ``None``: there is only one.
         voting: the same, where they vote; ``None``: nobody is asked.
         count: how many votes this rank has cast.
+        objected_on: the first rank that has found the last step to be one that must be taken whole; ``None``: none.
         asks_first: with ``undo`` and ``nonfinite``, whether ranks first vote on whether all gradients are finite, and
             then again on the commit.
         communicates: whether the running backward is one that all ranks run, and not ``autograd.grad`` of one of them.
@@ -131,6 +133,7 @@ class StepVotes:
         self.ranks: Meeting | None = None
         self.voting: Voting | None = None
         self.count = 0
+        self.objected_on: int | None = None
         self.asks_first = False
         self.communicates: Callable[[], bool] = lambda: True
         self.stand_aside: Callable[[], None] = lambda: None
@@ -220,9 +223,13 @@ class StepVotes:
         self.count += 1
         return self.voting.cast(step - self._before, failed=failed)
 
-    def committed(self, step: int) -> None:
-        """This rank has taken ``step``. What the others say is heard later."""
-        self._vote = self.say(step)
+    def committed(self, step: int, *, objects: bool = False) -> None:
+        """This rank has taken ``step``. What the others say is heard later.
+
+        Args:
+            objects: it has found that such steps must be taken whole: no rank is to take them in parts any more.
+        """
+        self._vote = self.say(step, nonfinite=objects)
 
     def say_failed(self, step: int) -> None:
         """``step`` failed here. What the others say of it does not matter any more."""
@@ -254,7 +261,9 @@ class StepVotes:
         if vote is None or not (wait or vote.done()):
             return None
         self._vote = None
-        return error_of(vote)
+        error = error_of(vote)
+        self.objected_on = None if error is not None else vote.verdict().nonfinite_on
+        return error
 
     def forget(self) -> None:
         """All ranks start anew from one of them: what was said of the last step does not matter any more."""

@@ -2,20 +2,18 @@
 or is called where no hook runs.
 
 Each public function is a rule, apart from ``drawing_by_key``, which two rules and several rows of ``pairs.py`` ask. An
-optimizer that none of these refuses may still be one that couples parameters: the probe finds that out, when the
-attachment is made (``_optim/probe.py``).
+optimizer that none of these refuses may still be one that couples parameters: its first real updates tell
+(``_step/judging.py``).
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.dtensor import mesh_of, shard_of
-from instep._optim.kinds import cannot_follow, is_torchs_own, replaced_step, takes_hooks
+from instep._optim.kinds import is_torchs_own, replaced_step, steps_one, takes_hooks
 from instep.errors import AttachError, UnsupportedOptimizerError
 from instep.options import Options
-from instep.sources.ddp.instance import bucket_parameters
 from instep.target import Target
 
 
@@ -45,16 +43,16 @@ def unsupported(target: Target, options: Options) -> None:
 
 
 def without_calls_around_the_step(target: Target, options: Options) -> None:
-    """``clip`` and ``nonfinite`` act before each update, and ``check_steps`` after it, in hooks that torch calls around
-    ``step()``. A loss that is evaluated again within ``step()`` makes gradients that those hooks do not see."""
-    if options.clip is not None or options.nonfinite != "allow" or options.check_steps:
+    """``clip`` and ``nonfinite`` act before each update, in hooks that torch calls around ``step()``. A loss that is
+    evaluated again within ``step()`` makes gradients that those hooks do not see."""
+    if options.clip is not None or options.nonfinite != "allow":
         for optimizer in target.optimizers:
             kind = type(optimizer).__name__
-            _refuse_second_evaluation(optimizer, kind, options.way_to_step_whole("clip", "nonfinite", "check_steps"))
+            _refuse_second_evaluation(optimizer, kind, options.way_to_step_whole("clip", "nonfinite"))
             if not takes_hooks(optimizer):
                 raise UnsupportedOptimizerError(
                     f"{kind} was made without torch.optim.Optimizer.__init__: torch calls no hook around its step(), "
-                    "which clip, nonfinite and check_steps need. Leave them out, or clip in the loop"
+                    "which clip and nonfinite need. Leave them out, or clip in the loop"
                 )
 
 
@@ -91,10 +89,11 @@ def _inner_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
 def _refuse_replaced_step(optimizer: Optimizer, kind: str, otherwise: str) -> None:
     # A patch that also steps single parameters can be followed, as fused optimizers of trainers have it.
     patch = replaced_step(optimizer)
-    if patch is not None and (reason := cannot_follow(optimizer)) is not None:
+    if patch is not None and steps_one(optimizer) is None:
         raise UnsupportedOptimizerError(
-            f"the step method of this {kind} object was replaced (by {getattr(patch, '__qualname__', patch)!r}), "
-            f"and instep cannot tell what it does: {reason}. {otherwise}. Or attach before it is replaced"
+            f"the step method of this {kind} object was replaced (by {getattr(patch, '__qualname__', patch)!r}), and "
+            "no method step_param(p, group) or step_parameter(p, group, index) beside it steps one parameter. "
+            f"{otherwise}. Or attach before it is replaced"
         )
 
 
@@ -121,24 +120,3 @@ def drawing_by_key(target: Target, options: Options) -> list[Optimizer]:
     if options.randomness.random is None:
         return []
     return [optimizer for optimizer in target.optimizers if not is_torchs_own(optimizer)]
-
-
-def spread_in_different_ways(target: Target, options: Options) -> None:
-    """``check_steps`` compares with the plain ``step()`` of copies, one call that must take all parameters at once."""
-    if not options.check_steps:
-        return
-    shards = options.communication.shard_state
-    # With shard_state a rank steps its rows of these as plain tensors: they are all spread alike.
-    in_rows = {key for ddp in target.ddps for key in bucket_parameters(ddp)} if shards else set()
-    for optimizer in target.optimizers:
-        mine = [p for group in optimizer.param_groups for p in group["params"]]
-        if len({None if id(p) in in_rows else _spread(p, optimizer) for p in mine}) > 1:
-            raise AttachError(
-                f"check_steps does not go with {type(optimizer).__name__} here: it holds parameters that are spread "
-                "over ranks in different ways, which its plain step() may not take in one call. Leave out check_steps"
-            )
-
-
-def _spread(parameter: torch.Tensor, optimizer: Optimizer) -> Hashable:
-    """The ranks over which it is stepped as one tensor; ``None``: each steps its part, or all of it."""
-    return None if shard_of(parameter, optimizer) is not None else mesh_of(parameter)

@@ -115,12 +115,6 @@ def invalid_offload(target: Target, options: Options) -> None:
         raise AttachError(f"offload must be None or 'host', not {options.offload!r}")
 
 
-def invalid_check_steps(target: Target, options: Options) -> None:
-    steps = options.check_steps
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-        raise AttachError(f"check_steps must be a number of steps, 0 or more, not {steps!r}")
-
-
 def invalid_random(target: Target, options: Options) -> None:
     if options.randomness.random not in (None, "keyed"):
         raise AttachError(f"random must be None or 'keyed', not {options.randomness.random!r}")

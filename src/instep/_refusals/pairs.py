@@ -78,7 +78,6 @@ _REDUCE_DTYPE = Choice("`mixed_precision` with `reduce_dtype`", lambda t, o: _dt
 _CROSS_ITERATION = Choice("`cross_iteration=True`", lambda t, o: o.communication.cross_iteration)
 _SHARD_STATE = Choice("`shard_state=True`", lambda t, o: o.communication.shard_state)
 _OFFLOAD = Choice('`offload="host"`', lambda t, o: o.offload is not None)
-_CHECK_STEPS = Choice("`check_steps`", lambda t, o: o.check_steps > 0)
 _KEYED = Choice('`random="keyed"` and an optimizer that is not torch\'s own', lambda t, o: bool(drawing_by_key(t, o)))
 _NOT_ONE_DDP = Choice("a model without exactly one `DistributedDataParallel`", lambda t, o: len(t.ddps) != 1)
 _PIPELINE = Choice("`pipeline`", lambda t, o: o.communication.pipeline is not None)
@@ -102,7 +101,7 @@ def _dtype(options: Options, name: str) -> torch.dtype | None:
 DEFER_IN_HOOKS = Pair(
     Choice('`defer=True` with `schedule="backward"`', lambda t, o: o.defer is True and o.schedule == "backward"),
     Choice(
-        "`undo`, `clip`, `nonfinite`, `check_steps`, `offload` or `random`",
+        "`undo`, `clip`, `nonfinite`, `offload` or `random`",
         lambda t, o: not o.may_update_beside_backward and not o.disabled,
     ),
     "these have a part in each update, which runs in the hook therefore",
@@ -121,7 +120,6 @@ def _in_updates(options: Options) -> list[str]:
         "clip": options.clip,
         "scaler": options.scaler,
         "nonfinite": options.nonfinite != "allow",
-        "check_steps": options.check_steps,
         "offload": options.offload,
         "random": options.randomness.random,
     }
@@ -213,39 +211,8 @@ EXACT_WITH_BACKWARD = Pair(
     _ways_to_clip,
 )
 
-# Comparing steps, offloading, and random numbers.
+# Offloading, and random numbers.
 
-CHECK_STEPS_WITH_SHARDS_OF_WHOLE_PARAMETERS = Pair(
-    _CHECK_STEPS,
-    Choice(
-        "`shard_state=True` and an optimizer that is not known to be elementwise",
-        lambda t, o: o.communication.shard_state and bool(_not_elementwise(t)),
-    ),
-    "each rank steps some of the parameters, and would compare these among themselves",
-    lambda t, o: (
-        f"check_steps={o.check_steps} does not go with shard_state=True and {_not_elementwise(t)[0]}: each rank steps "
-        "some of its parameters, and would compare these among themselves. Check without shard_state, and then leave "
-        "out check_steps"
-    ),
-)
-OFFLOAD_WITH_CHECK_STEPS = Pair(
-    _OFFLOAD,
-    _CHECK_STEPS,
-    "copies of parameters and state are stepped on the device",
-    lambda t, o: (
-        f"check_steps={o.check_steps} does not go with offload={o.offload!r}: it steps copies of parameters and state "
-        "on the device. Check without offload, and then leave out check_steps"
-    ),
-)
-CHECK_STEPS_WITH_RANDOM = Pair(
-    _CHECK_STEPS,
-    _KEYED,
-    "the plain `step()` draws other numbers",
-    lambda t, o: (
-        f"check_steps={o.check_steps} does not go with random='keyed': the plain step() that it compares with draws "
-        "other numbers. Leave out check_steps"
-    ),
-)
 OFFLOAD_WITH_SHARD_STATE = Pair(
     _OFFLOAD,
     _SHARD_STATE,

@@ -40,14 +40,10 @@ OPTIONS: Sequence[Rule] = (
     pairs.SCALER_WITH_BACKWARD,
     # The options that came later, each with those before it.
     options.invalid_offload,
-    options.invalid_check_steps,
-    pairs.CHECK_STEPS_WITH_SHARDS_OF_WHOLE_PARAMETERS,
-    pairs.OFFLOAD_WITH_CHECK_STEPS,
     pairs.OFFLOAD_WITH_SHARD_STATE,
     options.invalid_random,
     options.random_or_seed_alone,
     options.invalid_seed,
-    pairs.CHECK_STEPS_WITH_RANDOM,
 )
 """Each option by itself, and with the others: a row that compares values comes after those that look at each."""
 MODEL: Sequence[Rule] = (
@@ -119,7 +115,6 @@ PARAMETERS: Sequence[Rule] = (
     model.ddp_with_delayed_reductions,
     model.ddp_around_the_model,
     model.shared_memory,
-    optimizers.spread_in_different_ways,
     pairs.PER_BUCKET_WITH_UNUSED_PARAMETERS,
     pairs.TWO_PASS_WITH_PARAMETERS_OUTSIDE,
 )

@@ -9,7 +9,7 @@ from torch import nn
 
 from instep._gradients.clipping import Clip
 from instep._gradients.scaling import found_inf, take_off_here
-from instep._optim.kinds import runs_beside, steps_as_tested
+from instep._optim.kinds import runs_beside, steps_as_known
 from instep._optim.owners import OwnerCount
 from instep._optim.parameters import (
     GRADIENT,
@@ -125,7 +125,7 @@ class UpdateDeferral:
     @property
     def _is_torchs(self) -> bool:
         """Whether this step is the plain loop's: nothing is put off, and nothing done to gradients before."""
-        asks_nobody = self._step.ledger.votes.voting is None and not self._step.checks
+        asks_nobody = self._step.ledger.votes.voting is None
         return not self._deferring.puts_off and not self.acts_in_each_step and asks_nobody
 
     @property
@@ -149,6 +149,7 @@ class UpdateDeferral:
         step, mine = self._step, self._step.members.of(stepper)
         if stepper.steps_every_parameter or (not with_gradient.are_plain and any(a.is_divided for a in with_gradient)):
             stepper.require_same_in_autocast()  # these are updated by instep, put off or not
+            step.judge.before_update(stepper, with_gradient)
         in_flight = _in_flight_of(mine, self.in_flight())
         may_wait = in_loop and self._can_be_put_off(stepper)
         waiting = dict.fromkeys(with_gradient, False)
@@ -165,8 +166,6 @@ class UpdateDeferral:
             self._require_agreement()
             if clip is not None:
                 clip(here.tensors())
-        if step.check is not None and in_loop:
-            step.check.keep_rest(stepper, mine, set(later), in_grad_if_any)
         self.takes_at_once = False
         if not later:
             # One that raises leaves what the plain loop's leaves. Other ranks, which may put theirs off, are told.
@@ -177,8 +176,6 @@ class UpdateDeferral:
             return
         self.left_to_step = here.names
         at_once = [] if later is with_gradient else [a for a, wait in waiting.items() if not wait]
-        if stepper.is_foreign and not stepper.optimizer().state:
-            at_once.insert(0, later[0])  # one bucket makes state, see begin_state
         self._put_off(stepper, later, in_flight, clip)
         self._deferred.finish([self._deferred.of(attached.get()) for attached in at_once])
         if here:
@@ -253,7 +250,8 @@ class UpdateDeferral:
             # State that was made in it can be written in it alone, and whoever updates later is not in the loop's.
             and not torch.is_inference_mode_enabled()
             and is_copied_whole(optimizer)
-            and steps_as_tested(optimizer)  # its class may have got another step() since it was attached
+            and steps_as_known(optimizer)  # it may have got another step() since it was attached
+            and not stepper.is_foreign
             and (self._deferring.waits_in_vain or self._gains(stepper))
             and not stepper.autocast_matters()
             and self._reading.is_alike()
@@ -457,14 +455,14 @@ class ForwardCalls(StepCalls):
             step.round.takes_step = None
             step.round.drop_call()
             self._update_deferral.forget_call()
-            if step.check is not None:
-                step.check.forget()
+            step.judge.forget()
 
     def returned(self, stepper: Stepper) -> None:
         super().returned(stepper)
         self._observed.step_returned(is_last=not self._step.round.steppers_left)
 
     def _finish(self, stepper: Stepper) -> None:
+        self._step.judge.after_update(stepper)
         self._deferred.returned(self._step.number, stepper)
         self._give_stand_ins()
         stepper.commit()
@@ -483,22 +481,11 @@ class ForwardCalls(StepCalls):
         round_.hidden, self._update_deferral.left_to_step = [], []
         self._update_deferral.clipped.discard(stepper)
 
-    def _require_right(self, stepper: Stepper, *, compare: bool) -> None:
+    def _require_right(self, stepper: Stepper) -> None:
         met, self._deferred.met_in_step = self._deferred.met_in_step, []
         for name, parameter, version in met:
             if version_of(parameter) != version:  # ``step()`` has found no gradient of it
                 self._tear(stepper, writes_without_gradient(stepper.name, name))
-        check = self._step.check
-        if not compare or check is None or not check.due:
-            return
-        mine = self._step.members.of(stepper)
-        self._deferred.finish([self._deferred.of(a.peek()) for a in mine])
-        self._step.ledger.require_whole()
-        if (error := check.error(stepper, self._step.number, mine)) is not None:
-            try:
-                self._tear(stepper, error)
-            finally:
-                del error  # or it would refer to itself, by way of this frame
 
     def _tear(self, stepper: Stepper, error: InstepError) -> NoReturn:
         ledger, number = self._step.ledger, self._step.number
@@ -521,15 +508,9 @@ class ForwardCalls(StepCalls):
     def _end_raised(self, stepper: Stepper) -> None:
         """The buckets that were handed over stand; parameters that were left to ``step()`` itself beside those may have
         been written in part."""
-        rest, round_, ledger, check = (
-            self._update_deferral.left_to_step,
-            self._step.round,
-            self._step.ledger,
-            self._step.check,
-        )
+        rest, round_, ledger = self._update_deferral.left_to_step, self._step.round, self._step.ledger
         handed_over = [attached.spec.name for attached, _ in round_.hidden]
-        if check is not None and (rest or not handed_over):
-            check.forget()  # a plain step would have raised, too
+        self._step.judge.forget()
         stepper.end_step()
         stepper.abort()
         self._give_stand_ins()
@@ -673,7 +654,6 @@ class ForwardSchedule(Schedule):
             and len(step.members.steppers) == 1
             and not self._update_deferral.acts_in_each_step
             and not adds_up
-            and step.check is None
             and step.ledger.votes.ranks is None
         )
 
@@ -799,8 +779,7 @@ class ForwardSchedule(Schedule):
         deferred.met_in_step = []
         step.round.forget()
         step.ledger.give_up()
-        if step.check is not None:
-            step.check.forget()
+        step.judge.forget()
         self._update_deferral.forget_call()
         self._update_deferral.begin_norms()
         step.accumulation.stepped()

@@ -5,7 +5,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import repeat
-from operator import is_
 from threading import get_ident
 from time import perf_counter
 from typing import Any, Protocol, cast
@@ -40,7 +39,7 @@ from instep._torch.placeholders import BeforeUse, HeldGradient, become_real
 from instep._torch.versions import VERSION, are_counted, memory_of, version_of
 from instep._torch.watch import StateWatch, Watch
 from instep._torch.worker import Task, Worker
-from instep.errors import InstepError, StepMismatchError, UncommittedStepError, UnsupportedOptimizerError
+from instep.errors import InstepError, StepMismatchError, UncommittedStepError
 
 # ``schedule="forward"``: the tensors that stand in ``.grad`` for gradients that are still to be applied.
 
@@ -264,7 +263,7 @@ class _ConditionsAtStep:
             all threads while one of them compiles, and a step then computes its bias corrections in another way. Fused
             kernels do not, nor does Muon.
         reads_switches: whether it matters then that the loop leaves torch's switches alone: they are everybody's.
-        known: whether the optimizer is torch's own.
+        known: whether the optimizer is torch's own, and steps as a copy.
         counts_writes: whether the plain loop's ``step()`` counts a write of each parameter, for autograd to notice.
         switches: torch's, which an update reads.
         thread: what torch keeps for that of the loop.
@@ -341,7 +340,9 @@ class DeferredStep:
 
     def _stepped(self, stepper: Stepper, optimizer: Optimizer) -> tuple[Optimizer, Stepper]:
         """What updates step with: a copy, for the loop may change groups before they run. It is held here, since the
-        stepper holds it weakly."""
+        stepper holds it weakly. A foreign optimizer, which is waited for in ``step()``, steps itself."""
+        if stepper.is_foreign:
+            return optimizer, stepper
         frozen = snapshot_of(optimizer)
         return frozen, stepper.of_copy(frozen)
 
@@ -457,7 +458,7 @@ class DeferredBucket:
         self._shards = Shards(parameters)
         self._clip = clip
         # Aliases: the parameters' own .grad, flags and attributes are the user's, to be read and changed meanwhile.
-        self._calls = calls_of(parameters, self.gradients, alias=True)
+        self._calls = calls_of(parameters, self.gradients, alias=step.circumstances.known)
         if step.circumstances.counts_writes:
             # From here on a graph that has saved the old weights refuses to run, as after the plain loop's step.
             torch.autograd.graph.increment_version(self.tensors)
@@ -589,25 +590,10 @@ class DeferredBucket:
     def _step(self, call: OptimizerCall) -> None:
         if self._clip is not None:
             self._clip(call.tensors)
-        gradients = [tensor.grad for tensor in call.tensors]
         call.step(self.step.stepper, self._begins)
-        if not self.step.circumstances.known:
-            self._require_contained([tensor.grad for tensor in call.tensors], gradients)
 
     def _begins(self) -> None:
         self.step.outcome.begun.update(dict.fromkeys(self._shards.updated_here))
-
-    def _require_contained(self, found: Sequence[torch.Tensor | None], given: Sequence[torch.Tensor | None]) -> None:
-        """Whatever else the update has written would have been there when ``optimizer.step()`` returned."""
-        stepper = self.step.stepper
-        replaced = not all(map(is_, found, given))
-        if replaced or stepper.wrote_elsewhere:
-            where = "the gradient of a parameter" if replaced else "a value of its groups, its attributes or its state"
-            raise UnsupportedOptimizerError(
-                f"{stepper.name} replaced {where} in step(), for the first time in a step that was put off: until now "
-                "the loop would have found the old one. Use defer='auto', without cross_iteration and shard_state: "
-                "step() is then called as it is"
-            )
 
 
 def gradients_in(

@@ -21,7 +21,6 @@ from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo
 from instep._ranks.votes import error_of
 from instep._step.beside_backward import MOST, HandedOver, UpdatesBeside
-from instep._step.checking import Check
 from instep._step.deferral import Deferring
 from instep._step.norms import Losses
 from instep._step.on_trial import TrialWrites
@@ -80,7 +79,7 @@ class BucketSink(Schedule):
             # Before the step is looked at: a gradient that only adds up opens none. Where several of the engine's
             # threads may count, they are in hooks of ``LocalSource``, which hold the lock already.
             step.has_gradients = True
-            if step.accumulation.count() or (step.accumulation.kept and self.keeps_gradients):
+            if step.accumulation.count() or self.keeps_gradients:
                 return False
         with step.lock:
             if step.ledger.torn is not None:
@@ -103,6 +102,7 @@ class BucketSink(Schedule):
         if self._clips and self._step.passes.running is None:
             self._step.passes.clipping.begin()
         self._writes.begin()
+        self._step.judge.step_opens()
         for begin in self.at_open:
             if (call := begin()) is not None:
                 call()
@@ -137,6 +137,8 @@ class BucketSink(Schedule):
             if self._beside is not None and self._beside.steps:
                 self._note_updates()  # one thread at a time steps with an optimizer
             if step.ledger.torn is not None or self._failure.error is not None or step.ledger.redoes:
+                return False
+            if step.judge.leaves(bucket, step.number):
                 return False
             writes.begun = AttachedParameters()
             try:
@@ -273,12 +275,13 @@ class BucketSink(Schedule):
     @property
     def by_bucket(self) -> bool:
         """Whether buckets must not be applied together: their norms are their own, or a difference would not show."""
-        return self._step.passes.clipping.mode == "per_bucket" or self._step.checks
+        return self._step.passes.clipping.mode == "per_bucket"
 
     @property
     def keeps_gradients(self) -> bool:
         """Whether all of the running step is left to ``optimizer.step()``. Not where backward has begun to apply it."""
-        return self._step.accumulation.kept > 0 and not self._step.members.applied
+        leaves_all = self._step.accumulation.kept > 0 or self._step.judge.leaves_all
+        return leaves_all and not self._step.members.applied
 
     @property
     def only_adds(self) -> bool:
@@ -731,6 +734,14 @@ class BackwardCalls(StepCalls):
             )
 
     def _finish(self, stepper: Stepper) -> None:
+        error = self._step.judge.after_update(stepper)
+        try:
+            if error is not None:
+                self._step.round.stepper = None
+                self._writes.tear(error)
+                raise error
+        finally:
+            del error  # or it would refer to itself, by way of this frame
         self._writes.require_at_rest(stepper)
 
     def _settle(self, stepper: Stepper) -> None:
@@ -739,29 +750,15 @@ class BackwardCalls(StepCalls):
         step.round.show()
         step.round.restore_settings()
         applied = step.members.applied_by(stepper)
-        if step.check is not None and applied:
-            self._require_checked(step.check, stepper)
         # The plain loop still has its gradients here, until the user clears them.
         self._writes.committed(stepper, applied)
-
-    def _require_checked(self, check: Check, stepper: Stepper) -> None:
-        """Raise, and tear the step, if it differs from a plain one."""
-        members = self._step.members
-        error = check.error(stepper, self._step.number, members.of(stepper))
-        try:
-            if error is not None:
-                members.applied.update(a.spec.index for a in members.of(stepper) if a.spec.index in members.offered)
-                self._writes.tear(error)
-                raise error
-        finally:
-            del error  # or it would refer to itself, by way of this frame
 
     def _committed(self, step_count: int, *, taken: bool) -> None:
         self._writes.forget()
         if not taken:
             return
         try:
-            self._step.ledger.votes.committed(step_count)
+            self._step.ledger.votes.committed(step_count, objects=self._step.judge.committed())
         except Exception as error:
             self._writes.tear_last(error)
             raise

@@ -191,8 +191,7 @@ class Rollback:
         self.settled()
         self._kept.forget_outcomes()
         step.passes.clipping.forget_norms()
-        if step.check is not None:
-            step.check.forget()
+        step.judge.forget()
         step.ledger.happened(Event.ROLLED_BACK)
         self.stop_watching()
         found, self._found = self._found, None
@@ -625,14 +624,7 @@ class TrialWrites(Writes):
         except InstepError as error:
             self.tear(error)
             raise
-        if step.check is not None and applied:
-            self._keep_for_check(step.check, stepper)
-            if (difference := step.check.error(stepper, step.number, applied, groups=False)) is not None:
-                try:
-                    self._rollback()  # now, while it can be
-                    raise difference
-                finally:
-                    del difference  # or it would refer to itself, by way of this frame
+        step.judge.before_update(stepper, left)
         rest = self._rest_of(stepper, left)
         self._save_rest(stepper, left)
         return rest

@@ -12,7 +12,7 @@ from instep._optim.shadow import asks_for_state
 from instep._optim.stepper import Stepper
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
-from instep._step.checking import Check, CheckedSteps
+from instep._step.judging import Judge
 from instep._step.norms import Passes
 from instep._step.state import Gather, GradientOf, Ledger, Round, StepMembers, StepTimes
 from instep._step.streams import StepStreams
@@ -75,7 +75,7 @@ class RunningStep:
         accumulation: its micro-batches.
         streams: on which buckets are stepped.
         backwards: those that were seen to begin.
-        check: the comparison with a plain step, in the first ones; ``None``: none was asked for.
+        judge: of foreign optimizers, whether they may be stepped in parts.
         times: how long it takes the loop.
         freed_bytes: of gradients that backward has freed before ``optimizer.step()``, in all steps.
         has_gradients: whether sources have offered gradients since the last step, or, with ``schedule="forward"``, a
@@ -91,7 +91,7 @@ class RunningStep:
         votes: StepVotes,
         accumulation: Accumulation,
         clipping: Clipping,
-        check: Check | None,
+        judge: Judge,
     ) -> None:
         self.members = members
         self.ledger = Ledger(votes)
@@ -100,10 +100,7 @@ class RunningStep:
         self.accumulation = accumulation
         self.streams = StepStreams()
         self.backwards = Backwards()
-        self.check = check
-        if check is not None:
-            for stepper in members.steppers:
-                stepper.add(CheckedSteps(check, stepper))
+        self.judge = judge
         self.times = StepTimes()
         self.freed_bytes = 0
         self.has_gradients = False
@@ -114,11 +111,6 @@ class RunningStep:
     def number(self) -> int:
         """Of this step, counted from 1."""
         return self.ledger.step_count + 1
-
-    @property
-    def checks(self) -> bool:
-        """Whether this step is compared with a plain one."""
-        return self.check is not None and self.check.due
 
     def tear_last(self, cause: BaseException) -> None:
         """The last step was committed here, and is not known to stand on the other ranks. Here it is whole: what other
@@ -133,6 +125,10 @@ class RunningStep:
             wait: until they have said it.
         """
         error = self.ledger.votes.heard(wait=wait)
+        if self.ledger.votes.objected_on is not None:
+            self.judge.object(
+                f"rank {self.ledger.votes.objected_on} has found parameters to be coupled: its log says how"
+            )
         try:
             if error is not None and self.ledger.torn is None:  # else it is known to stand in part
                 self.tear_last(error)
@@ -179,7 +175,6 @@ class RunningStep:
         self.round.forget()
         self.has_gradients = False
         self.passes.forget()
-        if self.check is not None:
-            self.check.forget()
+        self.judge.forget()
         for stepper in self.members.steppers:
             stepper.abort()

@@ -121,7 +121,7 @@ class StepCalls:
             step.accumulation.stepped()
             if step.passes.clipping.policy is not None:
                 step.passes.clipping.stepped(stepper)
-            self._require_right(stepper, compare=was_owed and taken)
+            self._require_right(stepper)
         except Exception:
             round_.steppers_left.discard(stepper)
             round_.mark_recorded()
@@ -137,8 +137,6 @@ class StepCalls:
             ledger.step_count = step_count
             step.times.step_returns()
             step.times.committed()
-            if step.check is not None:
-                step.check.stepped()
         else:
             ledger.skip_count = skip_count
         self._committed(step_count, taken=taken)
@@ -150,12 +148,8 @@ class StepCalls:
         """Give back what was hidden from ``step()``: gradients are as in the plain loop."""
         raise NotImplementedError
 
-    def _require_right(self, stepper: Stepper, *, compare: bool) -> None:
-        """Raise, and tear the step, if ``step()`` has written what it was not to write.
-
-        Args:
-            compare: whether this optimizer has taken a step, which ``check_steps`` may compare with a plain one.
-        """
+    def _require_right(self, stepper: Stepper) -> None:
+        """Raise, and tear the step, if ``step()`` has written what it was not to write."""
 
     def _committed(self, step_count: int, *, taken: bool) -> None:
         """All optimizers have stepped."""

@@ -12,7 +12,6 @@ import torch
 from instep._gradients.scaling import Policy, all_finite, kernel_scale, nonfinite_error
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, calls_of
 from instep._optim.stepper import Stepper, writes_state_without_gradient, writes_without_gradient
-from instep._step.checking import Check
 from instep._step.norms import changed_after_measuring
 from instep._step.remedies import ANY_LOOP, KEEP_ALL, WRITE_LATER, never_cleared, several_backwards
 from instep._step.state import Event, Gathered, first_written, gradient_of
@@ -220,7 +219,12 @@ class Writes(ABC):
             if not self._step.members.applied:
                 passes.clipping.forget_norms()  # the loop may change these gradients, and call step() again
             raise
-        passes.clipping.clip([a.get() for a in left if gradient_of(a) is not None])
+        there = [a for a in left if gradient_of(a) is not None]
+        if passes.clipping.clips_buckets and self._step.judge.leaves_all:
+            for bucket in self._step.judge.in_buckets(there):
+                passes.clipping.clip(bucket.tensors())
+        else:
+            passes.clipping.clip([a.get() for a in there])
 
     def require_at_rest(self, stepper: Stepper) -> None:
         """``step()`` returns: it has found no gradient of the parameters that backward had applied, and must have left
@@ -248,11 +252,6 @@ class Writes(ABC):
                 "backward had already updated it: the plain loop would have updated what was written. Change "
                 f"or load weights after optimizer.step() or before the forward. {WRITE_LATER}"
             )
-
-    def _keep_for_check(self, check: Check, stepper: Stepper) -> None:
-        """The first steps, which are compared: ``step()`` is about to write these."""
-        if applied := self._step.members.applied_by(stepper):
-            check.keep_rest(stepper, self._step.members.of(stepper), set(applied), gradient_of)
 
     def _rest_of(self, stepper: Stepper, left: Sequence[AttachedParameter]) -> list[AttachedParameter]:
         """All of ``left`` that have a gradient, if the optimizer's own ``step()`` could not step them: torch's foreach
@@ -541,8 +540,7 @@ class FinalWrites(Writes):
                 self.tear(error)
             raise
         self.clip_rest(left)
-        if self._step.check is not None:
-            self._keep_for_check(self._step.check, stepper)
+        self._step.judge.before_update(stepper, left)
         rest = self._rest_of(stepper, left)
         self._step.round.begins(stepper, self._step.ledger)
         self._step_rest(stepper, rest)

@@ -11,9 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from instep._gradients.clipping import ClipNorm
-from instep._optim.kinds import runs_beside, steps_as_tested
+from instep._optim.kinds import can_be_put_off, runs_beside, steps_as_known
 from instep._optim.parameters import MIB, bucket_bytes_for
-from instep._optim.probe import not_asked
 from instep._optim.values import held_in
 from instep._step.deferral import BESIDE_BACKWARD, Always, DeferralTrial, Deferring, Gains, Never, Others
 from instep._step.schedule import Schedule
@@ -63,7 +62,7 @@ def steps_inside_step(optimizer: Optimizer, options: Options) -> bool:
     """Whether ``step()`` of this optimizer is called as it is, though ``defer=True`` was given. What it raises, logs or
     counts is there when it has returned, as the loop expects it."""
     splits = options.puts_off_unasked or options.randomness.random is not None
-    return options.defer is True and not splits and not steps_as_tested(optimizer)
+    return options.defer is True and not splits and not steps_as_known(optimizer)
 
 
 def _prevented(refs: WeakRefs) -> str | None:
@@ -101,7 +100,7 @@ def _joins(refs: WeakRefs) -> str | None:
 def _unknown(refs: WeakRefs) -> str | None:
     by_parameter = any(stepper.steps_every_parameter for stepper in refs.steppers)
     for optimizer in refs.optimizers():
-        if not not_asked(optimizer).contained:
+        if not can_be_put_off(optimizer):
             kind, how = type(optimizer).__name__, "by parameter" if by_parameter else "as a whole"
             return f"{kind} is stepped {how}, and only torch's own updates of a bucket are put off unasked"
     return None

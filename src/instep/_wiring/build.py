@@ -13,11 +13,10 @@ from torch.optim import Optimizer
 
 from instep._gradients.clipping import ClipNorm, Clipping
 from instep._gradients.scaling import LossScale
-from instep._optim.kinds import STEPPED_WHOLE, ToldStep, is_torchs_own, steps_as_tested, steps_one, takes_hooks
+from instep._optim.kinds import ToldStep, can_be_put_off, steps_as_known, steps_one, takes_hooks
 from instep._optim.offload import HostLoading, HostState, OffloadedState, Part
 from instep._optim.owners import in_views_of_ddp, in_views_of_replicate
 from instep._optim.parameters import AttachedParameter, Plan, bucket_bytes_for
-from instep._optim.probe import Separability, not_asked, separability_of
 from instep._optim.random_numbers import KeyedDraws
 from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo
@@ -25,11 +24,11 @@ from instep._ranks.collectives import norm_over_stages
 from instep._ranks.process_groups import world
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation, Syncing
-from instep._step.checking import Check
 from instep._step.deferrable import ReadOrder
 from instep._step.deferral import Deferring
 from instep._step.deferred import ForwardSchedule
 from instep._step.in_backward import BackwardSchedule
+from instep._step.judging import Judge
 from instep._step.norms import MeasuringSink
 from instep._step.plain import PlainSchedule
 from instep._step.schedule import InFlightBucket, Schedule
@@ -40,7 +39,7 @@ from instep._torch.hooks import BoundHook, PlainPickles, UntracedHook, first_of_
 from instep._torch.lifetime import Owners, weakly
 from instep._torch.mixed_precision import LowPrecision
 from instep._torch.pipelining import Pipeline
-from instep._wiring.advice import deferring_of, steps_inside_step
+from instep._wiring.advice import deferring_of
 from instep._wiring.hooks import (
     AddedParameters,
     BackwardHooks,
@@ -59,7 +58,6 @@ from instep._wiring.hooks import (
 )
 from instep._wiring.ranks import Joining, communicates, rank, ranks_of, stand_aside
 from instep._wiring.weak_refs import Handles, WeakRefs, living_parameters
-from instep.errors import UnsupportedOptimizerError
 from instep.options import BY_ENVIRONMENT, Communication, Options
 from instep.sources import Sink, Source
 from instep.sources.cross_iteration.source import CrossingSource
@@ -98,7 +96,6 @@ class Chosen(NamedTuple):
 def choose(
     options: Options,
     step: RunningStep,
-    separability: Sequence[Separability],
     deferring: Callable[[], Deferring],
 ) -> Chosen:
     """The schedule that ``options`` ask for."""
@@ -110,11 +107,7 @@ def choose(
         return Chosen(plain, None, False, lambda _: NoReaders(), None)
     if options.schedule == "forward":
         # An update that runs later raises elsewhere: of a step() that is the user's own, the loop expects it there.
-        may_wait = [
-            s
-            for s, found in zip(steppers, separability, strict=True)
-            if found.contained and steps_as_tested(s.optimizer())
-        ]
+        may_wait = [s for s in steppers if can_be_put_off(s.optimizer()) and steps_as_known(s.optimizer())]
         agreement = Agreement(options.nonfinite, votes)
         reading = ReadOrder(options.bucket_bytes, options.most_put_off_together)
         forward = ForwardSchedule(step, may_wait, reading, agreement, deferring())
@@ -248,23 +241,15 @@ class Planned:
     """The plan of an attachment: its buckets, and the optimizers that are not proven.
 
     Args:
-        separability: of each optimizer.
+        judge: of the optimizers that are not torch's own.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        schedule: Schedule,
-        sources: Sequence[Source],
-        separability: Sequence[Separability],
-        check: Check | None,
-    ) -> None:
+    def __init__(self, options: Options, schedule: Schedule, sources: Sequence[Source], judge: Judge) -> None:
         # Else the sources' buckets are those in which norms are taken, or gradients sent: not those that are stepped.
         self._sources_step = options.schedule == "backward" or options.communication.cross_iteration
         self._schedule = schedule
         self._sources = sources
-        self._separability = separability
-        self._check = check
+        self._judge = judge
         self._last: Plan | None = None
 
     def now(self) -> Plan:
@@ -272,21 +257,21 @@ class Planned:
         if self._last is not None:
             return self._last
         buckets = [bucket for source in self._sources for bucket in source.buckets if self._sources_step]
-        return Plan(self._schedule.planned(buckets), self._unproven())
+        return Plan(self._schedule.planned(buckets), self.said())
 
     def keep(self) -> None:
         """The model is gone, or detached."""
         self._last = self.now()
 
     def said(self) -> tuple[str, ...]:
-        """What is not proven, and how far the comparison of the first steps has come."""
-        checked = () if self._check is None else (str(self._check),)
-        return tuple(said for said in (*self.now().unproven, *checked) if said)
+        """What keeps foreign optimizers from being stepped in backward, or how many steps are still compared."""
+        return tuple(filter(None, [str(self._judge)]))
 
-    def _unproven(self) -> tuple[str, ...]:
-        if self._check is not None and not self._check.due:
-            return ()
-        return tuple(found.unproven for found in self._separability if found.unproven is not None)
+    def buckets(self) -> Iterator[Sequence[int]]:
+        """Those of the sources, by the indices of their parameters."""
+        for source in self._sources:
+            for bucket in source.buckets:
+                yield [spec.index for spec in bucket.parameters]
 
 
 # The parts of an attachment, made of what is attached and of the options. Nothing is put on the model yet.
@@ -337,28 +322,18 @@ class Parts:
 
 
 def build(target: Target, options: Options) -> Parts:
-    """
-    Raises:
-        UnsupportedOptimizerError: an optimizer was tried, and its update couples parameters.
-    """
     refs = WeakRefs(target)
     clipping, votes = _clipping(options), StepVotes(rank)
     is_sharded = bool(target.groups)
     in_pipeline = options.communication.pipeline is not None
     synced = _synced(refs.wrapped, target, in_pipeline=in_pipeline)
     accumulation = Accumulation(options.accumulation_steps, synced, votes, sharded=is_sharded)
-    in_backward, on_trial = options.schedule == "backward", bool(options.undo)
-    if options.splits_steps or options.check_steps:
-        asked = [] if options.disabled else target.optimizers
-        separability = [_separability(one, options, in_backward=in_backward, on_trial=on_trial) for one in asked]
-    else:
-        separability = list(map(not_asked, target.optimizers))
-    check = Check(options.check_steps) if options.check_steps and not options.disabled else None
+    judge = Judge(() if options.disabled else refs.steppers, in_parts=options.schedule == "backward")
     ranks = ranks_of(target, options)
     votes.ranks, votes.voting = ranks, ranks if options.votes else None
-    step = RunningStep(StepMembers(refs.steppers), votes, accumulation, clipping, check)
+    step = RunningStep(StepMembers(refs.steppers), votes, accumulation, clipping, judge)
     deferring = partial(deferring_of, options, refs, ranks, step.times)
-    chosen = choose(options, step, separability, deferring)
+    chosen = choose(options, step, deferring)
     schedule = chosen.schedule
     zero = _zero(target.ddps[0], votes) if options.communication.shard_state and not options.disabled else None
     if zero is not None:
@@ -399,12 +374,14 @@ def build(target: Target, options: Options) -> Parts:
             refs, schedule, sources, accumulation, threads, late, backwards, votes, is_sharded=is_sharded
         )
     _tell_of_runs(sources, forwards)
+    planned = Planned(options, schedule, sources, judge)
+    judge.buckets = weakly(planned.buckets)
     return Parts(
         refs,
         schedule,
         sources,
         step,
-        Planned(options, schedule, sources, separability, check),
+        planned,
         zero,
         draws,
         sharding,
@@ -414,24 +391,6 @@ def build(target: Target, options: Options) -> Parts:
         StepHooks(schedule, step.accumulation, votes, late, zero, forwards, handles),
         handles,
     )
-
-
-def _separability(optimizer: Optimizer, options: Options, *, in_backward: bool, on_trial: bool) -> Separability:
-    if is_torchs_own(optimizer):
-        return Separability(type(optimizer).__name__, contained=True)  # what it reads and writes is known
-    if steps_inside_step(optimizer, options):
-        return not_asked(optimizer)
-    try:
-        keyed, offloaded = options.randomness.random is not None, options.offload is not None
-        with torch.device("cpu"):  # the trial compares values, and the loop may be about to make tensors without any
-            return separability_of(
-                optimizer, in_backward=in_backward, on_trial=on_trial, keyed=keyed, offloaded=offloaded
-            )
-    except UnsupportedOptimizerError as error:
-        if not str(error).endswith(STEPPED_WHOLE):
-            raise
-        otherwise = options.way_to_step_whole(*(["check_steps"] if options.check_steps else []))
-        raise UnsupportedOptimizerError(str(error).removesuffix(STEPPED_WHOLE) + otherwise) from error.__cause__
 
 
 def _clipping(options: Options) -> Clipping:

@@ -1,0 +1,419 @@
+"""A foreign optimizer steps a bucket as itself: by the user's own object, whose groups hold the bucket for one call.
+
+An optimizer that is not torch's own may keep anything: functions over itself, handles that its finalizer gives back,
+compiled methods. A copy of such an object is another one, and a copy that reaches the object, or is finalized, does
+harm. So nothing is copied. For the length of one call
+
+- each group's ``"params"`` holds the members of the bucket alone, in the user's own dict. Groups without a member stay,
+  and are empty. Other threads go on to see all parameters (``_Params``), and the handlers of signals wait;
+- the object's hooks are set aside: they are owed to the one ``step()`` of the loop, and ``super().step()`` calls them;
+- methods that need all parameters (``state_dict()``, ``add_param_group()``) see them: on another thread they wait.
+
+What the call has made of settings, attributes and state beside that of parameters is noted and taken back
+(``Beside``), so that each bucket of a step finds what the first one has found. All buckets must leave the same: that
+is put into the object when the step is committed, in place of what ``step()`` without gradients has made of it.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from instep._optim.kinds import (
+    STEP_HOOKS,
+    STEPPED_WHOLE,
+    beside_parameters,
+    held_by_classes,
+    read_by_update,
+)
+from instep._optim.overrides import MANAGER, moved, places_in_bucket
+from instep._optim.shadow import CallUpdate, GroupLayout, Members, parameters_of, without_autocast
+from instep._optim.values import (
+    ABSENT,
+    PER_PARAMETER,
+    Contents,
+    Restore,
+    alike,
+    fingerprint,
+    is_immutable,
+    reachable_values,
+)
+from instep._torch.held_signals import heard, held
+from instep._torch.versions import versions_of
+from instep.errors import HyperparameterChangedError, UnsupportedOptimizerError
+
+# The groups, while one call steps a bucket.
+
+
+class _Params(list[Any]):
+    """A group's parameters while a bucket is stepped: on the thread that steps those of the bucket, on every other one
+    all of the group.
+
+    The list itself holds the bucket's: torch's functions read a list without asking its methods.
+    """
+
+    __slots__ = ("_thread", "_whole")
+
+    def __init__(self, members: Iterable[Any], whole: list[Any]) -> None:
+        super().__init__(members)
+        self._thread = threading.get_ident()
+        self._whole = whole
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+
+def _of_thread(name: str) -> Callable[..., Any]:
+    method: Callable[..., Any] = getattr(list, name)
+
+    def seen(self: _Params, *args: Any) -> Any:
+        return method(self if threading.get_ident() == self._thread else self._whole, *args)
+
+    return seen
+
+
+for _name in ("__iter__", "__len__", "__getitem__", "__contains__", "__reversed__", "__eq__", "__add__", "__repr__"):
+    setattr(_Params, _name, _of_thread(_name))
+for _name in ("copy", "count", "index"):
+    setattr(_Params, _name, _of_thread(_name))
+
+
+_OF_ALL = ("state_dict", "load_state_dict", "add_param_group", "zero_grad", "__getstate__")
+"""The methods of an optimizer that need all of its parameters."""
+
+
+class OwnObject:
+    """Steps buckets of one foreign optimizer by the object itself.
+
+    Args:
+        name: of the optimizer.
+
+    Attributes:
+        beside: what the object holds beside parameters and their state.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        # Of an accelerator's backward each device has a thread, and two threads must not exchange the groups at once.
+        self._lock = threading.RLock()
+        self._signals: list[int] = []
+        self.beside = Beside(name)
+
+    def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
+        """A step begins, with its first bucket."""
+        self._signals = heard()
+        self.beside.begin(optimizer, layout)
+
+    def step(
+        self,
+        optimizer: Optimizer,
+        members: Sequence[Members],
+        tensors: Sequence[Any],
+        call: CallUpdate,
+        *,
+        notes: bool = True,
+    ) -> Any:
+        """Update ``tensors`` by the object's own ``step()``. What that has made of other values is noted, and taken
+        back. Returns what ``step()`` returns.
+
+        Args:
+            members: by group, where each of ``tensors`` stands.
+            call: calls the object's update.
+            notes: whether what it has made is what the step leaves.
+
+        Raises:
+            UnsupportedOptimizerError: another bucket has left other values.
+        """
+        with held(self._signals), self._lock:
+            try:
+                returned = self._call(optimizer, members, tensors, call)
+            except BaseException:
+                self.beside.take_back()
+                raise
+            if notes:
+                self.beside.note(optimizer, members)
+            else:
+                self.beside.take_back()
+            return returned
+
+    def _call(self, optimizer: Optimizer, members: Sequence[Members], tensors: Sequence[Any], call: CallUpdate) -> Any:
+        with (
+            torch.no_grad(),
+            without_autocast(tensors[0].device.type),
+            self._own_attributes(optimizer, members, tensors),
+            _holding(optimizer, members, tensors),
+        ):
+            return call(optimizer, members)
+
+    @contextmanager
+    def _own_attributes(
+        self, optimizer: Optimizer, members: Sequence[Members], tensors: Sequence[Any]
+    ) -> Iterator[None]:
+        """Without hooks, with methods that see all parameters, and, of bitsandbytes, with the settings of single
+        parameters where these stand in the bucket."""
+        attributes = vars(optimizer)
+        instead: dict[str, Any] = {name: OrderedDict() for name in STEP_HOOKS if name in attributes}
+        whole = _lists_of(optimizer.param_groups)
+        instead |= {name: partial(self._of_all, optimizer, name, whole) for name in _OF_ALL}
+        ids = ((id(p), id(p)) for p in tensors)
+        if (overrides := moved(optimizer, places_in_bucket([m.in_group for m in members]), ids)) is not None:
+            instead[MANAGER] = overrides
+        before = {name: attributes.get(name, ABSENT) for name in instead}
+        attributes.update(instead)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is ABSENT:
+                    attributes.pop(name, None)
+                else:
+                    attributes[name] = value
+
+    def _of_all(self, optimizer: Optimizer, name: str, whole: Sequence["_Lists"], *args: Any, **named: Any) -> Any:
+        """A method that needs all parameters is called while a bucket is stepped: by the update itself, or on another
+        thread, which waits here until the bucket is."""
+        with self._lock:
+            # Of another thread these are all again, and nothing is exchanged.
+            now = _lists_of(group for group, _, _ in whole)
+            _put(whole)
+            try:
+                return getattr(type(optimizer), name)(optimizer, *args, **named)
+            finally:
+                _put(now)
+
+
+_Lists = tuple[dict[str, Any], list[Any], "list[str] | None"]
+"""A group, with its parameters and, where it has them, their names."""
+
+
+def _lists_of(groups: Iterable[dict[str, Any]]) -> list[_Lists]:
+    return [(group, group["params"], group.get("param_names")) for group in groups]
+
+
+def _put(lists: Iterable[_Lists]) -> None:
+    for group, params, names in lists:
+        group["params"] = params
+        if names is not None:
+            group["param_names"] = names
+
+
+@contextmanager
+def _holding(optimizer: Optimizer, members: Sequence[Members], tensors: Sequence[Any]) -> Iterator[None]:
+    """The optimizer's groups hold ``tensors`` alone."""
+    whole = _lists_of(optimizer.param_groups)
+    mine: list[_Lists] = []
+    for number, (group, params, names) in enumerate(whole):
+        # A group that was added since the step began holds none of them.
+        places = members[number] if number < len(members) else Members([], [])
+        some = None if names is None else [names[place] for place in places.in_group]
+        mine.append((group, _Params([tensors[i] for i in places.in_bucket], params), some))
+    try:
+        _put(mine)
+        yield
+    finally:
+        _put(whole)
+
+
+# What the object holds beside the parameters and their state: settings, attributes, state under names.
+
+
+class _Place:
+    """One mapping with values of the object, some of which an update may change.
+
+    Args:
+        where: in words.
+        mapping: the user's own.
+        mine: which of its keys.
+    """
+
+    def __init__(self, where: str, mapping: MutableMapping[Any, Any], mine: Callable[[], dict[Any, Any]]) -> None:
+        self.where = where
+        self.mapping = mapping
+        self._mine = mine
+        self._values = mine()
+        self._looks = {key: fingerprint(value) for key, value in self._values.items() if not is_immutable(value)}
+        contents = Contents(host=False)
+        self._put_back = {key: contents.of(self._values[key]) for key in self._looks}
+        self._left: dict[Any, Any] | None = None  # what buckets have left, as ``fingerprint`` sees it
+        self._put_left: dict[Any, Restore] = {}
+        self._taken_out: list[Any] = []
+
+    def changed(self) -> list[Any]:
+        """The keys whose value is not what it was."""
+        now = self._mine()
+        keys = now.keys() | self._values.keys() if now.keys() != self._values.keys() else now
+        return [key for key in keys if not self._is_as_it_was(key, now.get(key, ABSENT))]
+
+    def _is_as_it_was(self, key: Any, value: Any) -> bool:
+        then = self._values.get(key, ABSENT)
+        if key in self._looks:
+            return value is then and alike(fingerprint(value), self._looks[key])
+        return value is then or (type(value) is type(then) and alike(value, then))
+
+    def take_back(self, changed: Iterable[Any]) -> None:
+        for key in changed:
+            if key not in self._values:
+                self.mapping.pop(key, None)
+            else:
+                self.mapping[key] = self._put_back[key]() if key in self._put_back else self._values[key]
+
+    def note(self, changed: Sequence[Any]) -> Any:
+        """A bucket's update has ``changed`` these. Returns the first key that another bucket has left otherwise;
+        ``ABSENT``: none."""
+        left = {key: fingerprint(self.mapping[key]) if key in self.mapping else ABSENT for key in changed}
+        if self._left is None:
+            contents = Contents(host=False)
+            self._left, self._taken_out = left, [key for key in changed if key not in self.mapping]
+            self._put_left = {key: contents.of(self.mapping[key]) for key in changed if key in self.mapping}
+            return ABSENT
+        for key in self._left.keys() | left.keys():
+            if key not in left or key not in self._left or not alike(left[key], self._left[key]):
+                return key
+        return ABSENT
+
+    def commit(self) -> None:
+        """What buckets have left is what the step leaves. Without one, what is there stands."""
+        if self._left is None:
+            return
+        self.take_back(set(self.changed()) - self._left.keys())
+        for key, put in self._put_left.items():
+            self.mapping[key] = put()
+        for key in self._taken_out:
+            self.mapping.pop(key, None)
+
+    def differs(self) -> Any:
+        """The first key that is not as buckets have left it; ``ABSENT``: there is none, or no bucket was asked."""
+        if self._left is None:
+            return ABSENT
+        now = {key: fingerprint(self.mapping[key]) if key in self.mapping else ABSENT for key in self.changed()}
+        for key in self._left.keys() | now.keys():
+            if key not in now or key not in self._left or not alike(now[key], self._left[key]):
+                return key
+        return ABSENT
+
+
+class Beside:
+    """What a foreign optimizer holds beside parameters and their state, as a step begins with it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._groups: list[_Place] = []
+        self._others: list[_Place] = []
+        self._unseen: list[torch.Tensor] = []  # tensors that it reaches, and that nobody puts back
+        self._versions: list[int] = []
+        self.wrote_in_place = False
+
+    def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
+        self._groups = [
+            _Place(f"param_groups[{number}]", group, partial(_settings, group))
+            for number, group in enumerate(optimizer.param_groups)
+        ]
+        attributes = vars(optimizer)
+        no_settings = attributes.keys() - read_by_update(optimizer).keys()
+        self._others = [
+            _Place("attribute", attributes, partial(_but, attributes, no_settings)),
+            _Place("state", optimizer.state, partial(beside_parameters, optimizer.state)),
+        ]
+        self._unseen = list(_in_modules(optimizer, layout))
+        self._versions = versions_of(self._unseen)
+
+    def note(self, optimizer: Optimizer, members: Sequence[Members]) -> None:
+        """A bucket was updated: what that has changed is noted, and taken back."""
+        added = len(optimizer.param_groups) != len(self._groups)
+        disagreement: str | None = "the number of its param_groups" if added else None
+        for number, place in enumerate(self._groups):
+            changed = place.changed()
+            in_bucket = number < len(members) and bool(members[number].in_bucket)
+            if in_bucket and (key := place.note(changed)) is not ABSENT:
+                disagreement = disagreement or f"{place.where}[{key!r}]"
+            place.take_back(changed)
+        for place in self._others:
+            changed = place.changed()
+            if (key := place.note(changed)) is not ABSENT:
+                disagreement = disagreement or f"{place.where} {key!r}"
+            place.take_back(changed)
+        if self.wrote_unseen():
+            raise writes_modules(self._name)
+        if disagreement is not None:
+            raise UnsupportedOptimizerError(
+                f"{self._name} cannot be stepped bucket by bucket: its update of {disagreement} depends on which "
+                f"parameters step together, so the result would differ from the plain loop. {STEPPED_WHOLE}"
+            )
+
+    def take_back(self) -> None:
+        """The update has raised, or does not count."""
+        for place in (*self._groups, *self._others):
+            place.take_back(place.changed())
+        self.wrote_unseen()
+
+    def wrote_unseen(self) -> bool:
+        written = versions_of(self._unseen) != self._versions
+        self.wrote_in_place |= written
+        return written
+
+    def require_unchanged(self, optimizer: Optimizer) -> None:
+        """Raise ``HyperparameterChangedError`` if ``optimizer.step()`` would find other attributes than buckets have
+        found. Of the settings in groups ``SettingsGuard`` says so."""
+        for place in self._others:
+            for key in place.changed():
+                raise HyperparameterChangedError(
+                    f"{place.where} {key!r} of {self._name} was changed after backward had already stepped parameters "
+                    "with what it was. Change it after optimizer.step() or before backward(), not in between"
+                )
+
+    def differs(self) -> str | None:
+        """What ``step()`` has left otherwise than buckets have, in words; ``None``: nothing."""
+        for place in (*self._groups, *self._others):
+            if (key := place.differs()) is not ABSENT:
+                return f"{place.where} {key!r}"
+        return None
+
+    def commit(self) -> None:
+        for place in (*self._groups, *self._others):
+            place.commit()
+
+    def forget(self) -> None:
+        # Attributes may refer to the model, which nothing here must keep.
+        self._groups, self._others, self._unseen, self._versions = [], [], [], []
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return _but(group, PER_PARAMETER)
+
+
+def _but(values: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in names}
+
+
+def _in_modules(optimizer: Optimizer, layout: GroupLayout) -> Iterator[torch.Tensor]:
+    """The parameters and buffers of modules that its attributes reach, without its own parameters. They may be large,
+    and are not copied."""
+    owners = [read_by_update(optimizer), beside_parameters(optimizer.state)]
+    for value in reachable_values(owners):
+        if isinstance(value, torch.nn.Module):
+            for tensor in chain(value.parameters(), value.buffers()):
+                if not layout.holds(tensor) and not tensor.is_inference():
+                    yield tensor
+
+
+def reached_by(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The optimizer's parameters to which its attributes, groups, shared state or the functions of its classes refer
+    too: nobody knows what an update does with them."""
+    mine = set(map(id, parameters_of(optimizer)))
+    groups = (_settings(group) for group in optimizer.param_groups)
+    owners = [read_by_update(optimizer), beside_parameters(optimizer.state), held_by_classes(optimizer), *groups]
+    return [value for value in reachable_values(owners) if id(value) in mine]
+
+
+def writes_modules(optimizer: str) -> UnsupportedOptimizerError:
+    return UnsupportedOptimizerError(
+        f"{optimizer} writes tensors of a module to which its attributes refer (an average of the weights?): bucket by "
+        "bucket that would happen once per bucket. Update that module in the loop, after optimizer.step(). "
+        f"{STEPPED_WHOLE}"
+    )

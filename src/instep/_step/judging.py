@@ -1,0 +1,411 @@
+"""A foreign optimizer is judged by its first real updates: taken in parts, each put back, and then as a whole.
+
+Nobody knows what an update that is not torch's own couples. A norm over all parameters, a counter, a draw, the weights
+of a neighbour: stepped bucket by bucket, the numbers would be others. So the first two updates of such an optimizer
+are left to ``optimizer.step()``, which takes them as in the plain loop. Right before it, parts are stepped alone, by
+the same object that steps buckets later; what each part has become is kept as a digest, and the part is put back. In
+the first update each parameter is a part, in the order of the groups, and in the second each bucket. When ``step()``
+has returned, the digests are compared with what it has made of the same parameters. Memory: one part, beside the
+gradients, which are all there, as in the plain loop.
+
+Equal: from the third step on buckets are stepped in backward. Not equal: every step is left to ``optimizer.step()``,
+which is right, and saves nothing; the log says so once, with the road that the coupling takes. An optimizer that keeps
+what nobody can put back (a counter in a closure, a generator of a module) is told by a part that comes out differently
+when it is stepped twice: then an error is raised, before anything of the step is written.
+
+A coupling may begin later: so of every ``EVERY``-th step two buckets are left to ``optimizer.step()``, other ones each
+time, and compared in the same way.
+
+Where nobody takes a step as a whole (``random="keyed"``, ``offload``, ``shard_state``), each parameter is compared with
+itself stepped together with the next one.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from instep._optim.contents import copy_of, digest_of, digest_of_value, restore
+from instep._optim.kinds import STEPPED_WHOLE
+from instep._optim.own_object import Beside, reached_by
+from instep._optim.parameters import AttachedParameter, AttachedParameters, calls_of
+from instep._optim.random_numbers import Generators
+from instep._optim.shadow import parameters_of
+from instep._optim.stepper import Stepper
+from instep._optim.undo import SavedParameter
+from instep._optim.values import values_differ
+from instep._step.state import gradient_of
+from instep._torch.engine import listen
+from instep._torch.versions import versions_of
+from instep.errors import UnsupportedOptimizerError
+
+_logger = logging.getLogger("instep")
+
+FIRST = 2
+"""Updates that are compared as a whole."""
+EVERY = 50
+"""Of each so many-th step after them two buckets are compared."""
+
+_Digest = tuple[Any, Any]
+_IN_SHORT = 160
+
+
+class _Compiles:
+    """Whether torch.compile has begun to trace something since."""
+
+    def __init__(self) -> None:
+        self.any = False
+        listen(self)
+
+    def before_compile(self) -> None:
+        self.any = True
+
+
+class PartsOfUpdate:
+    """One real update of an optimizer, and beside it each part of it.
+
+    Args:
+        parts: of the parameters that the update is to step.
+
+    Attributes:
+        reason: why parts come out otherwise than the whole, in words; ``None``: nothing is known to.
+        counts: whether parts were compared.
+    """
+
+    def __init__(self, stepper: Stepper, parts: Sequence[AttachedParameters]) -> None:
+        self.reason: str | None = None
+        self.counts = True
+        self._stepper = stepper
+        self._optimizer = stepper.optimizer()
+        self._parts = parts
+        self._digests: dict[AttachedParameter, _Digest] = {}
+        self._reached = reached_by(self._optimizer) if stepper.is_foreign else []
+        self._beside: Beside | None = None
+
+    # Before the update.
+
+    def take(self, *, twice: bool, is_warm: bool, in_pairs: bool) -> None:
+        """Step each part alone, and put it back.
+
+        Args:
+            twice: each of them, to see that it comes out the same.
+            is_warm: whether all that the update compiles was compiled by an earlier one.
+            in_pairs: compare each part with itself stepped together with the next one.
+
+        Raises:
+            UnsupportedOptimizerError: it keeps what cannot be put back. Nothing of the step is written.
+        """
+        every = list(parameters_of(self._optimizer))
+        before = versions_of(every)
+        compiles = _Compiles()
+        try:
+            for part in self._parts:
+                self._take_part(part, twice=twice)
+                if compiles.any and self.reason is None:
+                    self._meet_compiler(is_warm)
+                if self.reason is not None or not self.counts:
+                    break
+            if in_pairs and self.reason is None and self.counts:
+                self._compare_pairs()
+        finally:
+            self._beside = self._stepper.end_parts()
+        if (now := versions_of(every)) != before:
+            self._raise_written([one != two for one, two in zip(now, before, strict=True)])
+
+    def _meet_compiler(self, is_warm: bool) -> None:
+        # What is compiled for one parameter is compiled by now, where the loop has come to it. What is compiled for a
+        # list of them would be compiled for each bucket anew, and left uncompiled beyond torch's limit.
+        if is_warm:
+            self.reason = "its update is compiled (torch.compile) anew for each choice of parameters"
+        else:
+            self.counts = False  # the loop's own update is to be the first that compiles: this one is not compared
+
+    def _take_part(self, part: AttachedParameters, *, twice: bool) -> None:
+        optimizer, tensors = self._optimizer, part.tensors()
+        kept = _Kept(optimizer, tensors, self._reached)
+        try:
+            returned = self._step(part)
+            digests = [_digest(optimizer, tensor) for tensor in tensors]
+            kept.put_back()
+            if self.reason is None and twice:
+                self._require_same_again(part, digests)
+                kept.put_back()
+            if self.reason is None and self._stepper.is_foreign:
+                self._step_without_gradient(part, returned)
+        finally:
+            kept.put_back()
+        self._digests.update(zip(part, digests, strict=True))
+
+    def _step(self, part: AttachedParameters, *, notes: bool = True) -> Any:
+        """Returns what the update returns."""
+        gradients = [g for a in part if (g := gradient_of(a)) is not None]
+        generators = Generators({part[0].spec.device}, [self._optimizer])
+        returned: Any = None
+        try:
+            for call in calls_of(part, gradients, alias=False):
+                returned = self._stepper.step_part(call.tensors, call.parameters, call.shards, notes=notes)
+        except UnsupportedOptimizerError as error:
+            self.reason = self.reason or str(error).removesuffix(f". {STEPPED_WHOLE}")
+        except Exception as error:
+            self.reason = f"its step() raises on {_names(part)} alone ({in_short(error)})"
+        finally:
+            if generators.drawn() == "yes":
+                generators.restore()
+                self.reason = "it draws random numbers in step()"
+        return returned
+
+    def _require_same_again(self, part: AttachedParameters, digests: Sequence[_Digest]) -> None:
+        self._step(part)
+        again = [_digest(self._optimizer, tensor) for tensor in part.tensors()]
+        if self.reason is None and again != digests:
+            name = next(a.spec.name for a, one, two in zip(part, digests, again, strict=True) if one != two)
+            raise UnsupportedOptimizerError(
+                f"{self._stepper.name}.step() gives {name!r} other values when the same step is taken again: it keeps "
+                "something that instep does not find, and cannot put back, such as a counter outside of its attributes "
+                "or a generator of its module. Nothing of this step was written, but what it keeps has moved: make the "
+                f"optimizer anew. {STEPPED_WHOLE}"
+            )
+
+    def _step_without_gradient(self, part: AttachedParameters, returned: Any) -> None:
+        """After backward ``step()`` finds no gradient: it must leave all as it is, and return the same."""
+        tensors = part.tensors()
+        gradients = [tensor.grad for tensor in tensors]
+        before = [_digest(self._optimizer, tensor) for tensor in tensors]
+        for tensor in tensors:
+            tensor.grad = None
+        try:
+            nothing = self._stepper.step_part(tensors, tensors, None, notes=False)
+        except Exception as error:
+            self.reason = f"its step() raises when no parameter has a gradient ({in_short(error)})"
+            return
+        finally:
+            for tensor, gradient in zip(tensors, gradients, strict=True):
+                tensor.grad = gradient
+        after = [_digest(self._optimizer, tensor) for tensor in tensors]
+        if any(_has_moved(*pair) for pair in zip(before, after, strict=True)):
+            self.reason = f"its step() changes parameters that have no gradient, or their state ({_names(part)})"
+        elif values_differ(nothing, returned):
+            self.reason = "its step() returns a value that depends on what it updates"
+
+    def _compare_pairs(self) -> None:
+        """Nobody takes the step as a whole: the first of two that are stepped together comes out as by itself. Where
+        updates draw by the key of the first, only that one does."""
+        for one, other in zip(self._parts, self._parts[1:], strict=False):
+            kept = _Kept(self._optimizer, [*one.tensors(), *other.tensors()], self._reached)
+            try:
+                self._step(AttachedParameters((*one, *other)), notes=False)
+                found = [_digest(self._optimizer, tensor) for tensor in one.tensors()]
+            finally:
+                kept.put_back()
+            if self.reason is None and found != [self._digests[attached] for attached in one]:
+                self.reason = f"parameter {one.names[0]!r} gets other values together with {other.names[0]!r}"
+            if self.reason is not None:
+                return
+
+    def _raise_written(self, written: Sequence[bool]) -> None:
+        raise UnsupportedOptimizerError(
+            f"{self._stepper.name}.step() writes {sum(written)} parameters, too, where its groups hold others alone: "
+            "it keeps parameters elsewhere. They were written, and cannot be put back: load a checkpoint. "
+            f"{STEPPED_WHOLE}"
+        )
+
+    # After it.
+
+    def only_counts(self) -> None:
+        """The parts were compared with each other: there is no whole to compare them with."""
+        self._digests.clear()
+        self._beside = None
+
+    def compare(self) -> str | None:
+        """``step()`` has returned. Why parts differ from what it has made of them, in words; ``None``: they do not."""
+        if self.reason is not None or not self.counts:
+            return self.reason
+        for attached, digest in self._digests.items():
+            whole = _digest(self._optimizer, attached.get())
+            if whole != digest:
+                what = "other values" if whole[0] != digest[0] else "another state"
+                return f"parameter {attached.spec.name!r} gets {what} when it is stepped without the others"
+        differs = None if self._beside is None else self._beside.differs()
+        return None if differs is None else f"its {differs} depends on which parameters step together"
+
+
+class _Kept:
+    """What one part may write, to be put back: parameters with their state, gradients, and where attributes reach other
+    parameters, these too."""
+
+    def __init__(self, optimizer: Optimizer, tensors: Sequence[torch.Tensor], reached: Sequence[torch.Tensor]) -> None:
+        every = {id(tensor): tensor for tensor in (*tensors, *reached)}.values()
+        self._saved = [SavedParameter(tensor, optimizer, host=False) for tensor in every]
+        self._gradients = [(t, t.grad, None if t.grad is None else copy_of(t.grad, False)) for t in every]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for saved in reversed(self._saved):
+            saved.restore()
+        for tensor, gradient, values in self._gradients:
+            tensor.grad = gradient
+            if gradient is not None and values is not None:
+                restore(gradient, values)
+
+
+def _digest(optimizer: Optimizer, parameter: torch.Tensor) -> _Digest:
+    entry = optimizer.state.get(parameter)
+    return digest_of(parameter), digest_of_value(entry) if entry else None
+
+
+def _has_moved(before: _Digest, after: _Digest) -> bool:
+    # An entry that was none: a look at ``state[p]`` makes an empty one, and some make all state in the first step.
+    return before[0] != after[0] or (before[1] is not None and before[1] != after[1])
+
+
+def _names(part: AttachedParameters) -> str:
+    return repr(part.names[0]) if len(part) == 1 else f"{part.names[0]!r} and {len(part) - 1} others"
+
+
+def in_short(error: BaseException) -> str:
+    """The error's class and the beginning of its message, in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:_IN_SHORT]}" if text else type(error).__name__
+
+
+# The updates that are judged, of all optimizers of one attachment.
+
+
+class Judge:
+    """Judges the first updates of each foreign optimizer of an attachment, and parts of later ones.
+
+    Args:
+        steppers: of all optimizers.
+        in_parts: whether buckets are stepped in backward.
+
+    Attributes:
+        buckets: those of the plan, by the indices of their parameters.
+        verdict: why every step is left to ``optimizer.step()``; ``None``: buckets are stepped.
+        leaves_all: whether all of the running step is left to ``optimizer.step()``.
+    """
+
+    def __init__(self, steppers: Sequence[Stepper], *, in_parts: bool) -> None:
+        self.buckets: Callable[[], Iterable[Sequence[int]] | None] = tuple
+        self.verdict: str | None = None
+        self._in_parts = in_parts
+        self._due = {stepper: FIRST if stepper.is_foreign and not stepper.is_proved else 0 for stepper in steppers}
+        self.leaves_all = in_parts and any(self._due.values())
+        self._running: dict[Stepper, PartsOfUpdate] = {}
+        self._has_begun: set[Stepper] = set()  # to be judged: its first update was compared, one by one
+        self._is_warm: set[Stepper] = set()  # those that have taken a step
+        self._apart: list[AttachedParameters] = []  # buckets of the running step that are left, to be compared
+        self._count = self._last_count = 0  # buckets of the running step, and of the last one
+        self._objects = False
+
+    # In backward.
+
+    def step_opens(self) -> None:
+        """The first final gradient of a step that is taken in backward has come."""
+        self._last_count, self._count = self._count, 0
+        self._apart = []
+
+    def leaves(self, bucket: AttachedParameters, number: int) -> bool:
+        """Whether this bucket of step ``number`` is left to ``optimizer.step()``, to be compared."""
+        at, self._count = self._count, self._count + 1
+        if number % EVERY or self._last_count < 2 or not any(stepper.is_foreign for stepper in bucket.steppers):
+            return False
+        first = number // EVERY % (self._last_count - 1)
+        if at not in (first, first + 1):
+            return False
+        self._apart.append(bucket)
+        return True
+
+    # Around ``optimizer.step()``.
+
+    def before_update(self, stepper: Stepper, left: Iterable[AttachedParameter]) -> None:
+        """``step()`` is about to update all of ``left`` that have a gradient.
+
+        Raises:
+            UnsupportedOptimizerError: the optimizer keeps what cannot be put back, or, where nobody but instep can take
+                its steps, couples parameters. Nothing of the step is written.
+        """
+        if self.verdict is not None or not (self._due.get(stepper) or self._apart):
+            return
+        there = [a for a in left if gradient_of(a) is not None and (a.shard is None or a.shard.is_owner)]
+        is_first = bool(self._due[stepper]) and stepper not in self._has_begun
+        parts = [part for part in (_one_by_one(stepper, there) if is_first else self.in_buckets(there)) if part]
+        if not parts:
+            return
+        in_pairs = stepper.steps_every_parameter or any(a.is_divided for a in there)
+        running = PartsOfUpdate(stepper, parts)
+        running.take(twice=is_first and stepper.is_foreign, is_warm=stepper in self._is_warm, in_pairs=in_pairs)
+        if in_pairs and running.reason is not None:
+            raise UnsupportedOptimizerError(f"{stepper.name}: {running.reason}. {STEPPED_WHOLE}")
+        if in_pairs:
+            running.only_counts()
+        self._running[stepper] = running
+
+    def in_buckets(self, there: Sequence[AttachedParameter]) -> list[AttachedParameters]:
+        if self._apart:
+            return [AttachedParameters(a for a in bucket if a in set(there)) for bucket in self._apart]
+        by_index = {attached.spec.index: attached for attached in there}
+        parts = [
+            AttachedParameters(by_index.pop(i) for i in bucket if i in by_index) for bucket in self.buckets() or ()
+        ]
+        return [*parts, AttachedParameters(by_index.values())]
+
+    def after_update(self, stepper: Stepper) -> UnsupportedOptimizerError | None:
+        """``step()`` has returned. The error that tears the step, where a part of it was taken in backward, and should
+        not have been."""
+        self._is_warm.add(stepper)
+        running = self._running.pop(stepper, None)
+        if running is None:
+            return None
+        if (reason := running.compare()) is not None:
+            self.object(f"{stepper.name}: {reason}")
+            self._objects = True
+            if self._apart:
+                return UnsupportedOptimizerError(
+                    f"{stepper.name} has begun to couple parameters: {reason}. Backward had stepped the other buckets "
+                    f"of this step. Load a checkpoint. {STEPPED_WHOLE}"
+                )
+        elif running.counts:
+            stepper.compared()
+            self._has_begun.add(stepper)
+            self._due[stepper] = max(0, self._due[stepper] - 1)
+            self.leaves_all = self._in_parts and any(self._due.values())
+        return None
+
+    def committed(self) -> bool:
+        """A step stands. Whether this rank has found in it that steps must be left whole, which the others are to
+        know."""
+        objects, self._objects = self._objects, False
+        return objects
+
+    def object(self, reason: str) -> None:
+        """From now on every step is left to ``optimizer.step()``."""
+        if self.verdict is None:
+            self.verdict, self.leaves_all = reason, True
+            _logger.warning(
+                "%s. Every step is left to optimizer.step(), as in the plain loop: the numbers are right, and no "
+                "gradient is freed in backward",
+                reason,
+            )
+
+    def forget(self) -> None:
+        """The running step was none, or is given up."""
+        self._running.clear()
+        self._apart = []
+
+    def __str__(self) -> str:
+        if self.verdict is not None:
+            return f"left to optimizer.step(): {self.verdict}"
+        due = max(self._due.values(), default=0)
+        names = " and ".join(stepper.name for stepper, left in self._due.items() if left)
+        return (
+            f"{names}: the next {due} steps are taken in optimizer.step(), and compared with their parts" if due else ""
+        )
+
+
+def _one_by_one(stepper: Stepper, there: Iterable[AttachedParameter]) -> list[AttachedParameters]:
+    """Each parameter by itself, in the order of the groups: what an update compiles is compiled in that order."""
+    by_id = {id(attached.get()): attached for attached in there}
+    found = (by_id.get(id(parameter)) for parameter in parameters_of(stepper.optimizer()))
+    return [AttachedParameters((attached,)) for attached in found if attached is not None]
