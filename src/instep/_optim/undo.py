@@ -9,11 +9,12 @@ import torch
 from torch.autograd import grad_mode
 from torch.optim import Optimizer
 
+from instep._optim.contents import Contents, Restore, copy_of, restore
 from instep._optim.foreign import parameters_reached_by
 from instep._optim.kinds import held_by_classes, is_torchs_own, read_by_update
 from instep._optim.shadow import GroupLayout
 from instep._optim.stages import Stage, Update
-from instep._optim.values import PER_PARAMETER, Contents, OutsideState, Restore, copy_of, restore, same_bits
+from instep._optim.values import PER_PARAMETER, OutsideState, same_bits
 from instep._torch.engine import is_captured
 from instep._torch.versions import version_of
 from instep.errors import UnsupportedOptimizerError
