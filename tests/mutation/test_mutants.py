@@ -1913,9 +1913,9 @@ MUTANTS = [
     ),
     Mutant(
         "put copies in the place of what state holds",
-        "Contents.of",
-        "known = partial(restore, value, copy_of(value, self._host))",
-        "known = partial(restore, value.detach().clone(), copy_of(value, self._host))",
+        "Contents._of_tensor",
+        "return partial(restore, value, copy_of(value, self._host))",
+        "return partial(restore, value.detach().clone(), copy_of(value, self._host))",
         UNDO,
     ),
     Mutant(
@@ -1941,9 +1941,9 @@ MUTANTS = [
     ),
     Mutant(
         "put parameters back without their state",
-        "Contents.of",
-        "known = partial(restore, value, copy_of(value, self._host))",
-        "known = partial(copy_of, value, self._host)",
+        "Contents._of_tensor",
+        "return partial(restore, value, copy_of(value, self._host))",
+        "return lambda: value",
         UNDO,
     ),
     Mutant(

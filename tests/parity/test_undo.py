@@ -15,7 +15,7 @@ from torch import nn
 import instep
 from instep import ClipNorm
 from instep._optim import undo
-from instep._optim.values import Contents
+from instep._optim.contents import Contents
 from instep.errors import HyperparameterChangedError, InstepError, UnsupportedOptimizerError
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch, optimizer_cases, two_groups

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from instep._optim.contents import Restore, copy_of, is_back, restore
 from instep._optim.kinds import SCALES, beside_parameters
 from instep._optim.shadow import GroupLayout, Members
 from instep._optim.stages import Stage, Update
@@ -478,38 +479,32 @@ def remember_settings(optimizer: Optimizer) -> Callable[[], None]:
     Returns:
         A function that restores them: in the groups, in ``state`` and on the optimizer itself.
     """
-    places: list[tuple[Any, dict[Any, Any]]] = [
-        (group, {key: private(value) for key, value in group.items() if key not in PER_PARAMETER})
+    places: list[tuple[Any, dict[Any, Restore]]] = [
+        (group, {key: _kept(value) for key, value in group.items() if key not in PER_PARAMETER})
         for group in optimizer.param_groups
     ]
-    places.append((optimizer.state, {key: private(v) for key, v in beside_parameters(optimizer.state).items()}))
-    places.append((vars(optimizer), {key: private(value) for key, value in _attributes(optimizer).items()}))
+    places.append((optimizer.state, {key: _kept(v) for key, v in beside_parameters(optimizer.state).items()}))
+    places.append((vars(optimizer), {key: _kept(value) for key, value in _attributes(optimizer).items()}))
     known = [set(place) for place, _ in places]
 
-    def restore() -> None:
+    def restore_all() -> None:
         for (place, before), names in zip(places, known, strict=True):
             for key in place.keys() - names:
                 if place is not vars(optimizer) or _may_be_setting(key):
                     del place[key]
             for key, value in before.items():
-                _restore(place, key, value)
+                place[key] = value()
 
-    return restore
-
-
-def _restore(place: dict[Any, Any], key: Any, value: Any) -> None:
-    """A tensor is written into, as far as it fits: others may refer to it."""
-    now = place.get(key)
-    if not _holds(now, value):
-        place[key] = value
-    elif not same(now, value):
-        place[key].detach().copy_(value)
+    return restore_all
 
 
-def _holds(now: Any, value: Any) -> bool:
-    """Whether ``now`` is a tensor into which ``value`` can be written."""
-    tensors = isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor)
-    return tensors and now.shape == value.shape and now.dtype == value.dtype
+def _kept(value: Any) -> Restore:
+    """A tensor is put back into itself, others may refer to it: and is not written where it is as it was."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
+        copied = private(value)
+        return lambda: copied
+    kept = copy_of(value, host=False)
+    return lambda: value if is_back(value, kept) else restore(value, kept)
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:

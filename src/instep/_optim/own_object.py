@@ -14,17 +14,22 @@ What the call has made of settings, attributes and state beside that of paramete
 is put into the object when the step is committed, in place of what ``step()`` without gradients has made of it.
 """
 
+import re
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from functools import partial
 from itertools import chain
+from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from instep._optim.contents import Contents, Restore
 from instep._optim.kinds import (
     STEP_HOOKS,
     STEPPED_WHOLE,
@@ -37,15 +42,16 @@ from instep._optim.shadow import CallUpdate, GroupLayout, Members, parameters_of
 from instep._optim.values import (
     ABSENT,
     PER_PARAMETER,
-    Contents,
-    Restore,
     alike,
+    compiled_from,
     fingerprint,
+    held_in,
+    is_closed,
     is_immutable,
     reachable_values,
 )
 from instep._torch.held_signals import heard, held
-from instep._torch.versions import versions_of
+from instep._torch.versions import memory_of, versions_of
 from instep.errors import HyperparameterChangedError, UnsupportedOptimizerError
 
 # The groups, while one call steps a bucket.
@@ -223,26 +229,110 @@ def _holding(optimizer: Optimizer, members: Sequence[Members], tensors: Sequence
 # What the object holds beside the parameters and their state: settings, attributes, state under names.
 
 
+MOST_BYTES = 4 * 1024 * 1024
+"""Tensors that are larger are not copied in each step: it is found out whether an update writes them."""
+_OPEN_IN_TORCH = ("torch.optim.", "torch._tensor", "torch.nn.parameter")  # schedulers, and tensors
+
+
+class _Holdings(Contents):
+    """Copies values of an object that an update may change, to put them back.
+
+    Args:
+        apart: addresses of memory that is put back by others, or by nobody: of parameters and their state.
+
+    Attributes:
+        large: tensors that were not copied.
+    """
+
+    def __init__(self, apart: Container[int]) -> None:
+        super().__init__(host=False)
+        self.large: list[torch.Tensor] = []
+        self._apart = apart
+
+    def of(self, value: Any) -> Restore:
+        if isinstance(value, torch.Tensor):
+            if memory_of(value).layout is torch.strided and address_of(value) in self._apart:
+                return lambda: value  # put back, it would take the updates of other buckets with it
+            if value.nbytes > MOST_BYTES:
+                self.large.append(value)
+                return lambda: value
+        elif _is_closed(value):
+            return lambda: value
+        elif isinstance(value, dict) and id(value) not in self._known:
+            self.known(value)
+            items = {key: self.of(item) for key, item in value.items() if not isinstance(key, torch.Tensor)}
+            self._known[id(value)] = partial(_put_items, value, items)
+            return self._known[id(value)]
+        elif isinstance(value, FunctionType):
+            value = compiled_from(value)
+        return super().of(value)
+
+    def _object(self, value: Any) -> Restore:
+        if hasattr(type(value), "__del__"):
+            raise TypeError(f"a {type(value).__name__}, which has a finalizer")
+        return super()._object(value)
+
+
+def _is_closed(value: Any) -> bool:
+    """What an update does not change, or what is looked at in another way."""
+    module = f"{type(value).__module__}."
+    in_torch = module.startswith("torch.") and not module.startswith(_OPEN_IN_TORCH)
+    return is_closed(value) or in_torch or isinstance(value, _INERT)
+
+
+_INERT = (weakref.ref, BuiltinFunctionType, CodeType, Enum, re.Pattern)
+
+
+def _put_items(held: dict[Any, Any], items: dict[Any, Restore]) -> dict[Any, Any]:
+    """Put back a dict, without what it has under parameters: that is taken for state of these."""
+    held.update((key, item()) for key, item in items.items())
+    for key in [key for key in held if key not in items and not isinstance(key, torch.Tensor)]:
+        del held[key]
+    return held
+
+
 class _Place:
     """One mapping with values of the object, some of which an update may change.
 
     Args:
         where: in words.
         mapping: the user's own.
-        mine: which of its keys.
+        mine: which of its items.
+        apart: see ``_Holdings``.
+
+    Attributes:
+        large: tensors that are not copied.
+        opaque: by key, why a value could not be put back, in words.
     """
 
-    def __init__(self, where: str, mapping: MutableMapping[Any, Any], mine: Callable[[], dict[Any, Any]]) -> None:
+    def __init__(
+        self,
+        where: str,
+        mapping: MutableMapping[Any, Any],
+        mine: Callable[[], dict[Any, Any]],
+        apart: Container[int] = frozenset(),
+    ) -> None:
         self.where = where
         self.mapping = mapping
+        self.opaque: dict[Any, str] = {}
         self._mine = mine
+        self._apart = apart
         self._values = mine()
         self._looks = {key: fingerprint(value) for key, value in self._values.items() if not is_immutable(value)}
-        contents = Contents(host=False)
-        self._put_back = {key: contents.of(self._values[key]) for key in self._looks}
+        holdings = _Holdings(apart)
+        self._put_back = {key: self._kept(holdings, key) for key in self._looks}
+        self.large = holdings.large
         self._left: dict[Any, Any] | None = None  # what buckets have left, as ``fingerprint`` sees it
         self._put_left: dict[Any, Restore] = {}
         self._taken_out: list[Any] = []
+
+    def _kept(self, holdings: _Holdings, key: Any) -> Restore:
+        value = self.mapping[key]
+        try:
+            return holdings.of(value)
+        except Exception as error:
+            self.opaque[key] = f"{type(error).__name__}: {error}"
+            return lambda: value
 
     def changed(self) -> list[Any]:
         """The keys whose value is not what it was."""
@@ -268,9 +358,9 @@ class _Place:
         ``ABSENT``: none."""
         left = {key: fingerprint(self.mapping[key]) if key in self.mapping else ABSENT for key in changed}
         if self._left is None:
-            contents = Contents(host=False)
+            holdings = _Holdings(self._apart)
             self._left, self._taken_out = left, [key for key in changed if key not in self.mapping]
-            self._put_left = {key: contents.of(self.mapping[key]) for key in changed if key in self.mapping}
+            self._put_left = {key: self._kept(holdings, key) for key in changed if key in self.mapping}
             return ABSENT
         for key in self._left.keys() | left.keys():
             if key not in left or key not in self._left or not alike(left[key], self._left[key]):
@@ -314,13 +404,16 @@ class Beside:
             _Place(f"param_groups[{number}]", group, partial(_settings, group))
             for number, group in enumerate(optimizer.param_groups)
         ]
-        attributes = vars(optimizer)
-        no_settings = attributes.keys() - read_by_update(optimizer).keys()
+        attributes, read = vars(optimizer), read_by_update(optimizer)
+        named = partial(beside_parameters, optimizer.state)
+        has_tensors = any(isinstance(value, torch.Tensor) for value in reachable_values([read, named()]))
+        apart = _memory_of_parameters(optimizer) if has_tensors else frozenset()
         self._others = [
-            _Place("attribute", attributes, partial(_but, attributes, no_settings)),
-            _Place("state", optimizer.state, partial(beside_parameters, optimizer.state)),
+            _Place("attribute", attributes, partial(_but, attributes, attributes.keys() - read.keys()), apart),
+            _Place("state", optimizer.state, named, apart),
         ]
-        self._unseen = list(_in_modules(optimizer, layout))
+        large = (tensor for place in (*self._groups, *self._others) for tensor in place.large)
+        self._unseen = [*large, *_in_modules(optimizer, layout)]
         self._versions = versions_of(self._unseen)
 
     def note(self, optimizer: Optimizer, members: Sequence[Members]) -> None:
@@ -339,11 +432,11 @@ class Beside:
                 disagreement = disagreement or f"{place.where} {key!r}"
             place.take_back(changed)
         if self.wrote_unseen():
-            raise writes_modules(self._name)
+            raise writes_what_stays(self._name)
         if disagreement is not None:
             raise UnsupportedOptimizerError(
-                f"{self._name} cannot be stepped bucket by bucket: its update of {disagreement} depends on which "
-                f"parameters step together, so the result would differ from the plain loop. {STEPPED_WHOLE}"
+                f"{self._name} updates {disagreement} in a way that depends on which parameters step together. "
+                f"{STEPPED_WHOLE}"
             )
 
     def take_back(self) -> None:
@@ -366,6 +459,14 @@ class Beside:
                     f"{place.where} {key!r} of {self._name} was changed after backward had already stepped parameters "
                     "with what it was. Change it after optimizer.step() or before backward(), not in between"
                 )
+
+    @property
+    def opaque(self) -> str | None:
+        """The first value that could not be put back, and why, in words."""
+        found = (
+            (place.where, key, why) for place in (*self._groups, *self._others) for key, why in place.opaque.items()
+        )
+        return next((f"its {where} {key!r} cannot be put back ({why})" for where, key, why in found), None)
 
     def differs(self) -> str | None:
         """What ``step()`` has left otherwise than buckets have, in words; ``None``: nothing."""
@@ -391,6 +492,23 @@ def _but(values: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in names}
 
 
+def _memory_of_parameters(optimizer: Optimizer) -> frozenset[int]:
+    """The addresses of the memory of parameters and of all tensors in their state."""
+    tensors = [*parameters_of(optimizer)]
+    for parameter in parameters_of(optimizer):
+        tensors += held_in(dict(optimizer.state.get(parameter) or {}), (torch.Tensor,))
+    return frozenset(address_of(t) for t in tensors if memory_of(t).layout is torch.strided)
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Of its memory: all views of it have the same."""
+    memory = memory_of(tensor)
+    return memory.untyped_storage().data_ptr() if type(memory) in _PLAIN and not memory.is_meta else 0
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def _in_modules(optimizer: Optimizer, layout: GroupLayout) -> Iterator[torch.Tensor]:
     """The parameters and buffers of modules that its attributes reach, without its own parameters. They may be large,
     and are not copied."""
@@ -411,9 +529,9 @@ def reached_by(optimizer: Optimizer) -> list[torch.Tensor]:
     return [value for value in reachable_values(owners) if id(value) in mine]
 
 
-def writes_modules(optimizer: str) -> UnsupportedOptimizerError:
+def writes_what_stays(optimizer: str) -> UnsupportedOptimizerError:
     return UnsupportedOptimizerError(
-        f"{optimizer} writes tensors of a module to which its attributes refer (an average of the weights?): bucket by "
-        "bucket that would happen once per bucket. Update that module in the loop, after optimizer.step(). "
-        f"{STEPPED_WHOLE}"
+        f"{optimizer} writes large tensors to which its attributes refer, or those of a module (an average of the "
+        "weights?): bucket by bucket that would happen once per bucket. They were written, and are not put back. "
+        f"Update them in the loop, after optimizer.step(). {STEPPED_WHOLE}"
     )

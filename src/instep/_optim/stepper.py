@@ -206,6 +206,12 @@ class Stepper:
         returned, self._returned = self._returned, None
         return returned
 
+    @property
+    def opaque(self) -> str | None:
+        """What a foreign optimizer holds that nobody could put back, in words; ``None``: nothing, as far as is
+        known."""
+        return self._own_object.beside.opaque
+
     def end_parts(self) -> Beside:
         """All parts were put back. Returns what they have left beside parameters and state, to be compared."""
         beside = self._own_object.beside

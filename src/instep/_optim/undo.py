@@ -1,7 +1,7 @@
 """Parameters and state as they were before a step, to be put back bit for bit, and gradients that are lent to it."""
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,11 +9,12 @@ import torch
 from torch.autograd import grad_mode
 from torch.optim import Optimizer
 
-from instep._optim.kinds import is_torchs_own
+from instep._optim.contents import Contents, Restore, copy_of, restore
+from instep._optim.kinds import is_torchs_own, read_by_update
 from instep._optim.own_object import reached_by
 from instep._optim.shadow import GroupLayout
 from instep._optim.stages import Stage, Update
-from instep._optim.values import Contents, Restore, copy_of, restore, same_bits
+from instep._optim.values import reachable_values, same_bits
 from instep._torch.engine import is_captured
 from instep._torch.versions import version_of
 from instep.errors import UnsupportedOptimizerError
@@ -85,6 +86,7 @@ class SavedParameter:
         self._version = grad_mode._unsafe_preserve_version_counter(parameter)
         contents = Contents(host)
         contents.known(parameter)
+        self._attributes: Restore | None = contents.of(vars(parameter)) if _has_attributes(parameter) else None
         self._entry = state
         self._entries: Restore | None = None if state is None else contents.of(state)
 
@@ -97,9 +99,49 @@ class SavedParameter:
         elif found or found is self._entry:  # else somebody has taken it out meanwhile
             mapping[self._parameter] = self._entries()
         restore(self._parameter, self._values)
+        if self._attributes is not None:
+            self._attributes()
+        elif _has_attributes(self._parameter):
+            vars(self._parameter).clear()
         # The bits are back: a graph that has saved them may run. torch has a private way to say so. After the state,
         # which may hold a view of the parameter.
         self._version.__exit__()
+
+
+def _has_attributes(parameter: torch.Tensor) -> bool:
+    """Whether an optimizer may keep something in attributes of it. A tensor of a wrapper class has its values there."""
+    return bool(vars(parameter)) and not hasattr(type(parameter), "__tensor_flatten__")
+
+
+class KeptByParameter:
+    """What an optimizer keeps of single parameters outside of its ``state``: mappings by parameter, in its attributes.
+
+    Args:
+        optimizer: a foreign one.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        contents = Contents(host=False)
+        self._kept = [
+            (mapping, {key: contents.of(value) for key, value in mapping.items() if isinstance(key, torch.Tensor)})
+            for mapping in self._mappings()
+        ]
+
+    def restore(self) -> None:
+        """Put it back, and take out what was added."""
+        before = {id(mapping): kept for mapping, kept in self._kept}
+        for mapping in self._mappings():
+            kept = before.get(id(mapping), {})
+            for key in [key for key in mapping if isinstance(key, torch.Tensor) and key not in kept]:
+                del mapping[key]
+            mapping.update((key, put()) for key, put in kept.items())
+
+    def _mappings(self) -> list[MutableMapping[Any, Any]]:
+        optimizer = self._optimizer()
+        read = {} if optimizer is None else read_by_update(optimizer)
+        found = [value for value in reachable_values([read]) if isinstance(value, MutableMapping)]
+        return [mapping for mapping in found if any(isinstance(key, torch.Tensor) for key in mapping)]
 
 
 class UndoCopies(Stage):
@@ -117,7 +159,9 @@ class UndoCopies(Stage):
         self._reached: list[torch.Tensor] = []
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
-        self._reached = [] if is_torchs_own(optimizer) else reached_by(optimizer)
+        if not is_torchs_own(optimizer):
+            self._reached = reached_by(optimizer)
+            self._copies.keep_others(optimizer)
 
     def forget(self) -> None:
         self._reached = []
@@ -143,11 +187,16 @@ class Undo:
     def __init__(self, host: bool) -> None:
         self._host = host
         self._saved: dict[int, SavedParameter] = {}
+        self._others: list[KeptByParameter] = []
 
     @property
     def devices(self) -> set[torch.device]:
         """Those with something saved."""
         return {saved.device for saved in self._saved.values()}
+
+    def keep_others(self, optimizer: Optimizer) -> None:
+        """A step of a foreign optimizer begins."""
+        self._others.append(KeptByParameter(optimizer))
 
     @torch.no_grad()
     def save(self, parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> None:
@@ -170,6 +219,8 @@ class Undo:
         for key in reversed([key for key, saved in self._saved.items() if saved.device == device]):
             self._saved[key].restore()
             del self._saved[key]
+        for kept in self._others:
+            kept.restore()
 
     def forget(self, parameters: Iterable[torch.Tensor]) -> None:
         """These will not be put back any more."""
@@ -178,3 +229,4 @@ class Undo:
 
     def forget_all(self) -> None:
         self._saved.clear()
+        self._others.clear()

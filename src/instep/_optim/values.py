@@ -1,11 +1,10 @@
 """Values that an optimizer holds: what can be reached from it, copied and put back, and whether it was changed."""
 
-import copy
 import logging
 import reprlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -48,6 +47,11 @@ def reachable_values(owners: Iterable[object]) -> Iterator[Any]:
             left.extend(cell.cell_contents for cell in value.__closure__ or () if is_filled(cell))
         elif not isinstance(value, (torch.Tensor, type)) and not callable(value):
             left.extend(getattr(value, "__dict__", {}).values())
+
+
+def compiled_from(function: Any) -> Any:
+    """The function that ``torch.compile`` was given, whose wrapper encloses much of torch's."""
+    return getattr(function, "_torchdynamo_orig_callable", function)
 
 
 def is_filled(cell: Any) -> bool:
@@ -268,7 +272,14 @@ def _items_of(value: Any) -> dict[Any, Any] | None:
         return dict(enumerate(value))
     if isinstance(value, (set, frozenset)):
         return dict.fromkeys(value)
-    return _content_of_buffer(value) or _attributes_of(value)
+    if isinstance(value, FunctionType):
+        cells = enumerate(compiled_from(value).__closure__ or ())
+        return {number: cell.cell_contents for number, cell in cells if is_filled(cell)}
+    if isinstance(value, MethodType):
+        return {"__self__": value.__self__, "__func__": value.__func__}
+    if isinstance(value, partial):
+        return {"func": value.func, "args": value.args, "keywords": value.keywords}
+    return _content_of_buffer(value) or attributes_of(value)
 
 
 def _content_of_buffer(value: Any) -> dict[Any, Any] | None:
@@ -280,11 +291,16 @@ def _content_of_buffer(value: Any) -> dict[Any, Any] | None:
     return {"bytes": bytes(view)} if view.nbytes <= 8 * MOST else None
 
 
-def _attributes_of(value: Any) -> dict[Any, Any] | None:
+def attributes_of(value: Any) -> dict[Any, Any] | None:
     names = {name for cls in type(value).__mro__ for name in _slots_of(cls)}
     found = {name: getattr(value, name) for name in names if hasattr(value, name)}
     found.update(getattr(value, "__dict__", {}))
     return found or None
+
+
+def is_closed(value: Any) -> bool:
+    """Whether it is only told apart from others."""
+    return isinstance(value, _CLOSED)
 
 
 def _slots_of(cls: type) -> tuple[str, ...]:
@@ -330,156 +346,3 @@ def _address(tensor: torch.Tensor) -> int:
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a dense tensor, byte by byte."""
     return tensor.reshape(-1).view(torch.uint8)
-
-
-# What a value of optimizer state holds, copied, to be put back into the same objects: others may refer to them.
-
-
-Restore = Callable[[], Any]
-"""Puts back what a value held. Returns the value, which is the same object."""
-
-
-class Contents:
-    """Copies the contents of values, each object once, however often it is referred to.
-
-    Args:
-        host: keep the copies of tensors in host memory, pinned where the tensors are on an accelerator.
-    """
-
-    def __init__(self, host: bool) -> None:
-        self._host = host
-        self._known: dict[int, Restore] = {}
-
-    def known(self, value: Any) -> None:
-        """``value`` is put back by whoever says so."""
-        self._known[id(value)] = lambda: value
-
-    def of(self, value: Any) -> Restore:
-        """The present contents of ``value``.
-
-        Raises:
-            TypeError: an object cannot be copied.
-        """
-        known = self._known.get(id(value))
-        if known is None:
-            if isinstance(value, torch.Tensor):
-                known = partial(restore, value, copy_of(value, self._host))
-            elif is_immutable(value):
-                return lambda: value
-            else:
-                self.known(value)  # while what it holds is copied, which may be itself
-                known = self._copied(value)
-            self._known[id(value)] = known
-        return known
-
-    def _copied(self, value: Any) -> Restore:
-        if isinstance(value, dict):
-            return _dict(value, {key: self.of(item) for key, item in value.items()})
-        if isinstance(value, (list, deque)):
-            return _list(value, [self.of(item) for item in value])
-        if isinstance(value, tuple):
-            return _tuple(value, [self.of(item) for item in value])
-        if isinstance(value, set):
-            return _set(value, set(value))
-        if isinstance(value, FunctionType):
-            return _function(value, [self._filled(cell) for cell in value.__closure__ or ()])
-        if isinstance(value, MethodType):
-            return _tuple(value, [self.of(value.__self__)])
-        if isinstance(value, partial):
-            return _tuple(value, [self.of(item) for item in (value.func, value.args, value.keywords)])
-        if hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType)):
-            return _object(value, {name: self.of(item) for name, item in vars(value).items()})
-        copied = copy.deepcopy(value)
-        return lambda: copied
-
-    def _filled(self, cell: Any) -> Restore | None:
-        return self.of(cell.cell_contents) if is_filled(cell) else None
-
-
-def copy_of(tensor: torch.Tensor, host: bool) -> torch.Tensor:
-    if not host or tensor.device.type == "cpu":
-        if is_pinned(tensor):
-            _await_copies()
-        return tensor.detach().clone()
-    kept = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    return kept.copy_(tensor.detach(), non_blocking=True)
-
-
-def _await_copies() -> None:
-    """Some optimizers keep state in pinned memory, from and to which an accelerator copies while the host goes on."""
-    torch.accelerator.current_stream().synchronize()
-
-
-def restore(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    if is_pinned(tensor):
-        _await_copies()
-    if tensor.shape != values.shape:
-        tensor.resize_(values.shape)
-    tensor.detach().copy_(values, non_blocking=True)
-    return tensor
-
-
-# Never empty in between, where that can be: Ctrl-C may come anywhere, and then this is done again.
-
-
-def _dict(held: dict[Any, Any], items: dict[Any, Restore]) -> Restore:
-    def put() -> dict[Any, Any]:
-        held.update((key, item()) for key, item in items.items())
-        for key in held.keys() - items.keys():
-            del held[key]
-        return held
-
-    return put
-
-
-def _list(held: Any, items: list[Restore]) -> Restore:
-    def put() -> Any:
-        values = [item() for item in items]
-        if isinstance(held, list):
-            held[:] = values
-        else:
-            held.clear()
-            held.extend(values)
-        return held
-
-    return put
-
-
-def _tuple(held: Any, items: list[Restore]) -> Restore:
-    """Of what cannot be made to refer to something else."""
-
-    def put() -> Any:
-        for item in items:
-            item()
-        return held
-
-    return put
-
-
-def _set(held: set[Any], items: set[Any]) -> Restore:
-    def put() -> set[Any]:
-        held.update(items)
-        held.intersection_update(items)
-        return held
-
-    return put
-
-
-def _object(held: Any, attributes: dict[str, Restore]) -> Restore:
-    def put() -> Any:
-        vars(held).update((name, item()) for name, item in attributes.items())
-        for name in vars(held).keys() - attributes.keys():
-            delattr(held, name)
-        return held
-
-    return put
-
-
-def _function(held: FunctionType, enclosed: list[Restore | None]) -> Restore:
-    def put() -> FunctionType:
-        for cell, item in zip(held.__closure__ or (), enclosed, strict=True):
-            if item is not None:
-                cell.cell_contents = item()
-        return held
-
-    return put

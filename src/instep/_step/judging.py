@@ -34,7 +34,7 @@ from instep._optim.parameters import AttachedParameter, AttachedParameters, call
 from instep._optim.random_numbers import Generators
 from instep._optim.shadow import parameters_of
 from instep._optim.stepper import Stepper
-from instep._optim.undo import SavedParameter
+from instep._optim.undo import KeptByParameter, SavedParameter
 from instep._optim.values import values_differ
 from instep._step.state import gradient_of
 from instep._torch.engine import listen
@@ -127,6 +127,7 @@ class PartsOfUpdate:
         kept = _Kept(optimizer, tensors, self._reached)
         try:
             returned = self._step(part)
+            self.reason = self.reason or self._stepper.opaque
             digests = [_digest(optimizer, tensor) for tensor in tensors]
             kept.put_back()
             if self.reason is None and twice:
@@ -142,12 +143,12 @@ class PartsOfUpdate:
         """Returns what the update returns."""
         gradients = [g for a in part if (g := gradient_of(a)) is not None]
         generators = Generators({part[0].spec.device}, [self._optimizer])
-        returned: Any = None
+        returned, name = None, self._stepper.name
         try:
             for call in calls_of(part, gradients, alias=False):
                 returned = self._stepper.step_part(call.tensors, call.parameters, call.shards, notes=notes)
         except UnsupportedOptimizerError as error:
-            self.reason = self.reason or str(error).removesuffix(f". {STEPPED_WHOLE}")
+            self.reason = self.reason or str(error).removesuffix(f". {STEPPED_WHOLE}").removeprefix(f"{name} ")
         except Exception as error:
             self.reason = f"its step() raises on {_names(part)} alone ({in_short(error)})"
         finally:
@@ -238,12 +239,14 @@ class _Kept:
     def __init__(self, optimizer: Optimizer, tensors: Sequence[torch.Tensor], reached: Sequence[torch.Tensor]) -> None:
         every = {id(tensor): tensor for tensor in (*tensors, *reached)}.values()
         self._saved = [SavedParameter(tensor, optimizer, host=False) for tensor in every]
+        self._others = KeptByParameter(optimizer)
         self._gradients = [(t, t.grad, None if t.grad is None else copy_of(t.grad, False)) for t in every]
 
     @torch.no_grad()
     def put_back(self) -> None:
         for saved in reversed(self._saved):
             saved.restore()
+        self._others.restore()
         for tensor, gradient, values in self._gradients:
             tensor.grad = gradient
             if gradient is not None and values is not None:

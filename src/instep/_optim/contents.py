@@ -1,0 +1,784 @@
+"""What a value holds, copied to be put back into the same objects, bit for bit; whether it is back; digests of it.
+
+Nothing else in instep writes a copy back. A tensor is looked at down to its memory: of a sparse one that of its indices
+and values, of a wrapper class that of the tensors inside, of a ``DTensor`` its local one. Where torch does not tell
+what a tensor holds, ``copy_of`` raises: what is put back is seen to be back.
+"""
+
+import copy
+import hashlib
+import struct
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from random import Random
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, Protocol
+
+import torch
+
+from instep._optim.values import attributes_of, is_closed, is_filled, is_immutable, is_pinned
+
+# One tensor: what is kept of it depends on how it keeps its values.
+
+
+class Kept(Protocol):
+    """What a tensor held when it was kept."""
+
+    def put_back(self, tensor: torch.Tensor) -> None: ...
+
+    def is_in(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor holds that, bit for bit."""
+        ...
+
+
+def copy_of(tensor: torch.Tensor, host: bool) -> Kept:
+    """A copy that ``restore`` can put back.
+
+    Args:
+        host: in host memory, pinned where the tensor is on an accelerator.
+
+    Raises:
+        TypeError: nobody could tell whether it was put back.
+    """
+    if type(tensor) in _PLAIN:
+        return _kind_of(tensor)(tensor, host)
+    # Some are watched: to be copied is no use of the values that anybody need be told of.
+    with torch._C.DisableTorchFunctionSubclass():
+        return _kind_of(tensor)(tensor, host)
+
+
+def restore(tensor: torch.Tensor, kept: Kept) -> torch.Tensor:
+    """Write it back, into the same object and the same memory: others may hold views of it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            with torch.inference_mode():  # nothing else may write it
+                kept.put_back(tensor)
+        else:
+            kept.put_back(tensor)
+    return tensor
+
+
+def is_back(tensor: torch.Tensor, kept: Kept) -> bool:
+    """Whether the tensor holds what was kept, bit for bit."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return kept.is_in(tensor)
+
+
+def require_can_be_kept(tensor: torch.Tensor) -> None:
+    """Raise the ``TypeError`` that ``copy_of`` would."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if _kind_of(tensor) is _OfWrapper:
+            for _, inner in _inner_of(tensor):
+                require_can_be_kept(inner)
+
+
+def _kind_of(tensor: torch.Tensor) -> Callable[[torch.Tensor, bool], Kept]:
+    cls = type(tensor)
+    if cls in _PLAIN and tensor.dtype in _NUMBERS and tensor.layout is torch.strided and not _is_odd(tensor):
+        return _OfMemory  # of the many ones
+    if cls.__torch_dispatch__ is not _NO_DISPATCH:
+        if getattr(cls, "__tensor_flatten__", None) is not None:
+            return _OfWrapper
+        raise TypeError(f"a tensor of the class {cls.__name__}, which has no __tensor_flatten__ to tell what it holds")
+    if tensor.is_meta:
+        return _OfMeta
+    if tensor.is_nested:
+        return _OfNested
+    if tensor.is_quantized and tensor.qscheme() in _SCHEMES:
+        return _OfQuantized
+    if tensor.is_quantized:
+        raise TypeError(f"a tensor of the scheme {tensor.qscheme()}")
+    if tensor.layout is torch.strided and not tensor._is_zerotensor():
+        return _OfMemory
+    if tensor.layout in _PARTS:
+        return _OfSparse
+    layout = "without memory" if tensor.layout is torch.strided else f"of the layout {tensor.layout}"
+    raise TypeError(f"a tensor {layout}")
+
+
+def _is_odd(tensor: torch.Tensor) -> bool:
+    return tensor.is_nested or tensor.is_meta or tensor._is_zerotensor()
+
+
+_SCHEMES = (torch.per_tensor_affine, torch.per_channel_affine)  # those that torch can copy
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_NUMBERS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64})
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers: what is copied, and compared, so has no arithmetic to change it."""
+    if tensor.is_conj():
+        tensor = tensor.conj()  # the memory as it is
+    if tensor.is_neg():
+        tensor = torch._neg_view(tensor)
+    wanted = _INTEGERS.get(tensor.element_size())
+    if wanted is None:  # two numbers of 8 bytes
+        return torch.view_as_real(tensor).view(torch.int64)
+    return tensor if tensor.dtype is wanted else tensor.view(wanted)
+
+
+class _OfMemory:
+    """Of a tensor with memory of its own, in any order: also of one with several elements at one place."""
+
+    __slots__ = ("_alias", "_copy")
+
+    def __init__(self, tensor: torch.Tensor, host: bool) -> None:
+        if is_pinned(tensor):
+            _await_copies()
+        self._alias = tensor.detach()  # has the place in memory, and keeps it, whatever the tensor is made to refer to
+        bits, places = _each_once(_bits_of(self._alias))
+        if places is not None:
+            bits = bits[places]
+        self._copy = _to_host(bits) if host and bits.device.type != "cpu" else bits.clone()
+
+    @property
+    def memory(self) -> torch.Tensor:
+        return self._alias
+
+    def put_back(self, tensor: torch.Tensor) -> None:
+        if tensor.device != self._alias.device:  # it was moved: to where it is now
+            self._alias = _like(tensor, self._alias)
+        self.write()
+        if not _is_same_memory(tensor, self._alias):
+            tensor.data = self._alias
+
+    def write(self) -> None:
+        alias = self._alias
+        if is_pinned(alias):
+            _await_copies()
+        _make_room(alias)
+        bits, places = _each_once(_bits_of(alias))
+        if places is None:
+            bits.copy_(self._copy, non_blocking=True)
+        else:
+            bits[places] = self._copy.to(bits.device)
+
+    def is_in(self, tensor: torch.Tensor) -> bool:
+        alias = self._alias
+        if type_of_memory(tensor) != type_of_memory(alias):
+            return False
+        if is_pinned(tensor):
+            _await_copies()
+        bits = _bits_of(tensor.detach())
+        copied = self._copy.to(bits.device)
+        if copied.shape == bits.shape:
+            return torch.equal(bits, copied)
+        return torch.equal(bits, self._spread(copied))
+
+    def _spread(self, copied: torch.Tensor) -> torch.Tensor:
+        """The copy of a tensor with several elements at one place: each with its value."""
+        bits = _bits_of(self._alias)
+        once, places = _each_once(bits)
+        if places is None:
+            return copied.expand(bits.shape)
+        flat = copied.new_zeros(once.shape)
+        flat[places] = copied
+        return flat.as_strided(bits.shape, bits.stride())
+
+
+def type_of_memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.layout, tensor.is_nested, tensor.is_conj(), tensor.is_neg()
+
+
+def _like(tensor: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or a new one where it is, of the shape of ``alias``."""
+    if tensor.shape == alias.shape and tensor.dtype == alias.dtype:
+        return tensor.detach()
+    return torch.empty_like(alias, device=tensor.device)
+
+
+def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (
+        a.layout is b.layout
+        and a.dtype is b.dtype
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.storage_offset() == b.storage_offset()
+        and torch._C._is_alias_of(a, b)  # type: ignore[attr-defined]
+    )
+
+
+def _make_room(alias: torch.Tensor) -> None:
+    """Somebody may have made the memory smaller."""
+    if alias.numel():
+        reach = alias.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(alias.shape, alias.stride(), strict=True))
+        storage = alias.untyped_storage()
+        if storage.nbytes() < reach * alias.element_size():
+            storage.resize_(int(reach * alias.element_size()))
+
+
+def _each_once(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A view that has each place in memory once, or memory and the places in it: none is written twice."""
+    if bits.is_contiguous():
+        return bits, None
+    sizes = [1 if stride == 0 else size for size, stride in zip(bits.shape, bits.stride(), strict=True)]
+    once = bits.as_strided(sizes, bits.stride(), bits.storage_offset())
+    if not _may_overlap(once):
+        return once, None
+    places = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for size, stride in zip(once.shape, once.stride(), strict=True):
+        places = places.unsqueeze(-1) + torch.arange(size, device=bits.device) * stride
+    places = places.unique()
+    return once.as_strided((int(places[-1]) + 1,), (1,), once.storage_offset()), places
+
+
+def _may_overlap(tensor: torch.Tensor) -> bool:
+    if tensor.numel() == 0:
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
+def _to_host(bits: torch.Tensor) -> torch.Tensor:
+    kept = torch.empty_like(bits, device="cpu", pin_memory=True)
+    return kept.copy_(bits, non_blocking=True)
+
+
+def _await_copies() -> None:
+    """Some optimizers keep state in pinned memory, from and to which an accelerator copies while the host goes on."""
+    torch.accelerator.current_stream().synchronize()
+
+
+class _OfMeta:
+    """Of a tensor that has a shape, and no values."""
+
+    __slots__ = ("_alias",)
+
+    def __init__(self, tensor: torch.Tensor, host: bool) -> None:
+        self._alias = tensor.detach()
+
+    def put_back(self, tensor: torch.Tensor) -> None:
+        if tensor.is_meta and type_of_memory(tensor) != type_of_memory(self._alias):
+            tensor.data = self._alias
+
+    def is_in(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_meta and type_of_memory(tensor) == type_of_memory(self._alias)
+
+
+class _OfQuantized:
+    """Of a tensor with one of torch's quantized dtypes: its integers, and how they are scaled."""
+
+    __slots__ = ("_copy",)
+
+    def __init__(self, tensor: torch.Tensor, host: bool) -> None:
+        self._copy = tensor.detach().clone()
+
+    def put_back(self, tensor: torch.Tensor) -> None:
+        if tensor.shape != self._copy.shape:
+            tensor.data = self._copy.clone()
+        else:
+            tensor.copy_(self._copy)
+
+    def is_in(self, tensor: torch.Tensor) -> bool:
+        # Compares integers and scales; ``view(dtype)`` of such a tensor ends the process.
+        same = tensor.is_quantized and type_of_memory(tensor) == type_of_memory(self._copy)
+        return same and torch.equal(tensor.detach(), self._copy)
+
+
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with memory of which a sparse one consists."""
+    alias = tensor.detach()
+    return [getattr(alias, name)() for name in _PARTS[tensor.layout]]
+
+
+class _OfSparse:
+    """Of a sparse tensor: its indices and values. What writes into one gives it others."""
+
+    __slots__ = ("_coalesced", "_layout", "_parts", "_shape")
+
+    def __init__(self, tensor: torch.Tensor, host: bool) -> None:
+        self._layout = tensor.layout
+        self._shape = tensor.shape
+        self._coalesced = _coalesced(tensor)
+        self._parts = [_OfMemory(part, host) for part in _parts_of(tensor)]
+
+    def put_back(self, tensor: torch.Tensor) -> None:
+        for part in self._parts:
+            part.write()
+        if self._has_other_parts(tensor):
+            tensor.data = self._rebuilt()
+
+    def _has_other_parts(self, tensor: torch.Tensor) -> bool:
+        if not self._is_of_same_kind(tensor):
+            return True
+        return not all(map(_is_same_memory, _parts_of(tensor), (part.memory for part in self._parts)))
+
+    def _rebuilt(self) -> torch.Tensor:
+        parts = [part.memory for part in self._parts]
+        if self._layout is torch.sparse_coo:
+            indices, values = parts
+            return torch.sparse_coo_tensor(
+                indices, values, self._shape, is_coalesced=self._coalesced, check_invariants=False
+            )
+        rows, columns, values = parts
+        return torch.sparse_compressed_tensor(
+            rows, columns, values, self._shape, layout=self._layout, check_invariants=False
+        )
+
+    def _is_of_same_kind(self, tensor: torch.Tensor) -> bool:
+        return (tensor.layout, tensor.shape, _coalesced(tensor)) == (self._layout, self._shape, self._coalesced)
+
+    def is_in(self, tensor: torch.Tensor) -> bool:
+        if not self._is_of_same_kind(tensor):
+            return False
+        return all(part.is_in(now) for part, now in zip(self._parts, _parts_of(tensor), strict=True))
+
+
+def _coalesced(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.sparse_coo and tensor.is_coalesced()
+
+
+class _OfNested:
+    """Of a nested tensor with the strided layout: each of its tensors. One that is jagged is a wrapper."""
+
+    __slots__ = ("_alias", "_parts")
+
+    def __init__(self, tensor: torch.Tensor, host: bool) -> None:
+        self._alias = tensor.detach()
+        self._parts = [_OfMemory(part, host) for part in self._alias.unbind()]
+
+    def put_back(self, tensor: torch.Tensor) -> None:
+        for part in self._parts:
+            part.write()
+        tensor.data = self._alias  # which has that memory
+
+    def is_in(self, tensor: torch.Tensor) -> bool:
+        if not tensor.is_nested or tensor.dtype != self._alias.dtype:
+            return False
+        now = tensor.detach().unbind()
+        return len(now) == len(self._parts) and all(p.is_in(part) for p, part in zip(self._parts, now, strict=True))
+
+
+def _inner_of(tensor: Any) -> list[tuple[str, torch.Tensor]]:
+    """The tensors in which one of a wrapper class has its values, by name."""
+    names = tensor.__tensor_flatten__()[0]
+    inner = [(name, getattr(tensor, name)) for name in names]
+    found = [(name, one) for name, one in inner if isinstance(one, torch.Tensor)]  # others: a mesh of devices, say
+    if not found or not all(getattr(tensor, name) is one for name, one in found):
+        raise TypeError(
+            f"a tensor of the class {type(tensor).__name__}, whose __tensor_flatten__ names no tensors that it keeps"
+        )
+    return found
+
+
+class _OfWrapper:
+    """Of a tensor whose class keeps its values in others: those, and the numbers that it notes beside them."""
+
+    __slots__ = ("_inner", "_noted")
+
+    def __init__(self, tensor: Any, host: bool) -> None:
+        self._inner = [(name, inner, copy_of(inner, host)) for name, inner in _inner_of(tensor)]
+        self._noted = _noted(tensor)
+
+    def put_back(self, tensor: Any) -> None:
+        for name, inner, kept in self._inner:
+            restore(inner, kept)
+            if getattr(tensor, name) is not inner:
+                setattr(tensor, name, inner)
+        for name, number in self._noted.items():
+            setattr(tensor, name, number)
+
+    def is_in(self, tensor: Any) -> bool:
+        if getattr(tensor, "__tensor_flatten__", None) is None:
+            return False
+        return (
+            [name for name, _ in _inner_of(tensor)] == [name for name, _, _ in self._inner]
+            and digest_of_value(_noted(tensor)) == digest_of_value(self._noted)
+            and all(is_back(getattr(tensor, name), kept) for name, _, kept in self._inner)
+        )
+
+
+def _noted(tensor: torch.Tensor) -> dict[str, float]:
+    """A scale, say."""
+    return {name: value for name, value in getattr(tensor, "__dict__", {}).items() if type(value) is float}
+
+
+# A value of optimizer state, which may be nested.
+
+
+Restore = Callable[[], Any]
+"""Puts back what a value held. Returns the value, which is the same object."""
+
+
+class Contents:
+    """Copies the contents of values, each object once, however often it is referred to.
+
+    Args:
+        host: keep the copies of tensors in host memory, pinned where the tensors are on an accelerator.
+    """
+
+    def __init__(self, host: bool) -> None:
+        self._host = host
+        self._known: dict[int, Restore] = {}
+
+    def known(self, value: Any) -> None:
+        """``value`` is put back by whoever says so."""
+        self._known[id(value)] = lambda: value
+
+    def of(self, value: Any) -> Restore:
+        """The present contents of ``value``.
+
+        Raises:
+            TypeError: an object cannot be copied.
+        """
+        known = self._known.get(id(value))
+        if known is None:
+            if isinstance(value, torch.Tensor):
+                known = self._of_tensor(value)
+            elif is_immutable(value):
+                return lambda: value
+            else:
+                self.known(value)  # while what it holds is copied, which may be itself
+                known = self._copied(value)
+            self._known[id(value)] = known
+        return known
+
+    def _of_tensor(self, value: torch.Tensor) -> Restore:
+        return partial(restore, value, copy_of(value, self._host))
+
+    def _copied(self, value: Any) -> Restore:
+        if isinstance(value, dict):
+            return _dict(value, {key: self.of(item) for key, item in value.items()})
+        if isinstance(value, (list, deque)):
+            return _list(value, [self.of(item) for item in value])
+        if isinstance(value, tuple):
+            return _tuple(value, [self.of(item) for item in value])
+        if isinstance(value, set):
+            return _set(value, set(value))
+        if isinstance(value, (FunctionType, MethodType, partial)):
+            return self._called(value)
+        if _is_array(value):
+            return _array(value, value.copy())
+        return self._object(value)
+
+    def _called(self, value: Any) -> Restore:
+        if isinstance(value, FunctionType):
+            return _function(value, [self._filled(cell) for cell in value.__closure__ or ()])
+        if isinstance(value, MethodType):
+            return _tuple(value, [self.of(value.__self__)])
+        return _tuple(value, [self.of(item) for item in (value.func, value.args, value.keywords)])
+
+    def _object(self, value: Any) -> Restore:
+        attributes = attributes_of(value)
+        if (attributes or hasattr(value, "__dict__")) and not isinstance(value, (type, ModuleType)):
+            return _object(value, {name: self.of(item) for name, item in (attributes or {}).items()})
+        copied = copy.deepcopy(value)
+        return lambda: copied
+
+    def _filled(self, cell: Any) -> Restore | None:
+        return self.of(cell.cell_contents) if is_filled(cell) else None
+
+
+class _Questions(Contents):
+    """Asks whether contents could be copied, and copies no tensor."""
+
+    def _of_tensor(self, value: torch.Tensor) -> Restore:
+        require_can_be_kept(value)
+        return lambda: value
+
+
+def require_contents(value: Any, known: torch.Tensor) -> None:
+    """Raise the ``TypeError`` that ``Contents.of`` would.
+
+    Args:
+        known: what is put back by whoever says so.
+    """
+    questions = _Questions(host=False)
+    questions.known(known)
+    questions.of(value)
+
+
+# Never empty in between, where that can be: Ctrl-C may come anywhere, and then this is done again.
+
+
+def _dict(held: dict[Any, Any], items: dict[Any, Restore]) -> Restore:
+    def put() -> dict[Any, Any]:
+        held.update((key, item()) for key, item in items.items())
+        for key in held.keys() - items.keys():
+            del held[key]
+        return held
+
+    return put
+
+
+def _list(held: Any, items: list[Restore]) -> Restore:
+    def put() -> Any:
+        values = [item() for item in items]
+        if isinstance(held, list):
+            held[:] = values
+        else:
+            held.clear()
+            held.extend(values)
+        return held
+
+    return put
+
+
+def _tuple(held: Any, items: list[Restore]) -> Restore:
+    """Of what cannot be made to refer to something else."""
+
+    def put() -> Any:
+        for item in items:
+            item()
+        return held
+
+    return put
+
+
+def _set(held: set[Any], items: set[Any]) -> Restore:
+    def put() -> set[Any]:
+        held.update(items)
+        held.intersection_update(items)
+        return held
+
+    return put
+
+
+def _object(held: Any, attributes: dict[str, Restore]) -> Restore:
+    def put() -> Any:
+        # Past what its class does with attributes that are set.
+        for name, item in attributes.items():
+            object.__setattr__(held, name, item())
+        for name in (attributes_of(held) or {}).keys() - attributes.keys():
+            object.__delattr__(held, name)
+        return held
+
+    return put
+
+
+def _is_array(value: Any) -> bool:
+    """Whether it is an array of NumPy's, of numbers."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray) and not value.dtype.hasobject
+
+
+def _array(held: Any, copied: Any) -> Restore:
+    def put() -> Any:
+        held[...] = copied
+        return held
+
+    return put
+
+
+def _function(held: FunctionType, enclosed: list[Restore | None]) -> Restore:
+    def put() -> FunctionType:
+        for cell, item in zip(held.__closure__ or (), enclosed, strict=True):
+            if item is not None:
+                cell.cell_contents = item()
+        return held
+
+    return put
+
+
+# Digests: two of the same value are equal, and those of two values in practice are not. They are taken where the tensor
+# is, in the order of its elements, by pieces, and only a few numbers reach the host.
+#
+# Words of 64 bits are multiplied by odd random weights, and added up with wrap-around. The top bit of a word moves
+# nothing but the top bit of the sum, so that two of them would cancel out: the upper halves of all words are added up
+# once more by themselves. What differs is then missed by one in 2**33 at most, and mostly by one in 2**64.
+
+
+Digest = tuple[Any, ...]
+
+_PIECE = 1 << 26  # bytes
+_ROW = 1 << 15  # words
+_ROWS = 128  # at once, on an accelerator: fewer calls
+_FEW = 4096  # bytes, on a CPU: those of a few go through a hash at once
+
+
+def digest_of(tensor: torch.Tensor) -> Digest:
+    """A digest of the tensor's bits, with its dtype, shape and layout: not of its strides, nor of where it is.
+
+    Raises:
+        TypeError: nobody could tell what the tensor holds.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        kind = _kind_of(tensor)
+        if kind is _OfMemory:
+            return _digest_of_memory(tensor)
+        return _DIGESTS[kind](tensor)
+
+
+def _digest_of_wrapper(tensor: torch.Tensor) -> Digest:
+    inner = tuple((name, digest_of(part)) for name, part in _inner_of(tensor))
+    return type(tensor), tensor.dtype, digest_of_value(_noted(tensor)), inner
+
+
+def _digest_of_parts(tensor: torch.Tensor) -> Digest:
+    parts = _parts_of(tensor)
+    return tensor.dtype, tensor.shape, tensor.layout, _coalesced(tensor), tuple(map(digest_of, parts))
+
+
+def _digest_of_quantized(tensor: torch.Tensor) -> Digest:
+    scheme = tensor.qscheme()
+    if scheme is torch.per_tensor_affine:
+        scales: Digest = tensor.q_scale(), tensor.q_zero_point()
+    else:
+        channels = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+        scales = *map(digest_of, channels), tensor.q_per_channel_axis()
+    return tensor.dtype, scheme, scales, digest_of(tensor.int_repr())
+
+
+def _digest_of_memory(tensor: torch.Tensor) -> Digest:
+    if is_pinned(tensor):
+        _await_copies()
+    bits = _bits_of(tensor.detach())
+    if bits.device.type == "cpu" and bits.numel() * bits.element_size() <= _FEW:
+        numbers: Any = bits.contiguous().numpy()
+        content = hashlib.blake2b(numbers, digest_size=16).digest()
+        return tensor.dtype, tensor.shape, tensor.layout, content
+    sums = torch.stack([number for piece in _pieces(bits) for number in _sums(piece)]).tolist()
+    if len(sums) > 2:
+        content = hashlib.blake2b(struct.pack(f"={len(sums)}q", *sums), digest_size=16).digest()
+        return tensor.dtype, tensor.shape, tensor.layout, content
+    return tensor.dtype, tensor.shape, tensor.layout, *sums
+
+
+_DIGESTS: dict[Any, Callable[[torch.Tensor], Digest]] = {
+    _OfWrapper: _digest_of_wrapper,
+    _OfSparse: _digest_of_parts,
+    _OfQuantized: _digest_of_quantized,
+    _OfNested: lambda tensor: (tensor.dtype, "nested", tuple(map(digest_of, tensor.detach().unbind()))),
+    _OfMeta: lambda tensor: (tensor.dtype, tensor.shape, tensor.layout, "meta"),
+}
+
+
+def _pieces(bits: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Of a size that may be copied. Where it is cut depends on the shape alone."""
+    size = bits.numel() * bits.element_size()
+    if size <= _PIECE:
+        yield bits
+        return
+    dim = next(dim for dim, length in enumerate(bits.shape) if length > 1)
+    for part in bits.split(max(1, bits.shape[dim] * _PIECE // size), dim):
+        yield from _pieces(part)
+
+
+def _sums(piece: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    words, rest = _words_of(piece.reshape(-1))
+    if words.numel() < _ROW:
+        words = words if rest is None else torch.cat([words, rest])
+        low, high = words, words >> 32
+    else:
+        low, high = _added_up(words)
+        if rest is not None:
+            low[:1].add_(rest, alpha=_weight(-1))
+            high[:1].add_(rest >> 32, alpha=_weight(-2))
+    columns = _columns(piece.device)
+    return (low * columns[0, : low.numel()]).sum(), (high * columns[1, : high.numel()]).sum()
+
+
+def _words_of(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Words of 64 bits, and one more of the bytes that are left."""
+    each = 8 // flat.element_size()
+    flat = flat.as_strided(flat.shape, (1,))  # of one element, it may be another
+    whole = flat.numel() // each * each
+    words = flat[:whole]
+    if words.storage_offset() % each:
+        words = words.clone()
+    if whole == flat.numel():
+        return words.view(torch.int64), None
+    rest = flat.new_zeros(each)
+    rest[: flat.numel() - whole] = flat[whole:]
+    return words.view(torch.int64), rest.view(torch.int64)
+
+
+def _added_up(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of words, each by its own weights: once the words, and once their upper halves."""
+    row = _ROW
+    low, high, half = (words.new_zeros(row) for _ in range(3))
+    count = words.numel() // row
+    last = words[count * row :]
+    if words.device.type == "cpu":
+        for index, one in enumerate(words[: count * row].view(count, row).unbind()):
+            # In the processor's cache: a pass over the memory is all there is.
+            torch.add(low, one, alpha=_weight(2 * index), out=low)
+            torch.bitwise_right_shift(one, 32, out=half)
+            torch.add(high, half, alpha=_weight(2 * index + 1), out=high)
+    else:
+        for start in range(0, count, _ROWS):
+            block = words[start * row : min(count, start + _ROWS) * row].view(-1, row)
+            weights = _weights(start, block.shape[0], words.device)
+            low += (block * weights[:, :1]).sum(0)
+            high += ((block >> 32) * weights[:, 1:]).sum(0)
+    low[: last.numel()].add_(last, alpha=_weight(2 * count))
+    high[: last.numel()].add_(last >> 32, alpha=_weight(2 * count + 1))
+    return low, high
+
+
+def _weights(start: int, count: int, device: torch.device) -> torch.Tensor:
+    each = [[_weight(2 * index), _weight(2 * index + 1)] for index in range(start, start + count)]
+    return torch.tensor(each, dtype=torch.int64, device=device)
+
+
+@cache
+def _weight(index: int) -> int:
+    """Odd, of 64 bits with a sign."""
+    return (Random(index + 2).getrandbits(64) | 1) - (1 << 63)
+
+
+@cache
+def _columns(device: torch.device) -> torch.Tensor:
+    generator = torch.Generator("cpu").manual_seed(0)  # torch's own is left alone
+    found = torch.randint(-(1 << 63), (1 << 63) - 1, (2, _ROW), generator=generator, dtype=torch.int64, device="cpu")
+    return (found | 1).to(device)
+
+
+def digest_of_value(value: Any) -> Digest:
+    """A digest of what a value of state holds: containers, arrays, objects and tensors are looked into. Functions,
+    classes, modules, optimizers and generators are told apart only."""
+    return _Digests().of(value)
+
+
+class _Digests:
+    """One look at a value: each object is looked into once."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, int] = {}
+
+    def of(self, value: Any) -> Digest:
+        if isinstance(value, torch.Tensor):
+            return digest_of(value)
+        if isinstance(value, (float, complex)):
+            number = complex(value)
+            return type(value), struct.pack("=dd", number.real, number.imag)  # -0.0 and NaN are values, too
+        if is_immutable(value):  # equal ones may be one object or two
+            return type(value), *(map(self.of, value) if isinstance(value, tuple) else (value,))
+        if id(value) in self._seen:
+            return "seen", self._seen[id(value)]
+        self._seen[id(value)] = len(self._seen)
+        return type(value), *self._inside(value)
+
+    def _inside(self, value: Any) -> Iterator[Any]:
+        if isinstance(value, Mapping):
+            yield frozenset((self._key(key), self.of(item)) for key, item in value.items())
+        elif isinstance(value, (list, tuple, deque)):
+            yield from map(self.of, value)
+        elif isinstance(value, (set, frozenset)):
+            yield frozenset(map(self._key, value))
+        elif _is_array(value):
+            yield value.dtype.str, value.shape, hashlib.blake2b(value.tobytes(), digest_size=16).digest()
+        elif is_closed(value) or callable(value) or (attributes := attributes_of(value)) is None:
+            yield id(value)
+        else:
+            yield from ((name, self.of(item)) for name, item in sorted(attributes.items()))
+
+    def _key(self, key: Any) -> Any:
+        return id(key) if isinstance(key, torch.Tensor) else (type(key), key)
