@@ -21,7 +21,7 @@ from instep.attachment import attachments
 from tests import missing, net, selection
 from tests.accelerator import ACCELERATOR, sessions
 from tests.distributed.pool import RankPool
-from tests.putting_off import own_steps_wait
+from tests.judged import own_steps_are_proved
 
 # By default an example may take 0.2 s, and drawing them 1 s or so: on a busy machine neither says anything.
 settings.register_profile("instep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -154,7 +154,7 @@ def eight_ranks(pytestconfig: pytest.Config) -> Iterator[RankPool]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def own_steps_are_put_off() -> Iterator[None]:
-    """Until ``own_steps_stay``."""
-    with own_steps_wait():
+def own_steps_count_as_proved() -> Iterator[None]:
+    """Until ``own_steps_are_judged``."""
+    with own_steps_are_proved():
         yield

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tests import net
 from tests.accelerator import EMULATED
 from tests.forking import forking
-from tests.putting_off import own_steps_wait
+from tests.judged import own_steps_are_proved
 
 GROUP_SECONDS = 120
 """Of a collective. Only a rank that hangs is waited for so long."""
@@ -186,7 +186,7 @@ def _serve(
         except EOFError:
             break
         try:
-            with around(not getattr(body, RACES, False)), own_steps_wait():
+            with around(not getattr(body, RACES, False)), own_steps_are_proved():
                 result = body(*args, **kwargs)
             pipe.send((True, result))
         except BaseException:

@@ -28,7 +28,7 @@ from tests.faults.cases import STEPS, TIMEOUT, Case
 from tests.faults.inject import SEAMS, Trigger
 from tests.inside import before_forward
 from tests.pace import Pace
-from tests.putting_off import own_steps_wait
+from tests.judged import own_steps_are_proved
 
 QUIET = 1.0
 """Seconds after an error in which nothing may be written."""
@@ -276,7 +276,7 @@ def serve(case: Case, rank: int, folder: str, namespace: str | None) -> None:
     trigger = Trigger(case, rank)
     with ExitStack() as stack:
         log = stack.enter_context(recorded()) if case.device == "emu" else None
-        stack.enter_context(own_steps_wait())  # "Staged" has its fault where an update runs later, too
+        stack.enter_context(own_steps_are_proved())  # "Staged" has its fault where an update runs later, too
         run = Run(case, rank, Path(folder) / str(rank), interface, stack.enter_context(Pace()))
         if case.point:
             stack.enter_context(SEAMS[case.point](trigger, run))

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from instep._optim.synthetic import STEPS
 from tests.cases import Blocks, grad_of, two_groups
 from tests.devices import here
 
@@ -74,7 +73,7 @@ def put_another_tensor(optimizer: Any) -> None:
     entry["exp_avg"] = torch.zeros_like(entry["exp_avg"])
 
 
-LATER = STEPS + 2  # an optimizer is tried for fewer
+LATER = 16
 
 
 class Later(torch.optim.Optimizer):

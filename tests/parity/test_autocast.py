@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from instep._optim import probe_trials as autocast
+from instep._optim import autocast
 from instep.errors import HyperparameterChangedError
 from tests.cases import Blocks, batch
 from tests.devices import here

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import instep
-from instep._optim.synthetic import STEPS
 from instep.errors import TornStepError, UnsupportedOptimizerError
 from tests.cases import Blocks, batch, two_groups
 from tests.devices import here
@@ -45,14 +44,14 @@ def seeded(lane: Any, i: int) -> Any:
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_an_update_that_begins_to_draw_is_torn_at_once(name: str) -> None:
-    lane = lockstep("backward", DRAWS[name], seeded, STEPS + 4, refused={"backward": torn("draws random numbers")})
+    lane = lockstep("backward", DRAWS[name], seeded, 18, refused={"backward": torn("draws random numbers")})
     assert lane.overlap.step_count == LATER - 1
 
 
 @pytest.mark.parametrize("name", DRAWS)
 @pytest.mark.parametrize("way", UNDO)
 def test_an_update_that_begins_to_draw_is_put_back(way: str, name: str) -> None:
-    lane = lockstep("undo", DRAWS[name], seeded, STEPS + 4, **UNDO[way])
+    lane = lockstep("undo", DRAWS[name], seeded, 18, **UNDO[way])
     assert lane.overlap.redo_count == 3
 
 
@@ -61,15 +60,15 @@ def test_an_update_that_begins_to_draw_is_put_back(way: str, name: str) -> None:
 def test_an_update_that_begins_to_draw_behind_the_forward(way: str, name: str) -> None:
     build = DRAWS[name]
     if name == "Python's, its own":  # settings that cannot be copied: stepped at once, as the plain loop does
-        lockstep(way, build, seeded, STEPS + 4)
+        lockstep(way, build, seeded, 18)
     else:
-        lockstep(way, build, seeded, STEPS + 4, refused={way: torn("draws random numbers")})
+        lockstep(way, build, seeded, 18, refused={way: torn("draws random numbers")})
 
 
 @pytest.mark.parametrize("name", ["its own", "in an object", "in its groups"])
 @pytest.mark.parametrize("way", ["forward", "late"])
 def test_generators_of_its_own_are_stepped_at_once(way: str, name: str) -> None:
-    lockstep(way, DRAWS[name], seeded, STEPS + 4)
+    lockstep(way, DRAWS[name], seeded, 18)
 
 
 def test_another_thread_that_draws_is_no_update() -> None:
@@ -102,7 +101,7 @@ def test_another_thread_that_rests_hides_no_draw() -> None:
     thread = threading.Thread(target=end.wait)
     thread.start()
     try:
-        lockstep("backward", DRAWS["random"], seeded, STEPS + 4, refused={"backward": torn("draws random numbers")})
+        lockstep("backward", DRAWS["random"], seeded, 18, refused={"backward": torn("draws random numbers")})
     finally:
         end.set()
         thread.join()
@@ -139,7 +138,7 @@ def test_a_thread_that_never_draws_hides_no_draw(way: str, name: str, first: Cal
     thread.start()
     began.wait()
     try:
-        lockstep(way, DRAWS["random"], seeded, STEPS + 4, refused={way: torn("draws random numbers")})
+        lockstep(way, DRAWS["random"], seeded, 18, refused={way: torn("draws random numbers")})
     finally:
         end.set()
         thread.join()
@@ -295,4 +294,4 @@ def test_state_that_parameters_share(way: str, written: bool) -> None:
         return model, optimizer
 
     refused = {way: torn("several parameters share")} if written and way == "backward" else None
-    lockstep("undo" if way in UNDO else way, build, learn, STEPS + 4, refused, **UNDO.get(way, {}))
+    lockstep("undo" if way in UNDO else way, build, learn, 18, refused, **UNDO.get(way, {}))

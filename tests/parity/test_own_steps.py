@@ -11,12 +11,12 @@ from torch import nn
 import instep
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch
-from tests.putting_off import own_steps_stay
+from tests.judged import own_steps_are_judged
 
 
 @pytest.fixture(autouse=True)
 def as_users_have_it() -> Iterator[None]:
-    with own_steps_stay():
+    with own_steps_are_judged():
         yield
 
 

@@ -38,6 +38,7 @@ from instep._optim.kinds import (
     read_by_update,
 )
 from instep._optim.overrides import MANAGER, moved, places_in_bucket
+from instep._optim.random_numbers import TorchDraws
 from instep._optim.shadow import CallUpdate, GroupLayout, Members, parameters_of, without_autocast
 from instep._optim.values import (
     ABSENT,
@@ -109,11 +110,18 @@ class OwnObject:
         # Of an accelerator's backward each device has a thread, and two threads must not exchange the groups at once.
         self._lock = threading.RLock()
         self._signals: list[int] = []
+        self._draws: TorchDraws | None = None
         self.beside = Beside(name)
 
-    def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
-        """A step begins, with its first bucket."""
+    def begin(self, optimizer: Optimizer, layout: GroupLayout, *, may_draw: bool) -> None:
+        """A step begins, with its first bucket.
+
+        Args:
+            may_draw: each parameter's update draws from generators that are seeded for it.
+        """
         self._signals = heard()
+        devices = {memory_of(p).device for p in parameters_of(optimizer)}
+        self._draws = None if may_draw else TorchDraws(devices, [read_by_update(optimizer)])
         self.beside.begin(optimizer, layout)
 
     def step(
@@ -134,14 +142,18 @@ class OwnObject:
             notes: whether what it has made is what the step leaves.
 
         Raises:
-            UnsupportedOptimizerError: another bucket has left other values.
+            UnsupportedOptimizerError: another bucket has left other values, or random numbers were drawn.
         """
         with held(self._signals), self._lock:
+            states = () if self._draws is None else self._draws.now()
             try:
                 returned = self._call(optimizer, members, tensors, call)
             except BaseException:
                 self.beside.take_back()
                 raise
+            if self._draws is not None and self._draws.since(states):
+                self.beside.take_back()
+                raise draws_in_step(self._name)
             if notes:
                 self.beside.note(optimizer, members)
             else:
@@ -527,6 +539,14 @@ def reached_by(optimizer: Optimizer) -> list[torch.Tensor]:
     groups = (_settings(group) for group in optimizer.param_groups)
     owners = [read_by_update(optimizer), beside_parameters(optimizer.state), held_by_classes(optimizer), *groups]
     return [value for value in reachable_values(owners) if id(value) in mine]
+
+
+def draws_in_step(optimizer: str) -> UnsupportedOptimizerError:
+    return UnsupportedOptimizerError(
+        f"{optimizer} draws random numbers in step(): bucket by bucket they would go to other parameters than in the "
+        f"plain loop. random='keyed' with a seed gives each parameter draws of its own, which are not the plain "
+        f"loop's. {STEPPED_WHOLE}"
+    )
 
 
 def writes_what_stays(optimizer: str) -> UnsupportedOptimizerError:

@@ -77,6 +77,30 @@ class TorchGenerators:
             generator.set_state(state)
 
 
+class TorchDraws:
+    """Whether an update draws from torch's default generators, or from others of torch's that ``owners`` refer to: what
+    can be asked around each bucket's update. Of Python's and NumPy's ``Generators`` tells.
+
+    Args:
+        devices: those of the parameters, with the CPU.
+    """
+
+    def __init__(self, devices: Iterable[torch.device], owners: Iterable[object]) -> None:
+        held = (value for value in reachable_values(owners) if isinstance(value, torch.Generator))
+        self._generators = [*_defaults(devices), *held]
+
+    def now(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+    def since(self, before: Sequence[torch.Tensor]) -> bool:
+        """Whether this thread has drawn since: another one that may draw leaves that open. Then states are put back."""
+        if all(map(_same, self.now(), before)) or _times_of_others():
+            return False
+        for generator, state in zip(self._generators, before, strict=True):
+            generator.set_state(state)
+        return True
+
+
 class Generators:
     """Generators with their present states: those that all share (torch's on the CPU and on ``devices``, Python's and
     NumPy's), and those that ``owners`` refer to.

@@ -18,6 +18,7 @@ from instep._optim.kinds import SCALES, STEPPED_WHOLE, has_usual_parameters, is_
 from instep._optim.local_shard import LocalShard
 from instep._optim.offload import OffloadedState
 from instep._optim.own_object import Beside, OwnObject
+from instep._optim.proved import is_proved
 from instep._optim.random_numbers import KeyedDraws, TorchGenerators
 from instep._optim.shadow import CallUpdate, GroupLayout, autocast_of, how_to_step, parameters_of
 from instep._optim.stages import Begins, CopiedEntries, Stage, Update, step_shadow
@@ -240,7 +241,7 @@ class Stepper:
     def is_proved(self) -> bool:
         """Whether it is known of this class, in this version and with such settings, that it updates each parameter by
         itself."""
-        return False
+        return is_proved(self.optimizer())
 
     def _look_at_kind(self) -> None:
         optimizer, kind = self._optimizer(), self._kind
@@ -264,7 +265,7 @@ class Stepper:
         if self.offloaded is not None:
             stages.append(self.offloaded)
         if not known:
-            self._own_object.begin(optimizer, self._layout)
+            self._own_object.begin(optimizer, self._layout, may_draw=self.draws is not None)
             if self.draws is not None:
                 stages.append(self.draws)
                 divides = self.draws

@@ -1,0 +1,61 @@
+"""Classes of foreign optimizers that are known to update each parameter by itself, in one version, with such settings.
+
+``proved.json`` is what ``python -m tests.sweep`` writes: each class that came out equal, bucket by bucket, on one device
+and on two ranks. Its first updates are not compared, so that they need no more memory than the others.
+"""
+
+import json
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from typing import Any
+
+from torch.optim import Optimizer
+
+from instep._optim.kinds import read_by_update, replaced_step
+from instep._optim.values import is_immutable
+
+FREE = frozenset({"lr", "initial_lr", "weight_decay", "betas", "eps", "momentum"})
+"""Numbers that may be others than in the sweep. Any other setting may switch on what couples parameters."""
+
+
+def is_proved(optimizer: Optimizer) -> bool:
+    """Whether the sweep has proved the class of ``optimizer``, in the version that is installed, with its settings."""
+    found = _proved().get(_name_of(type(optimizer)))
+    return (
+        found is not None
+        and replaced_step(optimizer) is None
+        and _version_of(found["distribution"]) == found["version"]
+        and settings_of(optimizer) == found["settings"]
+    )
+
+
+def settings_of(optimizer: Optimizer) -> list[str]:
+    """Its groups' settings and its attributes, as the sweep compares them: each once, in order."""
+    places = [dict(group, params=None, param_names=None) for group in optimizer.param_groups]
+    places.append({name: value for name, value in read_by_update(optimizer).items() if name != "defaults"})
+    found = ((name, value) for place in places for name, value in place.items() if name not in FREE)
+    return sorted({f"{name}={_in_words(value)}" for name, value in found})
+
+
+def _in_words(value: Any) -> str:
+    # What can be changed is known by its kind alone. Numbers that count steps, and the like, begin alike.
+    return repr(value) if is_immutable(value) else type(value).__name__
+
+
+def _name_of(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+@cache
+def _proved() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(files("instep._optim").joinpath("proved.json").read_text())
+    return found
+
+
+@cache
+def _version_of(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
