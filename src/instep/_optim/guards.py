@@ -356,7 +356,8 @@ class StateGuard(Stage):
     def require_unchanged(self, optimizer: Optimizer) -> None:
         if not self.is_as_left(optimizer):
             raise HyperparameterChangedError(
-                f"the state of {self._name} was written between backward() and optimizer.step(), but backward had "
+                f"the state of {self._name} was written between backward() and optimizer.step(), or by the update of "
+                "another bucket, but backward had "
                 "already updated it: the plain loop would have written the old one. Write it after optimizer.step() "
                 "or before backward()"
             )

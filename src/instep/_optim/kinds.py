@@ -219,7 +219,8 @@ CHECKED_ONCE = "_need_device_dtype_check_for_fused"
 # By which GradScaler tells a fused kernel of a loss scale.
 SCALES = ("grad_scale", "found_inf")
 # Which torch itself, its schedulers and GradScaler write on any optimizer, at any time.
-_WRITTEN_BY_TORCH = ("_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured", *SCALES)
+_WRITTEN_BY_TORCH = ("_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured", CHECKED_ONCE, *SCALES)
+NO_SETTINGS = frozenset((*OF_EVERY_OPTIMIZER, *_WRITTEN_BY_TORCH, *STEPS_ONE, "step")) - {"defaults"}
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
@@ -235,9 +236,7 @@ def read_by_update(optimizer: Optimizer) -> dict[str, Any]:
     return {"defaults": optimizer.defaults} | {
         name: value
         for name, value in attributes_of(optimizer).items()
-        if name not in (*_WRITTEN_BY_TORCH, *STEPS_ONE)
-        and not callable(getattr(type(optimizer), name, None))
-        and not is_manager(value)
+        if name not in NO_SETTINGS and not callable(getattr(type(optimizer), name, None)) and not is_manager(value)
     }
 
 

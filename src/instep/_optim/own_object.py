@@ -30,7 +30,9 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.contents import Contents, Restore
+from instep._optim.given_back import StorageAddresses
 from instep._optim.kinds import (
+    NO_SETTINGS,
     STEP_HOOKS,
     STEPPED_WHOLE,
     beside_parameters,
@@ -40,6 +42,7 @@ from instep._optim.kinds import (
 from instep._optim.overrides import MANAGER, moved, places_in_bucket
 from instep._optim.random_numbers import TorchDraws
 from instep._optim.shadow import CallUpdate, GroupLayout, Members, parameters_of, without_autocast
+from instep._optim.stages import Update
 from instep._optim.values import (
     ABSENT,
     PER_PARAMETER,
@@ -103,6 +106,9 @@ class OwnObject:
 
     Attributes:
         beside: what the object holds beside parameters and their state.
+        notes: whether what an update has made of other values is what the step leaves.
+        returned: what the last ``step()`` has returned.
+        gave_back: whether an update of this step has given back memory of an accelerator that it has read.
     """
 
     def __init__(self, name: str) -> None:
@@ -112,6 +118,9 @@ class OwnObject:
         self._signals: list[int] = []
         self._draws: TorchDraws | None = None
         self.beside = Beside(name)
+        self.notes = True
+        self.returned: Any = None
+        self.gave_back = False
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout, *, may_draw: bool) -> None:
         """A step begins, with its first bucket.
@@ -124,41 +133,54 @@ class OwnObject:
         self._draws = None if may_draw else TorchDraws(devices, [read_by_update(optimizer)])
         self.beside.begin(optimizer, layout)
 
-    def step(
-        self,
-        optimizer: Optimizer,
-        members: Sequence[Members],
-        tensors: Sequence[Any],
-        call: CallUpdate,
-        *,
-        notes: bool = True,
-    ) -> Any:
-        """Update ``tensors`` by the object's own ``step()``. What that has made of other values is noted, and taken
-        back. Returns what ``step()`` returns.
+    def step(self, update: Update, call: CallUpdate) -> None:
+        """Update the bucket by the object's own ``step()``. What that has made of other values is noted, and taken
+        back.
 
         Args:
-            members: by group, where each of ``tensors`` stands.
             call: calls the object's update.
-            notes: whether what it has made is what the step leaves.
 
         Raises:
             UnsupportedOptimizerError: another bucket has left other values, or random numbers were drawn.
         """
-        with held(self._signals), self._lock:
-            states = () if self._draws is None else self._draws.now()
-            try:
-                returned = self._call(optimizer, members, tensors, call)
-            except BaseException:
-                self.beside.take_back()
-                raise
-            if self._draws is not None and self._draws.since(states):
-                self.beside.take_back()
+        optimizer, tensors, state = update.optimizer, update.tensors, update.optimizer.state
+        # Of a CPU nobody reads later what was given back.
+        on_cpu = memory_of(tensors[0]).device.type == "cpu"
+        places = None if on_cpu else StorageAddresses(tensors, map(state.get, tensors))
+        try:
+            with held(self._signals), self._lock:
+                self._step(optimizer, update.members, tensors, call)
+        finally:
+            if places is not None:
+                self.gave_back |= places.were_left(map(state.get, tensors))
+
+    def _step(self, optimizer: Optimizer, members: Sequence[Members], tensors: Sequence[Any], call: CallUpdate) -> None:
+        draws, groups = self._draws, len(optimizer.param_groups)
+        if draws is not None:
+            draws.begin()
+        try:
+            self.returned = self._call(optimizer, members, tensors, call)
+            if draws is not None and draws.end():
                 raise draws_in_step(self._name)
-            if notes:
-                self.beside.note(optimizer, members)
-            else:
-                self.beside.take_back()
-            return returned
+        except BaseException:
+            self.beside.take_back()
+            raise
+        if self.notes:
+            self.beside.note(members)
+        else:
+            self.beside.take_back()
+        if len(optimizer.param_groups) != groups:
+            raise depends_on_buckets(self._name, "the number of its param_groups")
+
+    def renew(self) -> "Beside":
+        """Begin anew. Returns what there was."""
+        beside, self.beside = self.beside, Beside(self._name)
+        return beside
+
+    def forget(self) -> None:
+        """The step is over."""
+        self.beside.forget()
+        self.returned, self.gave_back = None, False
 
     def _call(self, optimizer: Optimizer, members: Sequence[Members], tensors: Sequence[Any], call: CallUpdate) -> Any:
         with (
@@ -421,17 +443,21 @@ class Beside:
         has_tensors = any(isinstance(value, torch.Tensor) for value in reachable_values([read, named()]))
         apart = _memory_of_parameters(optimizer) if has_tensors else frozenset()
         self._others = [
-            _Place("attribute", attributes, partial(_but, attributes, attributes.keys() - read.keys()), apart),
+            _Place(
+                "attribute",
+                attributes,
+                partial(_but, attributes, (attributes.keys() - read.keys()) | NO_SETTINGS),
+                apart,
+            ),
             _Place("state", optimizer.state, named, apart),
         ]
         large = (tensor for place in (*self._groups, *self._others) for tensor in place.large)
         self._unseen = [*large, *_in_modules(optimizer, layout)]
         self._versions = versions_of(self._unseen)
 
-    def note(self, optimizer: Optimizer, members: Sequence[Members]) -> None:
+    def note(self, members: Sequence[Members]) -> None:
         """A bucket was updated: what that has changed is noted, and taken back."""
-        added = len(optimizer.param_groups) != len(self._groups)
-        disagreement: str | None = "the number of its param_groups" if added else None
+        disagreement: str | None = None
         for number, place in enumerate(self._groups):
             changed = place.changed()
             in_bucket = number < len(members) and bool(members[number].in_bucket)
@@ -446,10 +472,7 @@ class Beside:
         if self.wrote_unseen():
             raise writes_what_stays(self._name)
         if disagreement is not None:
-            raise UnsupportedOptimizerError(
-                f"{self._name} updates {disagreement} in a way that depends on which parameters step together. "
-                f"{STEPPED_WHOLE}"
-            )
+            raise depends_on_buckets(self._name, disagreement)
 
     def take_back(self) -> None:
         """The update has raised, or does not count."""
@@ -462,7 +485,7 @@ class Beside:
         self.wrote_in_place |= written
         return written
 
-    def require_unchanged(self, optimizer: Optimizer) -> None:
+    def require_unchanged(self) -> None:
         """Raise ``HyperparameterChangedError`` if ``optimizer.step()`` would find other attributes than buckets have
         found. Of the settings in groups ``SettingsGuard`` says so."""
         for place in self._others:
@@ -539,6 +562,12 @@ def reached_by(optimizer: Optimizer) -> list[torch.Tensor]:
     groups = (_settings(group) for group in optimizer.param_groups)
     owners = [read_by_update(optimizer), beside_parameters(optimizer.state), held_by_classes(optimizer), *groups]
     return [value for value in reachable_values(owners) if id(value) in mine]
+
+
+def depends_on_buckets(optimizer: str, what: str) -> UnsupportedOptimizerError:
+    return UnsupportedOptimizerError(
+        f"{optimizer} updates {what} in a way that depends on which parameters step together. {STEPPED_WHOLE}"
+    )
 
 
 def draws_in_step(optimizer: str) -> UnsupportedOptimizerError:

@@ -88,15 +88,21 @@ class TorchDraws:
     def __init__(self, devices: Iterable[torch.device], owners: Iterable[object]) -> None:
         held = (value for value in reachable_values(owners) if isinstance(value, torch.Generator))
         self._generators = [*_defaults(devices), *held]
+        self._before: list[torch.Tensor] = []
+        self._others: dict[int, int | None] = {}
 
-    def now(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self._generators]
+    def begin(self) -> None:
+        """An update is about to run."""
+        self._before, self._others = [generator.get_state() for generator in self._generators], _times_of_others()
 
-    def since(self, before: Sequence[torch.Tensor]) -> bool:
-        """Whether this thread has drawn since: another one that may draw leaves that open. Then states are put back."""
-        if all(map(_same, self.now(), before)) or _times_of_others():
+    def end(self) -> bool:
+        """It has run. Whether it has drawn, if no other thread can have: then states are put back."""
+        now = [generator.get_state() for generator in self._generators]
+        if all(map(_same, now, self._before)):
             return False
-        for generator, state in zip(self._generators, before, strict=True):
+        if None in self._others.values() or _times_of_others() != self._others:
+            return False
+        for generator, state in zip(self._generators, self._before, strict=True):
             generator.set_state(state)
         return True
 
@@ -239,8 +245,19 @@ class KeyedDraws(Stage):
         self.earlier = 0
         self._committed = committed
         self._places: dict[int, _Place] = {} if places is None else places
+        self._loops: TorchGenerators | None = None  # as the loop has left them, while step() runs
 
     steps_every_parameter = True
+
+    def keep(self, devices: Iterable[torch.device]) -> None:
+        """``step()`` is about to run, and finds no gradient. What it draws even so is no draw of the loop's."""
+        self._loops = TorchGenerators(devices)
+
+    def give_back(self) -> None:
+        """``step()`` has returned, or raised."""
+        loops, self._loops = self._loops, None
+        if loops is not None:
+            loops.restore()
 
     def require_names(self, optimizer: Optimizer) -> None:
         """Raise ``UnsupportedOptimizerError`` if ``optimizer.step()`` finds a gradient of a parameter that has no name,

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.autocast import autocast_matters
-from instep._optim.given_back import StorageAddresses
+from instep._optim.autocast import UnderAutocast
 from instep._optim.guards import Entries, SettingsGuard, StateGuard
 from instep._optim.kernels import Kernel, kernel_of
 from instep._optim.kinds import SCALES, STEPPED_WHOLE, has_usual_parameters, is_torchs_own
@@ -19,8 +18,8 @@ from instep._optim.local_shard import LocalShard
 from instep._optim.offload import OffloadedState
 from instep._optim.own_object import Beside, OwnObject
 from instep._optim.proved import is_proved
-from instep._optim.random_numbers import KeyedDraws, TorchGenerators
-from instep._optim.shadow import CallUpdate, GroupLayout, autocast_of, how_to_step, parameters_of
+from instep._optim.random_numbers import KeyedDraws
+from instep._optim.shadow import CallUpdate, GroupLayout, how_to_step
 from instep._optim.stages import Begins, CopiedEntries, Stage, Update, step_shadow
 from instep._torch.hooks import is_in_step
 from instep._torch.versions import version_of
@@ -34,7 +33,7 @@ class _Kind(NamedTuple):
         own: the ``step`` of the object, which refers to the object; ``None``: it has none.
         step: of its class.
         update: what ``step`` wraps, without the calls of hooks.
-        is_torchs_own: whether it is a class of torch's.
+        is_known: whether the update is one of torch's own, over plain parameters.
         call: calls its update.
         kernel: that ``step`` calls, if that can be called in its place.
         is_looked_at: whether it is known whether there is one: the first step finds out.
@@ -43,7 +42,7 @@ class _Kind(NamedTuple):
     own: "weakref.ref[Any] | None"
     step: Callable[..., Any]
     update: Callable[..., Any] | None
-    is_torchs_own: bool
+    is_known: bool
     call: CallUpdate
     kernel: Kernel | None = None
     is_looked_at: bool = False
@@ -62,6 +61,7 @@ class _RunningStep(NamedTuple):
         stages: those of any other one.
         divides: the stage that wants portions of a bucket, each in an update of its own.
         scales: what its kernel was told of a loss scale: by ``id``, and of a tensor how often it was written.
+        in_parts: whether it is none of the loop's: its parts are put back.
     """
 
     state: MutableMapping[Any, Any]
@@ -73,6 +73,7 @@ class _RunningStep(NamedTuple):
     stages: Sequence[Stage]
     divides: Stage | None
     scales: tuple[Any, ...]
+    in_parts: bool
 
 
 class Stepper:
@@ -95,20 +96,12 @@ class Stepper:
         self._optimizer = weakref.ref(optimizer)
         self._looks_back = looks_back
         self._call_is_seen = False
-        self._generators: TorchGenerators | None = None  # as the loop has left them, while step() runs
         self._layout = GroupLayout(self.name, ())
         self._settings = SettingsGuard(self.name)
-        self._own_object = OwnObject(self.name)  # of a foreign optimizer
-        self._gave_back = False
-        # While the optimizer is judged: whether the running step is one of parts that are put back, whether the part
-        # counts, and what it has returned.
-        self._is_in_parts = False
-        self._same_in_autocast: set[torch.dtype] = set()  # a foreign optimizer's step() came out alike inside of these
-        self._notes = True
-        self._returned: Any = None
+        self._own_object: OwnObject | None = None  # of a foreign optimizer, once it was stepped
+        self._autocast = UnderAutocast()
         self._state_guard = StateGuard(self.name)
         self._kind = _kind_of(optimizer)
-        self._are_usual = has_usual_parameters(optimizer)
         self._running: _RunningStep | None = None
 
     def optimizer(self) -> Optimizer:
@@ -191,36 +184,33 @@ class Stepper:
             notes: whether what a foreign optimizer makes of other values is compared with what it makes in other parts.
         """
         optimizer = self.optimizer()
-        running = self._running
-        if running is None:
-            running = self._begin(optimizer)
-            self._is_in_parts = True
+        running = self._running or self._begin(optimizer, in_parts=True)
         shards = shards if shards is not None and any(shards) else None
-        if running.is_known:
+        own = self._own_object
+        if own is None or running.is_known:
             self.step(tensors, owned, shards)
             return None
-        self._notes = notes
+        own.notes = notes
         try:
             self._update_portion(running, Update(optimizer, tensors, owned, shards))
         finally:
-            self._notes = True
-        returned, self._returned = self._returned, None
-        return returned
+            own.notes = True
+        return own.returned
+
+    def end_parts(self) -> Beside | None:
+        """All parts were put back. Returns what they have left beside parameters and state, to be compared."""
+        own = self._own_object
+        if own is None or self._running is None or not self._running.in_parts:
+            return None if own is None else own.beside
+        beside = own.renew()
+        self.abort()
+        return beside
 
     @property
     def opaque(self) -> str | None:
         """What a foreign optimizer holds that nobody could put back, in words; ``None``: nothing, as far as is
         known."""
-        return self._own_object.beside.opaque
-
-    def end_parts(self) -> Beside:
-        """All parts were put back. Returns what they have left beside parameters and state, to be compared."""
-        beside = self._own_object.beside
-        if self._is_in_parts:
-            self._own_object.beside = Beside(self.name)
-            self._is_in_parts = False
-            self.abort()
-        return beside
+        return None if self._own_object is None else self._own_object.beside.opaque
 
     def look_at_settings(self, parameters: Sequence[torch.Tensor]) -> None:
         """An update of ``parameters`` is about to be handed to another thread: raise ``HyperparameterChangedError``, as
@@ -234,8 +224,13 @@ class Stepper:
     def is_foreign(self) -> bool:
         """Whether its update is not one of torch's own, over plain parameters: nobody knows what it reads and writes
         beside the parameters that it is given, their gradients and their state."""
-        self._look_at_kind()
-        return not (self._kind.is_torchs_own and self._are_usual)
+        optimizer, kind = self._optimizer(), self._kind
+        if optimizer is not None:
+            own, step = vars(optimizer).get("step"), type(optimizer).step
+            of_class = step is kind.step and getattr(step, "__wrapped__", None) is kind.update
+            if not of_class or own is not (None if kind.own is None else kind.own()):
+                self._kind = _kind_of(optimizer)  # a trainer has replaced it since, or a scheduler counts its calls
+        return not self._kind.is_known
 
     @property
     def is_proved(self) -> bool:
@@ -243,19 +238,11 @@ class Stepper:
         itself."""
         return is_proved(self.optimizer())
 
-    def _look_at_kind(self) -> None:
-        optimizer, kind = self._optimizer(), self._kind
-        if optimizer is not None:
-            own, step = vars(optimizer).get("step"), type(optimizer).step
-            of_class = step is kind.step and getattr(step, "__wrapped__", None) is kind.update
-            if not of_class or own is not (None if kind.own is None else kind.own()):
-                self._kind = _kind_of(optimizer)  # a trainer has replaced it since, or a scheduler counts its calls
-
-    def _begin(self, optimizer: Optimizer) -> _RunningStep:
+    def _begin(self, optimizer: Optimizer, *, in_parts: bool = False) -> _RunningStep:
         """A step begins: choose the stages of its updates."""
         if not self._layout.is_of(optimizer.param_groups):
             self._layout = GroupLayout(self.name, optimizer.param_groups)
-            self._are_usual = has_usual_parameters(optimizer)
+            self._kind = _kind_of(optimizer)
         known = not self.is_foreign
         guards: list[Stage] = [self._settings]
         if self._looks_back:
@@ -265,6 +252,7 @@ class Stepper:
         if self.offloaded is not None:
             stages.append(self.offloaded)
         if not known:
+            self._own_object = self._own_object or OwnObject(self.name)
             self._own_object.begin(optimizer, self._layout, may_draw=self.draws is not None)
             if self.draws is not None:
                 stages.append(self.draws)
@@ -279,7 +267,7 @@ class Stepper:
             kernel = None
         state = optimizer.state
         scales = _scales_of(optimizer)
-        self._running = _RunningStep(state, len(state), kernel, known, own, guards, stages, divides, scales)
+        self._running = _RunningStep(state, len(state), kernel, known, own, guards, stages, divides, scales, in_parts)
         return self._running
 
     def _run(self, running: _RunningStep, update: Update, begins: Begins) -> None:
@@ -304,21 +292,11 @@ class Stepper:
             update.entries = list(map(update.optimizer.state.get, update.owned))
         over_parameters = running.finds_own_state and update.tensors is update.owned
         stages = running.over_parameters if over_parameters else running.stages
-        step = step_shadow if running.is_known else self._step_itself
+        if self._own_object is None or running.is_known:
+            step = step_shadow
+        else:
+            step = partial(self._own_object.step, call=self._kind.call)
         _through(iter(stages), update, partial(update.run, step, counts_writes=self._looks_back))
-
-    def _step_itself(self, update: Update) -> None:
-        """A foreign optimizer is stepped by the user's own object."""
-        device, entries = update.tensors[0].device, partial(map, update.optimizer.state.get, update.owned)
-        # Of a CPU nobody reads later what was given back.
-        places = None if device.type == "cpu" else StorageAddresses(update.tensors, entries())
-        try:
-            self._returned = self._own_object.step(
-                update.optimizer, update.members, update.tensors, self._kind.call, notes=self._notes
-            )
-        finally:
-            if places is not None:
-                self._gave_back |= places.were_left(entries())
 
     def _call_kernel(
         self,
@@ -361,7 +339,7 @@ class Stepper:
     @property
     def wrote_in_place(self) -> bool:
         """Whether an update has changed an object beside parameters and their state that nobody can put back."""
-        return self._own_object.beside.wrote_in_place
+        return self._own_object is not None and self._own_object.beside.wrote_in_place
 
     @property
     def state_was_written(self) -> bool:
@@ -377,7 +355,7 @@ class Stepper:
     @property
     def gave_back(self) -> bool:
         """Whether an update of this step has given back memory of an accelerator that it has read."""
-        return self._running is not None and self._gave_back
+        return self._running is not None and self._own_object is not None and self._own_object.gave_back
 
     # The call of step().
 
@@ -422,19 +400,12 @@ class Stepper:
 
     def autocast_matters(self) -> bool:
         """Whether ``step()``, called in the autocast block that this thread is in, computes other numbers than
-        outside. A foreign optimizer is known not to where it was compared inside of such a block."""
-        optimizer = self.optimizer()
-        first = next(parameters_of(optimizer), None)
-        dtype = None if first is None else autocast_of(first.device.type)
-        if dtype is None or dtype in self._same_in_autocast:
-            return False
-        return self.is_foreign or autocast_matters(optimizer, dtype)
+        outside."""
+        return self._autocast.matters(self.optimizer(), foreign=self.is_foreign)
 
     def compared(self) -> None:
         """A step that was taken here came out as its parts, which are stepped outside of autocast."""
-        first = next(parameters_of(self.optimizer()), None)
-        if first is not None and (dtype := autocast_of(first.device.type)) is not None:
-            self._same_in_autocast.add(dtype)
+        self._autocast.came_out_alike(self.optimizer())
 
     def require_same_in_autocast(self) -> None:
         """Raise ``HyperparameterChangedError`` if ``autocast_matters``: updates of buckets were, or are about to be,
@@ -454,13 +425,12 @@ class Stepper:
         """``step()`` is about to run, and finds no gradient where it ``steps_every_parameter``. What it draws even so,
         on ``devices``, is no draw of the loop's."""
         if self.draws is not None and self._is_keyed:
-            self._generators = TorchGenerators(devices())
+            self.draws.keep(devices())
 
     def end_step(self) -> None:
         """``step()`` has returned, or raised."""
-        if self._generators is not None:
-            self._generators.restore()
-            self._generators = None
+        if self.draws is not None:
+            self.draws.give_back()
 
     def require_unchanged(self) -> None:
         """Raise ``HyperparameterChangedError`` if groups or state are not those the buckets were stepped with."""
@@ -472,8 +442,8 @@ class Stepper:
             )
         for stage in self._running.stages:
             stage.require_unchanged(optimizer)
-        if not self._running.is_known:
-            self._own_object.beside.require_unchanged(optimizer)
+        if self._own_object is not None:
+            self._own_object.beside.require_unchanged()
 
     def require_same_scale(self) -> None:
         """Raise ``HyperparameterChangedError`` if ``step()`` would take off another loss scale than buckets' updates
@@ -494,7 +464,7 @@ class Stepper:
         optimizer = into or self.optimizer()
         if self._running is not None:
             self.wait_for_state()
-            if not self._running.is_known:
+            if self._own_object is not None:
                 self._own_object.beside.commit()
             for key in self._layout.added_to(optimizer.state, self._running.size):
                 optimizer.state[key] = optimizer.state.pop(key)
@@ -510,8 +480,9 @@ class Stepper:
         if self._running is not None:
             for stage in (*self.options, *self._running.stages):
                 stage.forget()
-            self._own_object.beside.forget()
-        self._running, self._gave_back = None, False
+            if self._own_object is not None:
+                self._own_object.forget()
+        self._running = None
 
     def wait_for_state(self) -> None:
         """Return when the host may read and write the state."""
@@ -528,7 +499,8 @@ class Stepper:
 def _kind_of(optimizer: Optimizer) -> _Kind:
     own, step = vars(optimizer).get("step"), type(optimizer).step
     ref = None if own is None else weakref.ref(own)
-    return _Kind(ref, step, getattr(step, "__wrapped__", None), is_torchs_own(optimizer), how_to_step(optimizer))
+    known = is_torchs_own(optimizer) and has_usual_parameters(optimizer)
+    return _Kind(ref, step, getattr(step, "__wrapped__", None), known, how_to_step(optimizer))
 
 
 def _scales_of(optimizer: Optimizer) -> tuple[Any, ...]:

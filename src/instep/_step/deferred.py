@@ -149,7 +149,8 @@ class UpdateDeferral:
         step, mine = self._step, self._step.members.of(stepper)
         if stepper.steps_every_parameter or (not with_gradient.are_plain and any(a.is_divided for a in with_gradient)):
             stepper.require_same_in_autocast()  # these are updated by instep, put off or not
-            step.judge.before_update(stepper, with_gradient)
+            if step.judge.has_foreign:
+                step.judge.before_update(stepper, with_gradient)
         in_flight = _in_flight_of(mine, self.in_flight())
         may_wait = in_loop and self._can_be_put_off(stepper)
         waiting = dict.fromkeys(with_gradient, False)
@@ -462,7 +463,8 @@ class ForwardCalls(StepCalls):
         self._observed.step_returned(is_last=not self._step.round.steppers_left)
 
     def _finish(self, stepper: Stepper) -> None:
-        self._step.judge.after_update(stepper)
+        if self._step.judge.has_foreign:
+            self._step.judge.after_update(stepper)
         self._deferred.returned(self._step.number, stepper)
         self._give_stand_ins()
         stepper.commit()

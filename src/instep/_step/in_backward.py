@@ -102,7 +102,8 @@ class BucketSink(Schedule):
         if self._clips and self._step.passes.running is None:
             self._step.passes.clipping.begin()
         self._writes.begin()
-        self._step.judge.step_opens()
+        if self._step.judge.has_foreign:
+            self._step.judge.step_opens()
         for begin in self.at_open:
             if (call := begin()) is not None:
                 call()
@@ -138,7 +139,7 @@ class BucketSink(Schedule):
                 self._note_updates()  # one thread at a time steps with an optimizer
             if step.ledger.torn is not None or self._failure.error is not None or step.ledger.redoes:
                 return False
-            if step.judge.leaves(bucket, step.number):
+            if step.judge.has_foreign and step.judge.leaves(bucket, step.number):
                 return False
             writes.begun = AttachedParameters()
             try:
@@ -439,6 +440,7 @@ class BackwardSchedule(BucketSink):
                 f"{several_backwards()}, or add the losses and call backward() once. {KEEP_ALL}"
             )
         step.backwards.begins_step()
+        step.judge.backward_begins()
         self._begin_beside()
 
     def backward_failed(self) -> None:
@@ -734,6 +736,11 @@ class BackwardCalls(StepCalls):
             )
 
     def _finish(self, stepper: Stepper) -> None:
+        if self._step.judge.has_foreign:
+            self._judge(stepper)
+        self._writes.require_at_rest(stepper)
+
+    def _judge(self, stepper: Stepper) -> None:
         error = self._step.judge.after_update(stepper)
         try:
             if error is not None:
@@ -742,7 +749,6 @@ class BackwardCalls(StepCalls):
                 raise error
         finally:
             del error  # or it would refer to itself, by way of this frame
-        self._writes.require_at_rest(stepper)
 
     def _settle(self, stepper: Stepper) -> None:
         step = self._step
@@ -758,7 +764,8 @@ class BackwardCalls(StepCalls):
         if not taken:
             return
         try:
-            self._step.ledger.votes.committed(step_count, objects=self._step.judge.committed())
+            judge = self._step.judge
+            self._step.ledger.votes.committed(step_count, objects=judge.has_foreign and judge.committed())
         except Exception as error:
             self._writes.tear_last(error)
             raise

@@ -287,14 +287,18 @@ class Judge:
         buckets: those of the plan, by the indices of their parameters.
         verdict: why every step is left to ``optimizer.step()``; ``None``: buckets are stepped.
         leaves_all: whether all of the running step is left to ``optimizer.step()``.
+        has_foreign: whether there is anything to judge.
     """
 
     def __init__(self, steppers: Sequence[Stepper], *, in_parts: bool) -> None:
         self.buckets: Callable[[], Iterable[Sequence[int]] | None] = tuple
         self.verdict: str | None = None
         self._in_parts = in_parts
-        self._due = {stepper: FIRST if stepper.is_foreign and not stepper.is_proved else 0 for stepper in steppers}
+        self._steppers = tuple(steppers)
+        # Of each foreign optimizer, how many updates are still to be compared.
+        self._due = {stepper: 0 if stepper.is_proved else FIRST for stepper in steppers if stepper.is_foreign}
         self.leaves_all = in_parts and any(self._due.values())
+        self.has_foreign = bool(self._due)
         self._running: dict[Stepper, PartsOfUpdate] = {}
         self._has_begun: set[Stepper] = set()  # to be judged: its first update was compared, one by one
         self._is_warm: set[Stepper] = set()  # those that have taken a step
@@ -303,6 +307,13 @@ class Judge:
         self._objects = False
 
     # In backward.
+
+    def backward_begins(self) -> None:
+        """One that may give a step. A trainer may have replaced an optimizer's ``step`` since."""
+        for stepper in self._steppers:
+            if stepper not in self._due and stepper.is_foreign:
+                self._due[stepper] = 0 if stepper.is_proved else FIRST
+                self.has_foreign, self.leaves_all = True, self.leaves_all or self._due[stepper] > 0
 
     def step_opens(self) -> None:
         """The first final gradient of a step that is taken in backward has come."""
@@ -332,7 +343,7 @@ class Judge:
         if self.verdict is not None or not (self._due.get(stepper) or self._apart):
             return
         there = [a for a in left if gradient_of(a) is not None and (a.shard is None or a.shard.is_owner)]
-        is_first = bool(self._due[stepper]) and stepper not in self._has_begun
+        is_first = bool(self._due.get(stepper)) and stepper not in self._has_begun
         parts = [part for part in (_one_by_one(stepper, there) if is_first else self.in_buckets(there)) if part]
         if not parts:
             return
@@ -372,7 +383,7 @@ class Judge:
         elif running.counts:
             stepper.compared()
             self._has_begun.add(stepper)
-            self._due[stepper] = max(0, self._due[stepper] - 1)
+            self._due[stepper] = max(0, self._due.get(stepper, 0) - 1)
             self.leaves_all = self._in_parts and any(self._due.values())
         return None
 

@@ -624,7 +624,8 @@ class TrialWrites(Writes):
         except InstepError as error:
             self.tear(error)
             raise
-        step.judge.before_update(stepper, left)
+        if step.judge.has_foreign:
+            step.judge.before_update(stepper, left)
         rest = self._rest_of(stepper, left)
         self._save_rest(stepper, left)
         return rest

@@ -175,6 +175,7 @@ class RunningStep:
         self.round.forget()
         self.has_gradients = False
         self.passes.forget()
-        self.judge.forget()
+        if self.judge.has_foreign:
+            self.judge.forget()
         for stepper in self.members.steppers:
             stepper.abort()

@@ -540,7 +540,8 @@ class FinalWrites(Writes):
                 self.tear(error)
             raise
         self.clip_rest(left)
-        self._step.judge.before_update(stepper, left)
+        if self._step.judge.has_foreign:
+            self._step.judge.before_update(stepper, left)
         rest = self._rest_of(stepper, left)
         self._step.round.begins(stepper, self._step.ledger)
         self._step_rest(stepper, rest)
