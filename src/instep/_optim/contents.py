@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 import torch
 
-from instep._optim.values import attributes_of, is_closed, is_filled, is_immutable, is_pinned
+from instep._optim.values import attributes_of, is_closed, is_filled, is_immutable
+from instep._torch.versions import is_pinned
 
 # One tensor: what is kept of it depends on how it keeps its values.
 

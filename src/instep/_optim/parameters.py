@@ -269,7 +269,8 @@ class AttachedParameter:
             without_new: what comes next where the optimizer has not got the new one.
         """
         found = [new for place in self.places if (new := place.found()) is not None]
-        if any(map(self.stepper.has, found)):
+        held = {id(parameter) for group in self.stepper.groups for parameter in group["params"]}
+        if any(id(new) in held for new in found):
             return ", and the optimizer holds the new one. detach(), and attach again, with the same optimizer"
         again = "detach(), build the optimizer anew on the model's parameters, and attach again"
         if may_be_gathered() or any(map(is_sharded, found)):

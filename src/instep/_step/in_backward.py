@@ -22,6 +22,7 @@ from instep._optim.undo import Undo
 from instep._ranks.votes import error_of
 from instep._step.beside_backward import MOST, HandedOver, UpdatesBeside
 from instep._step.deferral import Deferring
+from instep._step.judging import Judge
 from instep._step.norms import Losses
 from instep._step.on_trial import TrialWrites
 from instep._step.remedies import KEEP_ALL, after_update, never_cleared, several_backwards, while_measuring
@@ -79,7 +80,8 @@ class BucketSink(Schedule):
             # Before the step is looked at: a gradient that only adds up opens none. Where several of the engine's
             # threads may count, they are in hooks of ``LocalSource``, which hold the lock already.
             step.has_gradients = True
-            if step.accumulation.count() or self.keeps_gradients:
+            leaves_all = step.accumulation.kept or (step.judge is not None and step.judge.leaves_all)
+            if step.accumulation.count() or (leaves_all and not step.members.applied):
                 return False
         with step.lock:
             if step.ledger.torn is not None:
@@ -102,7 +104,7 @@ class BucketSink(Schedule):
         if self._clips and self._step.passes.running is None:
             self._step.passes.clipping.begin()
         self._writes.begin()
-        if self._step.judge.has_foreign:
+        if self._step.judge is not None:
             self._step.judge.step_opens()
         for begin in self.at_open:
             if (call := begin()) is not None:
@@ -139,7 +141,7 @@ class BucketSink(Schedule):
                 self._note_updates()  # one thread at a time steps with an optimizer
             if step.ledger.torn is not None or self._failure.error is not None or step.ledger.redoes:
                 return False
-            if step.judge.has_foreign and step.judge.leaves(bucket, step.number):
+            if step.judge is not None and step.judge.leaves(bucket, step.number):
                 return False
             writes.begun = AttachedParameters()
             try:
@@ -281,8 +283,7 @@ class BucketSink(Schedule):
     @property
     def keeps_gradients(self) -> bool:
         """Whether all of the running step is left to ``optimizer.step()``. Not where backward has begun to apply it."""
-        leaves_all = self._step.accumulation.kept > 0 or self._step.judge.leaves_all
-        return leaves_all and not self._step.members.applied
+        return self._step.leaves_all and not self._step.members.applied
 
     @property
     def only_adds(self) -> bool:
@@ -440,7 +441,7 @@ class BackwardSchedule(BucketSink):
                 f"{several_backwards()}, or add the losses and call backward() once. {KEEP_ALL}"
             )
         step.backwards.begins_step()
-        step.judge.backward_begins()
+        step.meet_foreign()
         self._begin_beside()
 
     def backward_failed(self) -> None:
@@ -736,12 +737,13 @@ class BackwardCalls(StepCalls):
             )
 
     def _finish(self, stepper: Stepper) -> None:
-        if self._step.judge.has_foreign:
-            self._judge(stepper)
+        if self._step.judge is not None:
+            self._require_in_parts(self._step.judge, stepper)
         self._writes.require_at_rest(stepper)
 
-    def _judge(self, stepper: Stepper) -> None:
-        error = self._step.judge.after_update(stepper)
+    def _require_in_parts(self, judge: Judge, stepper: Stepper) -> None:
+        """Raise, and tear the step, if parts of it were taken in backward, and should not have been."""
+        error = judge.after_update(stepper)
         try:
             if error is not None:
                 self._step.round.stepper = None
@@ -765,7 +767,7 @@ class BackwardCalls(StepCalls):
             return
         try:
             judge = self._step.judge
-            self._step.ledger.votes.committed(step_count, objects=judge.has_foreign and judge.committed())
+            self._step.ledger.votes.committed(step_count, objects=judge is not None and judge.committed())
         except Exception as error:
             self._writes.tear_last(error)
             raise

@@ -191,7 +191,8 @@ class Rollback:
         self.settled()
         self._kept.forget_outcomes()
         step.passes.clipping.forget_norms()
-        step.judge.forget()
+        if step.judge is not None:
+            step.judge.forget()
         step.ledger.happened(Event.ROLLED_BACK)
         self.stop_watching()
         found, self._found = self._found, None
@@ -624,8 +625,7 @@ class TrialWrites(Writes):
         except InstepError as error:
             self.tear(error)
             raise
-        if step.judge.has_foreign:
-            step.judge.before_update(stepper, left)
+        step.before_update(stepper, left)
         rest = self._rest_of(stepper, left)
         self._save_rest(stepper, left)
         return rest

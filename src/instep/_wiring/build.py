@@ -241,15 +241,15 @@ class Planned:
     """The plan of an attachment: its buckets, and the optimizers that are not proven.
 
     Args:
-        judge: of the optimizers that are not torch's own.
+        step: the running one, which has the judge of foreign optimizers.
     """
 
-    def __init__(self, options: Options, schedule: Schedule, sources: Sequence[Source], judge: Judge) -> None:
+    def __init__(self, options: Options, schedule: Schedule, sources: Sequence[Source], step: RunningStep) -> None:
         # Else the sources' buckets are those in which norms are taken, or gradients sent: not those that are stepped.
         self._sources_step = options.schedule == "backward" or options.communication.cross_iteration
         self._schedule = schedule
         self._sources = sources
-        self._judge = judge
+        self._step = step
         self._last: Plan | None = None
 
     def now(self) -> Plan:
@@ -265,7 +265,8 @@ class Planned:
 
     def said(self) -> tuple[str, ...]:
         """What keeps foreign optimizers from being stepped in backward, or how many steps are still compared."""
-        return tuple(filter(None, [str(self._judge)]))
+        judge = self._step.judge
+        return () if judge is None else tuple(filter(None, [str(judge)]))
 
     def buckets(self) -> Iterator[Sequence[int]]:
         """Those of the sources, by the indices of their parameters."""
@@ -328,7 +329,8 @@ def build(target: Target, options: Options) -> Parts:
     in_pipeline = options.communication.pipeline is not None
     synced = _synced(refs.wrapped, target, in_pipeline=in_pipeline)
     accumulation = Accumulation(options.accumulation_steps, synced, votes, sharded=is_sharded)
-    judge = Judge(() if options.disabled else refs.steppers, in_parts=options.schedule == "backward")
+    foreign = [] if options.disabled else [stepper for stepper in refs.steppers if stepper.is_foreign]
+    judge = Judge(foreign, in_parts=options.schedule == "backward") if foreign else None
     ranks = ranks_of(target, options)
     votes.ranks, votes.voting = ranks, ranks if options.votes else None
     step = RunningStep(StepMembers(refs.steppers), votes, accumulation, clipping, judge)
@@ -374,8 +376,8 @@ def build(target: Target, options: Options) -> Parts:
             refs, schedule, sources, accumulation, threads, late, backwards, votes, is_sharded=is_sharded
         )
     _tell_of_runs(sources, forwards)
-    planned = Planned(options, schedule, sources, judge)
-    judge.buckets = weakly(planned.buckets)
+    planned = Planned(options, schedule, sources, step)
+    step.buckets = weakly(planned.buckets)
     return Parts(
         refs,
         schedule,
