@@ -2461,9 +2461,9 @@ MUTANTS = [
     ),
     Mutant(
         "keep what a step that was left out counts",
-        "_restore",
-        "        place[key] = value\n",
-        "        pass\n",
+        "_remembered",
+        "                place[key] = value()\n",
+        "                pass\n",
         NONFINITE,
     ),
     Mutant(

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from instep._optim.values import attributes_of, is_closed, is_filled, is_immutable, is_pinned
+from instep._optim.values import attributes_of, inner_of, is_closed, is_filled, is_immutable, is_pinned, is_wrapper
 
 # One tensor: what is kept of it depends on how it keeps its values.
 
@@ -70,7 +70,7 @@ def require_can_be_kept(tensor: torch.Tensor) -> None:
     """Raise the ``TypeError`` that ``copy_of`` would."""
     with torch._C.DisableTorchFunctionSubclass():
         if _kind_of(tensor) is _OfWrapper:
-            for _, inner in _inner_of(tensor):
+            for inner in inner_of(tensor).values():
                 require_can_be_kept(inner)
 
 
@@ -78,10 +78,8 @@ def _kind_of(tensor: torch.Tensor) -> Callable[[torch.Tensor, bool], Kept]:
     cls = type(tensor)
     if cls in _PLAIN and tensor.dtype in _NUMBERS and tensor.layout is torch.strided and not _is_odd(tensor):
         return _OfMemory  # of the many ones
-    if cls.__torch_dispatch__ is not _NO_DISPATCH:
-        if getattr(cls, "__tensor_flatten__", None) is not None:
-            return _OfWrapper
-        raise TypeError(f"a tensor of the class {cls.__name__}, which has no __tensor_flatten__ to tell what it holds")
+    if is_wrapper(tensor):
+        return _OfWrapper
     if tensor.is_meta:
         return _OfMeta
     if tensor.is_nested:
@@ -105,7 +103,6 @@ def _is_odd(tensor: torch.Tensor) -> bool:
 _SCHEMES = (torch.per_tensor_affine, torch.per_channel_affine)  # those that torch can copy
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _NUMBERS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64})
-_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -366,25 +363,13 @@ class _OfNested:
         return len(now) == len(self._parts) and all(p.is_in(part) for p, part in zip(self._parts, now, strict=True))
 
 
-def _inner_of(tensor: Any) -> list[tuple[str, torch.Tensor]]:
-    """The tensors in which one of a wrapper class has its values, by name."""
-    names = tensor.__tensor_flatten__()[0]
-    inner = [(name, getattr(tensor, name)) for name in names]
-    found = [(name, one) for name, one in inner if isinstance(one, torch.Tensor)]  # others: a mesh of devices, say
-    if not found or not all(getattr(tensor, name) is one for name, one in found):
-        raise TypeError(
-            f"a tensor of the class {type(tensor).__name__}, whose __tensor_flatten__ names no tensors that it keeps"
-        )
-    return found
-
-
 class _OfWrapper:
     """Of a tensor whose class keeps its values in others: those, and the numbers that it notes beside them."""
 
     __slots__ = ("_inner", "_noted")
 
     def __init__(self, tensor: Any, host: bool) -> None:
-        self._inner = [(name, inner, copy_of(inner, host)) for name, inner in _inner_of(tensor)]
+        self._inner = [(name, inner, copy_of(inner, host)) for name, inner in inner_of(tensor).items()]
         self._noted = _noted(tensor)
 
     def put_back(self, tensor: Any) -> None:
@@ -396,10 +381,10 @@ class _OfWrapper:
             setattr(tensor, name, number)
 
     def is_in(self, tensor: Any) -> bool:
-        if getattr(tensor, "__tensor_flatten__", None) is None:
+        if not is_wrapper(tensor):
             return False
         return (
-            [name for name, _ in _inner_of(tensor)] == [name for name, _, _ in self._inner]
+            list(inner_of(tensor)) == [name for name, _, _ in self._inner]
             and digest_of_value(_noted(tensor)) == digest_of_value(self._noted)
             and all(is_back(getattr(tensor, name), kept) for name, _, kept in self._inner)
         )
@@ -617,7 +602,7 @@ def digest_of(tensor: torch.Tensor) -> Digest:
 
 
 def _digest_of_wrapper(tensor: torch.Tensor) -> Digest:
-    inner = tuple((name, digest_of(part)) for name, part in _inner_of(tensor))
+    inner = tuple((name, digest_of(part)) for name, part in inner_of(tensor).items())
     return type(tensor), tensor.dtype, digest_of_value(_noted(tensor)), inner
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.autograd import grad_mode
 from torch.optim import Optimizer
 
-from instep._optim.contents import Contents, Restore, copy_of, restore
+from instep._optim.contents import Contents, Restore, copy_of, require_contents, restore
 from instep._optim.foreign import parameters_reached_by
 from instep._optim.kinds import held_by_classes, is_torchs_own, read_by_update
 from instep._optim.shadow import GroupLayout
@@ -89,6 +89,10 @@ class _Saved:
         self._entry = state
         self._entries: Restore | None = None if state is None else contents.of(state)
 
+    @property
+    def had_state(self) -> bool:
+        return self._entries is not None
+
     def restore(self) -> None:
         optimizer = self._optimizer()
         mapping = self._mapping if optimizer is None else optimizer.state
@@ -101,6 +105,20 @@ class _Saved:
         # The bits are back: a graph that has saved them may run. torch has a private way to say so. After the state,
         # which may hold a view of the parameter.
         self._version.__exit__()
+
+
+def _cannot_put_back(optimizer: Optimizer, parameter: torch.Tensor, error: TypeError) -> UnsupportedOptimizerError:
+    where = f"a parameter of the shape {tuple(parameter.shape)}"
+    for key, value in optimizer.state.get(parameter, {}).items():
+        try:
+            require_contents(value, parameter)
+        except TypeError:
+            where = f"state[{key!r}] of {where}"
+            break
+    return UnsupportedOptimizerError(
+        f"undo could not put back what {type(optimizer).__name__} writes, {where}: {error}. Use schedule='forward', or "
+        "no undo"
+    )
 
 
 class UndoCopies(Stage):
@@ -116,6 +134,7 @@ class UndoCopies(Stage):
         self._name = name
         self._copies = copies
         self._is_foreign = False
+        self._cannot: str | None = None  # why the state cannot be put back, once it was met
         self._reached: list[torch.Tensor] = []
         self._kept_in: str | None = None  # where the optimizer keeps values of single parameters, its state aside
 
@@ -133,13 +152,29 @@ class UndoCopies(Stage):
                 "a CUDA graph is being recorded, and undo=True keeps copies that nothing has written before the graph "
                 "is replayed: they could not be put back. Attach without undo before you record"
             )
+        if self._cannot is not None:
+            raise UnsupportedOptimizerError(self._cannot)
         outside = self._look_outside(update) if self._is_foreign else None
-        self._copies.save([*update.owned, *self._reached], update.optimizer)
+        with self._remembering():
+            self._copies.save([*update.owned, *self._reached], update.optimizer)
         yield
+        if self._is_foreign:
+            # While this update can be put back: the next one could not.
+            with self._remembering():
+                self._copies.require_new_state(update.owned, update.optimizer)
         if outside is not None and (found := outside.restore()) is not None:
             self._kept_in, whole = found
             self.wrote_in_place |= not whole
             raise self._refusal(self._kept_in)
+
+    @contextmanager
+    def _remembering(self) -> Iterator[None]:
+        """The next backward says so before anything is written: this one's step may be left to ``optimizer.step()``."""
+        try:
+            yield
+        except UnsupportedOptimizerError as error:
+            self._cannot = str(error)
+            raise
 
     def _look_outside(self, update: Update) -> OutsideState:
         optimizer = update.optimizer
@@ -177,16 +212,29 @@ class Undo:
 
     @torch.no_grad()
     def save(self, parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> None:
-        """Copy ``parameters`` and their state, on the current stream, those aside that are saved already."""
+        """Copy ``parameters`` and their state, on the current stream, those aside that are saved already.
+
+        Raises:
+            UnsupportedOptimizerError: some could not be put back. None of them is saved.
+        """
+        found: dict[int, _Saved] = {}
         for parameter in parameters:
             if id(parameter) not in self._saved:
                 try:
-                    self._saved[id(parameter)] = _Saved(parameter, optimizer, self._host)
+                    found[id(parameter)] = _Saved(parameter, optimizer, self._host)
                 except TypeError as error:
-                    raise UnsupportedOptimizerError(
-                        f"{type(optimizer).__name__} keeps in its state what cannot be copied ({error}), and so undo "
-                        "could not put back. Use schedule='forward', or no undo"
-                    ) from error
+                    raise _cannot_put_back(optimizer, parameter, error) from error
+        self._saved.update(found)
+
+    def require_new_state(self, parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> None:
+        """Raise ``UnsupportedOptimizerError`` if state that was made since ``save`` could not be put back later on."""
+        for parameter in parameters:
+            saved, entry = self._saved.get(id(parameter)), optimizer.state.get(parameter)
+            if entry is not None and saved is not None and not saved.had_state:
+                try:
+                    require_contents(entry, parameter)
+                except TypeError as error:
+                    raise _cannot_put_back(optimizer, parameter, error) from error
 
     @torch.no_grad()
     def restore(self, device: torch.device) -> None:
