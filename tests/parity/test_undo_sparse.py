@@ -9,7 +9,7 @@ from torch import nn
 
 import instep
 from instep.errors import UnsupportedOptimizerError
-from tests.unit.test_contents import Closed, Scaled
+from tests.wrappers import Closed, Scaled
 
 Loop = Callable[[nn.Module], None]
 IN_BACKWARD: dict[str, Any] = {"schedule": "backward", "undo": True}
@@ -149,6 +149,40 @@ def test_state_that_cannot_be_put_back_is_told_and_can_be_gone_on_from(since: in
     _require_same(models, optimizers, step)
     for later in range(step + 1, step + 3):
         _step(models, optimizers, later)
+
+
+class QuantizesLarge(Quantizes):
+    """As torchao's do, and so small tensors on trial do not show it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None and not self.state[p]:
+                kind = self.kind if p.numel() >= 10_000 else Scaled
+                self.state[p].update(momentum=kind(torch.zeros(p.shape, dtype=torch.int8), torch.ones(())), step=1)
+        super().step()
+
+
+def test_state_that_cannot_be_put_back_of_large_parameters() -> None:
+    """It is told where it was met: the first step is the plain loop's, and the next backward raises."""
+    models: list[nn.Module] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(nn.Linear(6, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 2)))
+    optimizers: list[Quantizes] = [QuantizesLarge(model.parameters(), Closed) for model in models]
+    with instep.attach(models[1], optimizers[1], bucket_bytes=64, **IN_BACKWARD):
+        _step(models, optimizers, 0, touch=lambda model: None)
+        with pytest.raises(UnsupportedOptimizerError, match=r"of the shape \(128, 128\): a tensor of the class Closed"):
+            _step(models, optimizers, 1, touch=lambda model: None)
+        _require_same_but(models, optimizers)
+
+
+def _require_same_but(models: list[nn.Module], optimizers: list[Quantizes]) -> None:
+    """Nothing was written by the backward that has raised; and ``step()`` goes on."""
+    before = [p.detach().clone() for p in models[1].parameters()]
+    optimizers[1].zero_grad()
+    optimizers[1].step()
+    assert all(map(torch.equal, before, models[1].parameters()))
 
 
 def test_state_that_cannot_be_put_back_from_the_first_step() -> None:

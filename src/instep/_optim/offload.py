@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from instep._optim.local_shard import LocalShard, shard_of_entry, whole_of_entry
 from instep._optim.stages import Stage, Update
-from instep._optim.values import is_pinned, reachable_values
+from instep._optim.values import reachable_values
 from instep._torch.engine import is_captured, on_stream
-from instep._torch.versions import are_plain, memory_of, version_of
+from instep._torch.versions import are_plain, is_pinned, memory_of, version_of
 from instep.errors import UnsupportedOptimizerError
 
 # Copies between pinned host memory and one accelerator, on two streams of their own: in and out.

@@ -155,23 +155,24 @@ class UndoCopies(Stage):
         if self._cannot is not None:
             raise UnsupportedOptimizerError(self._cannot)
         outside = self._look_outside(update) if self._is_foreign else None
-        with self._remembering():
+        try:
             self._copies.save([*update.owned, *self._reached], update.optimizer)
+        except UnsupportedOptimizerError as error:
+            # The next backward says so before anything is written: this step may be left to ``optimizer.step()``.
+            self._cannot = str(error)
+            raise
         yield
         if self._is_foreign:
-            # While this update can be put back: the next one could not.
-            with self._remembering():
-                self._copies.require_new_state(update.owned, update.optimizer)
+            self._require_new_state(update)
         if outside is not None and (found := outside.restore()) is not None:
             self._kept_in, whole = found
             self.wrote_in_place |= not whole
             raise self._refusal(self._kept_in)
 
-    @contextmanager
-    def _remembering(self) -> Iterator[None]:
-        """The next backward says so before anything is written: this one's step may be left to ``optimizer.step()``."""
+    def _require_new_state(self, update: Update) -> None:
+        """While this update can be put back: the next one could not."""
         try:
-            yield
+            self._copies.require_new_state(update.owned, update.optimizer)
         except UnsupportedOptimizerError as error:
             self._cannot = str(error)
             raise

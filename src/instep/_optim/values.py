@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from instep._torch.versions import memory_of, version_of
+from instep._torch.versions import is_pinned, memory_of, version_of
 
 # What an update can get at beside what it is given: through the attributes, groups and state of its optimizer.
 
@@ -354,17 +354,6 @@ def waits_for_host(value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or not _is_small(value) or value.is_meta:
         return False
     return not _can_be_read(value) and not is_pinned(value)
-
-
-def is_pinned(tensor: torch.Tensor) -> bool:
-    """Whether its memory is pinned. A torch that is built for the CPU alone knows without asking the tensor; any other
-    asks its class, and ``DTensor`` knows nothing of it, nor need another one."""
-    if tensor.device.type != "cpu":
-        return False
-    try:
-        return tensor.is_pinned() if type(tensor) is torch.Tensor else memory_of(tensor).is_pinned()
-    except NotImplementedError:
-        return False
 
 
 def _address(tensor: torch.Tensor) -> int:

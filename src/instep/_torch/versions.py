@@ -23,6 +23,17 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """Whether its memory is pinned. A torch that is built for the CPU alone knows without asking the tensor; any other
+    asks its class, and ``DTensor`` knows nothing of it, nor need another one."""
+    if tensor.device.type != "cpu":
+        return False
+    try:
+        return tensor.is_pinned() if type(tensor) is torch.Tensor else memory_of(tensor).is_pinned()
+    except NotImplementedError:
+        return False
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """What changes with every write that autograd counts. A ``DTensor`` counts those through itself, and those through
     its local tensor, or an alias of that, are counted there."""

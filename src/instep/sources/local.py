@@ -31,13 +31,12 @@ from instep._optim.parameters import (
     fill_buckets,
     none_there,
 )
-from instep._optim.values import is_pinned
 from instep._step.state import gradient_of
 from instep._torch.engine import Phase, current, graph_task
 from instep._torch.hooks import UntracedHook
 from instep._torch.lifetime import weakly
 from instep._torch.placeholders import Placeholder, ZeroedGradient
-from instep._torch.versions import versions_of
+from instep._torch.versions import is_pinned, versions_of
 from instep.errors import InstepError
 from instep.sources import Sink, deliver
 
