@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from instep._arguments import optimizers_of, require_count, require_model
-from instep._optim.values import same_numbers
+from instep._optim.values import is_wrapper, same_numbers
 from instep.attaching import attach
 from instep.errors import AttachError
 from instep.sources.fsdp.modules import put_shards_in_place
@@ -172,11 +172,17 @@ def first_difference(plain: Iterator[tuple[str, Any]], other: Iterator[tuple[str
             if a.device != b.device:
                 a, b = a.cpu(), b.cpu()  # state of offload="host"
             if not same_numbers(a, b):
-                gap = (a.detach().double() - b.detach().double()).abs().max().item()
-                return f"{name} differs by up to {gap:.3g}"
+                return f"{name} differs{_gap(a, b)}"
         elif type(a) is not type(b) or not _same_value(a, b):
             return f"{name} is {a!r}, attached {b!r}"
     return None
+
+
+def _gap(a: torch.Tensor, b: torch.Tensor) -> str:
+    if is_wrapper(a) or a.is_nested:
+        return ""  # its class may not know how to subtract
+    gap = (a.detach().to_dense().double() - b.detach().to_dense().double()).abs().max().item()
+    return f" by up to {gap:.3g}"
 
 
 def _same_value(a: Any, b: Any) -> bool:

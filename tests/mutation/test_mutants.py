@@ -21,6 +21,7 @@ READERS = "tests/parity/test_readers.py"
 CLIPPING = "tests/parity/test_clipping.py"
 LOSS_SCALE = "tests/parity/test_loss_scale.py"
 UNDO = "tests/parity/test_undo.py"
+CONTENTS = "tests/unit/test_contents.py"
 ODD_OPTIMIZERS = "tests/parity/test_odd_optimizers.py"
 SCHEDULES = "tests/distributed/test_schedules.py"
 REPLICATED = "tests/distributed/test_replicated.py"
@@ -1913,9 +1914,9 @@ MUTANTS = [
     ),
     Mutant(
         "put copies in the place of what state holds",
-        "Contents._of_tensor",
-        "return partial(restore, value, copy_of(value, self._host))",
-        "return partial(restore, value.detach().clone(), copy_of(value, self._host))",
+        "Contents.of",
+        "known = partial(restore, value, self._copy_of(value, self._host))",
+        "known = partial(restore, value.detach().clone(), self._copy_of(value, self._host))",
         UNDO,
     ),
     Mutant(
@@ -1941,10 +1942,50 @@ MUTANTS = [
     ),
     Mutant(
         "put parameters back without their state",
-        "Contents._of_tensor",
-        "return partial(restore, value, copy_of(value, self._host))",
-        "return lambda: value",
+        "Contents.of",
+        "known = partial(restore, value, self._copy_of(value, self._host))",
+        "self.known(value)\n                return lambda: value",
         UNDO,
+    ),
+    Mutant(
+        "write the values of sparse state back into another tensor",
+        "_OfSparse.put_back",
+        "            tensor.data = self._rebuilt()\n",
+        "            tensor.detach().copy_(self._rebuilt())\n",
+        "tests/parity/test_undo_sparse.py",
+        "sparse_state",
+    ),
+    Mutant(
+        "put back one inner tensor of a wrapper",
+        "_OfWrapper.put_back",
+        "for name, inner, kept in self._inner:",
+        "for name, inner, kept in self._inner[:1]:",
+        "tests/parity/test_undo_sparse.py",
+        "wrapper_class",
+    ),
+    Mutant(
+        "write elements that share their memory by themselves",
+        "_each_once",
+        "if 0 not in bits.stride():",
+        "if True:",
+        CONTENTS,
+        "put_back",
+    ),
+    Mutant(
+        "a digest takes two signs for none",
+        "_sums",
+        "low, high = words, words >> 32",
+        "low, high = words, words",
+        CONTENTS,
+        "cancels_out",
+    ),
+    Mutant(
+        "do not look at new state that could not be put back",
+        "Undo.require_new_state",
+        "if entry is not None and saved is not None and not saved.had_state:",
+        "if False:",
+        "tests/parity/test_undo_sparse.py",
+        "of_large_parameters",
     ),
     Mutant(
         "keep state that the step had made",
@@ -2461,9 +2502,9 @@ MUTANTS = [
     ),
     Mutant(
         "keep what a step that was left out counts",
-        "_restore",
-        "        place[key] = value\n",
-        "        pass\n",
+        "_remembered",
+        "                place[key] = value()\n",
+        "                pass\n",
         NONFINITE,
     ),
     Mutant(
@@ -3223,14 +3264,14 @@ MUTANTS = [
     ),
     Mutant(
         "do not look into objects",
-        "_attributes_of",
+        "attributes_of",
         "    return found or None\n",
         "    return None\n",
         CHANGED,
     ),
     Mutant(
         "do not look into slots",
-        "_attributes_of",
+        "attributes_of",
         "    found = {name: getattr(value, name) for name in names if hasattr(value, name)}\n",
         "    found: dict[Any, Any] = {}\n",
         CHANGED,

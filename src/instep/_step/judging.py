@@ -124,7 +124,11 @@ class PartsOfUpdate:
 
     def _take_part(self, part: AttachedParameters, *, twice: bool) -> None:
         optimizer, tensors = self._optimizer, part.tensors()
-        kept = _Kept(optimizer, tensors, self._reached)
+        try:
+            kept = _Kept(optimizer, tensors, self._reached)
+        except TypeError as error:
+            self.reason = f"what it keeps of {_names(part)} could not be put back ({error})"
+            return
         try:
             returned = self._step(part)
             self.reason = self.reason or self._stepper.opaque

@@ -636,8 +636,13 @@ class TrialWrites(Writes):
             return  # again, most likely: what it then leaves is the plain loop's
         if stepper.is_foreign:
             self._step.round.remember_settings(stepper)
-        # On the stream that step() will write on.
-        self._rollback.copies.save([a.get() for a in left if gradient_of(a) is not None], stepper.optimizer())
+        try:
+            # On the stream that step() will write on.
+            self._rollback.copies.save([a.get() for a in left if gradient_of(a) is not None], stepper.optimizer())
+        except UnsupportedOptimizerError:
+            if self._step.members.applied:
+                raise
+            # Nothing stands on trial, and backward says so. What an error leaves of step() is the plain loop's.
 
     def _hide(self, gradients: Sequence[tuple[AttachedParameter, torch.Tensor]]) -> None:
         self._watch_in_step.start(attached.get() for attached, _ in gradients)
