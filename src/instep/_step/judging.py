@@ -152,6 +152,8 @@ class PartsOfUpdate:
             for call in calls_of(part, gradients, alias=False):
                 returned = self._stepper.step_part(call.tensors, call.parameters, call.shards, notes=notes)
         except UnsupportedOptimizerError as error:
+            if self._stepper.wrote_in_place:
+                raise  # the plain loop would go on from other values than these
             self.reason = self.reason or str(error).removesuffix(f". {STEPPED_WHOLE}").removeprefix(f"{name} ")
         except Exception as error:
             self.reason = f"its step() raises on {_names(part)} alone ({in_short(error)})"
