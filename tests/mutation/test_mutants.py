@@ -1232,7 +1232,7 @@ MUTANTS = [
     Mutant(
         "refer to parameters after detach",
         "AttachedParameter.let_go",
-        "        self._ref = _nothing\n",
+        "        self._parameter = None\n",
         "        pass\n",
         "tests/unit/test_life.py",
     ),

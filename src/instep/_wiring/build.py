@@ -332,6 +332,8 @@ class Parts:
     def abandon(self) -> None:
         """Model and optimizers are gone: whoever keeps this keeps nothing of them."""
         self.planned.keep()
+        for attached in self.schedule.parameters:
+            attached.let_go()
         self.sources.clear()
         self.schedule.crosses(tuple, bool)
 
