@@ -183,7 +183,7 @@ class Attribute:
 
 
 class Homes:
-    """The modules that hold parameters, to be asked all at once. Held weakly: a model is freed when the loop drops it."""
+    """The modules that hold parameters, to be asked all at once. Held weakly: a model goes when the loop drops it."""
 
     def __init__(self, places: Iterable[Sequence[Attribute]]) -> None:
         # By the id of the reference, of which Python makes one for each module: a module need not have a hash.

@@ -40,7 +40,7 @@ from instep._torch.engine import (
     set_default_device,
 )
 from instep._torch.lifetime import WeakMethod, owe, settled
-from instep._torch.placeholders import ACCUMULATE, CONVERSION, DETACH, ZERO, ZeroedGradient
+from instep._torch.placeholders import ACCUMULATE, CONVERSION, DETACH, NEW_LIKE, ZERO, ZeroedGradient
 from instep.errors import AccumulationError, InstepError, UncommittedStepError
 
 # ``schedule="backward"``, as sources of gradients see it: they offer final gradients, and hand over full buckets.
@@ -625,7 +625,7 @@ class BackwardSchedule(BucketSink):
         # clears before they count. Where it does not, optimizer.step() finds a spent gradient. But DDP's reducer and
         # FSDP would take the sum at once.
         adds = operation in ACCUMULATE and graph_task() is not None and not wrapped and attached.mesh is None
-        return adds or operation in (*ZERO, CONVERSION, DETACH)
+        return adds or operation in (*ZERO, CONVERSION, DETACH) or operation in NEW_LIKE
 
     @property
     def deferral(self) -> str | None:
