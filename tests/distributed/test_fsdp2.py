@@ -610,6 +610,35 @@ def test_mistakes_in_the_loop(two_ranks: RankPool) -> None:
         assert "zero_grad()" in found[3]
 
 
+def spent_as_a_dtensor() -> list[str]:
+    model = nested(Model())
+    loop = Loop(model, adamw(model))
+    loop.overlap = instep.attach(model, loop.optimizer, schedule="backward")
+    loop.backward(0)
+    gradient: Any = next(model.parameters()).grad
+    uses = (
+        lambda: gradient.to_local(),
+        lambda: gradient.full_tensor(),
+        lambda: gradient.placements,
+        lambda: gradient.device_mesh,
+        lambda: gradient._local_tensor,
+        lambda: gradient.redistribute(placements=()),
+    )
+    found = [said(SpentGradientError, use) for use in uses]
+    assert not hasattr(gradient, "to_local")
+    loop.optimizer.step()
+    found.append(said(SpentGradientError, lambda: gradient.to_local()))
+    loop.overlap.detach()
+    return found
+
+
+def test_a_spent_gradient_is_asked_as_a_dtensor(two_ranks: RankPool) -> None:
+    for *found, after in two_ranks.run(spent_as_a_dtensor):
+        assert all("was called on the gradient of" in one and "already" not in one for one in found)
+        assert "DTensor.placements" in found[2]
+        assert "from a step that is over" in after
+
+
 def freed() -> tuple[int, int, int]:
     """The most groups whose gradients were alive at once, those alive after backward, and how many groups there are."""
     model: Any = nested(Model())

@@ -1,7 +1,6 @@
 """Loops that would silently train wrong raise instead, before anything more is written."""
 
 import copy
-import gc
 import io
 import pickle
 import sys
@@ -413,31 +412,6 @@ def test_a_weight_that_was_resized_in_place(model: Any, optimizer: torch.optim.O
         loss_of(model).backward()
         optimizer.step()
         assert again.step_count == 1
-
-
-@pytest.mark.parametrize("options", [{}, {"schedule": "backward"}, {"defer": True}], ids=str)
-def test_parameters_that_loading_would_swap(model: nn.Module, options: dict[str, Any]) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loaded = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
-    before = weights(model)
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        with instep.attach(model, optimizer, **options) as overlap:
-            with pytest.raises(
-                StaleAttachmentError, match=r"Nothing was loaded into it\. detach\(\) before it, and attach"
-            ):
-                model.load_state_dict(loaded)
-            assert_untouched(model, before)
-            overlap.detach()
-            loss_of(model).backward()  # graphs are gone by then, which hold parameters, too
-            optimizer.zero_grad()
-            gc.collect()
-            model.load_state_dict(loaded)
-        with instep.attach(model, optimizer, **options):
-            loss_of(model).backward()
-            optimizer.step()
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 def test_a_model_may_move_between_steps_and_back(model: Any, optimizer: torch.optim.Optimizer, overlap: Any) -> None:

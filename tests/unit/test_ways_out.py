@@ -268,6 +268,7 @@ MISTAKES: Mapping[str, Mistake] = {
         two_losses,
         AccumulationError,
         r"^a second backward began before AdamW\.step\(\)",
+        "torn",
         others={"`with overlap.accumulate():`": accumulate},
     ),
 }

@@ -1,7 +1,7 @@
 """``schedule="backward"``: sources offer final gradients, buckets are stepped, and ``optimizer.step()`` commits."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from time import perf_counter
 from typing import Any
@@ -32,15 +32,17 @@ from instep._step.step import Agreement, RunningStep
 from instep._step.step_calls import StepCalls
 from instep._step.writes import FinalWrites, Writes, owed_steps
 from instep._torch.engine import (
+    Run,
     as_default_device,
     default_device,
     graph_task,
     is_captured,
+    is_of_written,
     profiled,
     set_default_device,
 )
 from instep._torch.lifetime import WeakMethod, owe, settled
-from instep._torch.placeholders import ACCUMULATE, CONVERSION, DETACH, ZERO, ZeroedGradient
+from instep._torch.placeholders import ACCUMULATE, CONVERSION, DETACH, NEW_LIKE, ZERO, ZeroedGradient
 from instep.errors import AccumulationError, InstepError, UncommittedStepError
 
 # ``schedule="backward"``, as sources of gradients see it: they offer final gradients, and hand over full buckets.
@@ -451,6 +453,23 @@ class BackwardSchedule(BucketSink):
         if members.offered and not members.applied and self._step.ledger.torn is None:
             self.backward_raised()
 
+    def run_raised(self, run: Run, error: BaseException) -> BaseException | None:
+        """Any backward, or ``torch.autograd.grad``, has raised: one that may write has been heard of in its hooks. Half
+        a step is not to be committed: what a later one has left out, the loop must not step without."""
+        step = self._step
+        step.backwards.drain_failed()
+        with step.lock:
+            is_refused = is_of_written(error) or isinstance(error, AccumulationError)
+            members = step.members
+            if step.ledger.torn is not None or not members.applied or not step.backwards.is_loops():
+                return None
+            gives = run.accumulates and (not run.inputs or not _ids(run.inputs).isdisjoint(_ids(members.living())))
+            if not (gives or is_refused) or not run.comes_to(members.living()):
+                return None  # as in the plain loop, whose gradients it has not changed
+            instead = _met_written(run, step) if is_of_written(error) else None
+            self._stop(error if instead is None else instead)
+            return instead
+
     def stop(self, error: InstepError) -> None:
         """The backward that has just ended did not compute the plain loop's step: put it back, or it is torn."""
         try:
@@ -631,7 +650,7 @@ class BackwardSchedule(BucketSink):
         # clears before they count. Where it does not, optimizer.step() finds a spent gradient. But DDP's reducer and
         # FSDP would take the sum at once.
         adds = operation in ACCUMULATE and graph_task() is not None and not wrapped and attached.mesh is None
-        return adds or operation in (*ZERO, CONVERSION, DETACH)
+        return adds or operation in (*ZERO, CONVERSION, DETACH) or operation in NEW_LIKE
 
     @property
     def deferral(self) -> str | None:
@@ -653,6 +672,18 @@ class BackwardSchedule(BucketSink):
         """FSDP is about to gather these parameters: raise, or roll back, if backward has updated one of them."""
         if self.state == "open" and any(map(self.is_applied, parameters)):
             self.before_forward()
+
+
+def _met_written(run: Run, step: RunningStep) -> AccumulationError:
+    what = "a second backward()" if run.accumulates else run.call
+    return AccumulationError(
+        f"{what} came, before {owed_steps(step)}, to weights that the first backward has already updated. "
+        f"{several_backwards()}, or add the losses and call backward() once. {KEEP_ALL}"
+    )
+
+
+def _ids(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return set(map(id, tensors))
 
 
 def _zeros(attached: AttachedParameter, *, lasting: bool) -> torch.Tensor:

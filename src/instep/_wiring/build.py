@@ -34,7 +34,7 @@ from instep._step.plain import PlainSchedule
 from instep._step.schedule import InFlightBucket, Schedule
 from instep._step.state import StepMembers
 from instep._step.step import Agreement, RunningStep
-from instep._torch.engine import Traced, graph_task
+from instep._torch.engine import RunErrors, Traced, graph_task
 from instep._torch.hooks import BoundHook, PlainPickles, UntracedHook, first_of_post_hooks, last_of_pre_hooks
 from instep._torch.lifetime import Owners, weakly
 from instep._torch.mixed_precision import LowPrecision
@@ -318,6 +318,8 @@ class Parts:
     def abandon(self) -> None:
         """Model and optimizers are gone: whoever keeps this keeps nothing of them."""
         self.planned.keep()
+        for attached in self.schedule.parameters:
+            attached.let_go()
         self.sources.clear()
         self.schedule.crosses(tuple, bool)
 
@@ -440,6 +442,8 @@ def connect(parts: Parts, target: Target, options: Options) -> None:
         _connect_plainly(parts, target, options)
         return
     model, handles = target.model, parts.handles
+    if isinstance(parts.schedule, BackwardSchedule):
+        handles.append(RunErrors(parts.schedule))
     for source in parts.sources:
         source.connect()
     sharding = parts.sharding
