@@ -314,7 +314,8 @@ class Attachment:
         refuses, is said at ``micro_batches``. With ``schedule="forward"``, or ``INSTEP_DISABLE=1``, each call is a
         backward. ``zero_grad()`` in between throws away what waits, and ``optimizer.step()`` runs the backward of what
         waits where no last micro-batch came. Under DDP and FSDP2 calls with ``more`` belong into ``no_sync()``
-        (``set_requires_gradient_sync(False)``), with their forwards; there ``step()`` without a last one raises.
+        (``set_requires_gradient_sync(False)``, with HSDP also ``set_requires_all_reduce(False)``), with their forwards;
+        there ``step()`` without a last one raises.
 
         Args:
             loss: that backward begins from; with ``more``, and for the last micro-batch, a tensor of one number.
@@ -363,7 +364,8 @@ class Attachment:
         parameter's gradient is added up over the micro-batches, applied, and freed. What the forwards keep for backward
         (activations, or with checkpointing the inputs of the segments) is in memory for all micro-batches at once. With
         ``schedule="forward"``, or ``INSTEP_DISABLE=1``, this is the loop above; under DDP with ``no_sync()`` around all
-        micro-batches but the last, with FSDP2 as much.
+        micro-batches but the last, with FSDP2 as much. Where HSDP was told ``set_requires_all_reduce(False)``, each
+        micro-batch is reduced over the shards, and the last over the replicas, too.
 
         Args:
             loss_of: computes the loss of a micro-batch, a tensor of one number, divided or scaled as the loop would.

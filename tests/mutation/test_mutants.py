@@ -890,7 +890,42 @@ MUTANTS = [
         "False and",
         MICRO_FSDP2,
     ),
-    Mutant("do not see that a group runs twice", "_require_one_reduction", "len(ends[-1]) > 1", "False", MICRO_FSDP2),
+    Mutant("do not see that a group runs twice", "_require_one_reduction", "len(nodes) > 1", "False", MICRO_FSDP2),
+    Mutant(
+        "do not see that a group runs twice before the last",
+        "_require_one_reduction",
+        "if each else ()",
+        "if False else ()",
+        MICRO_FSDP2,
+    ),
+    Mutant(
+        "reduce over the shards once", "OneBackward.ran", "filter(defers_all_reduce, self._groups)", "()", MICRO_FSDP2
+    ),
+    Mutant(
+        "reduce over the shards as they come", "ReducedApart._keep", "self._left[self._next] == 0", "True", MICRO_FSDP2
+    ),
+    Mutant(
+        "leave a group as FSDP2 leaves it where its backward ends",
+        "ReducedApart._reduce_over_shards",
+        "reduces, over_replicas, frees, group._training_state = found",
+        "reduces, over_replicas, frees, _ = found",
+        MICRO_FSDP2,
+    ),
+    Mutant(
+        "walk node by node over the shards",
+        "OneBackward.join",
+        "self.ends_apart.update(nodes_of_group)",
+        "pass",
+        MICRO_FSDP2,
+    ),
+    Mutant("hold back what is reduced over the shards", "_one_by_one", "elif not deferred.is_set", "else", MICRO_FSDP2),
+    Mutant(
+        "forget that the all-reduce waits",
+        "set_reduces",
+        "module.set_requires_all_reduce(over_replicas, recurse=False)",
+        "pass",
+        MICRO_FSDP2,
+    ),
     Mutant(
         "do not see uses outside of a group's forward",
         "_require_one_reduction",
@@ -907,8 +942,8 @@ MUTANTS = [
     Mutant(
         "reduce what the loop does not",
         "FSDP2Sync.no_sync",
-        "module.set_requires_gradient_sync(value,",
-        "module.set_requires_gradient_sync(True,",
+        "set_reduces(module, value)",
+        "set_reduces(module, True)",
         MICRO_FSDP2,
     ),
     Mutant(
