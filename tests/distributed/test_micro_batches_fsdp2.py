@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import instep
 from instep import ClipNorm, ClipValue
 from instep.errors import AccumulationError, InstepError
-from instep.sources.fsdp.micro_batches import END
+from instep.sources.fsdp.micro_batches import END, ReducedApart
 from instep.sources.fsdp.modules import fsdp2_groups, fsdp2_in
 from instep.verification import first_difference
 from tests.cases import Blocks, Sometimes, Tied, batch
@@ -457,20 +457,30 @@ def _reductions() -> list[tuple[int, int]]:
 
 
 def test_one_group_at_a_time_over_the_shards(four_ranks: RankPool) -> None:
-    """No gradient that is not reduced waits for another micro-batch's, but the root's, which backward ends with."""
-    assert [most for _, most in four_ranks.run(_unreduced_in_turn)] == [1] * 4
+    """Backward comes to a group in one micro-batch after the other, so that no whole gradient waits for another's."""
+    assert four_ranks.run(_unreduced_in_turn) == [(0, 1)] * 4
 
 
 def _unreduced_in_turn() -> tuple[int, int]:
-    loop = _attached(hsdp_deeper_alone)
+    """The most gradients of later micro-batches that wait, and the most groups with gradients that are not reduced."""
+    loop = _attached(hsdp_blocks_alone)
     in_the_loop(loss_of_blocks, (3,), loop, 0)
-    alive: list[int] = []
-    with BeforeReducing(lambda: alive.append(_with_gradients(loop.model))):
-        in_the_loop(loss_of_blocks, (3,), loop, 1)
-    return len(alive), max(alive)
+    groups, waiting = [0], [0]
+    keep = ReducedApart._keep
+
+    def keeping(self: Any, parameter: Any, number: int, gradient: Any) -> None:
+        waiting.append(sum(len(kept) for kept in self._kept[self._next + 1 :]))
+        keep(self, parameter, number, gradient)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ReducedApart, "_keep", keeping)
+        with BeforeReducing(lambda: groups.append(_with_gradients(loop.model))):
+            in_the_loop(loss_of_blocks, (3,), loop, 1)
+    assert len(waiting) == 1 + 3 * len(list(loop.model.parameters()))
+    return max(waiting), max(groups)
 
 
-def hsdp_deeper_alone(model: Any) -> nn.Module:
+def hsdp_blocks_alone(model: Any) -> nn.Module:
     """The root has no parameters of its own."""
     for module in (model.inner, model.outer):
         fully_shard(module, mesh=mesh(2, 2))
@@ -552,16 +562,19 @@ def _run_with(loop: Loop, switches: Sequence[tuple[bool, bool]]) -> None:
 
 
 def test_micro_batches_that_are_held_leave_the_switch(four_ranks: RankPool) -> None:
-    assert four_ranks.run(_held) == [False] * 4
+    assert four_ranks.run(_held) == [True] * 4
 
 
 def _held() -> bool:
-    """``accumulate()`` holds back all reductions, and what the loop has said of the all-reduce stays."""
+    """``accumulate()`` holds back all reductions, and what the loop has said of each group's stays."""
     loop = _attached(hsdp)
     loop.model.set_requires_all_reduce(False)
+    loop.model.blocks[1].set_requires_gradient_sync(False)
+    found = [(group.reduce_grads, group.all_reduce_grads) for group in groups_in(loop.model)]
+    assert len(set(found)) == 2
     with loop.overlap.accumulate():
         loss_of_blocks(loop.model, 0, 0).backward()
-    return any(group.all_reduce_grads for group in groups_in(loop.model))
+    return found == [(group.reduce_grads, group.all_reduce_grads) for group in groups_in(loop.model)]
 
 
 def test_tensor_parallel(four_ranks: RankPool) -> None:
