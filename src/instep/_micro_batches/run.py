@@ -21,7 +21,7 @@ from instep._step.in_backward import BackwardSchedule
 from instep._torch.engine import graph_task
 from instep._torch.versions import version_of
 from instep._wiring.build import Parts
-from instep.errors import AccumulationError, InstepError
+from instep.errors import AccumulationError, InstepError, class_name
 from instep.sources.ddp.instance import look_from
 from instep.sources.fsdp.micro_batches import OneBackward
 from instep.sources.fsdp.modules import DeferredAllReduce
@@ -219,7 +219,11 @@ def _held_unless_last(parts: Parts, is_last: bool, *, forward: bool = False) -> 
 def _require_loss(number: int, loss: object) -> torch.Tensor:
     """``loss``, if it is one that backward can begin from."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        found = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, torch.Tensor)
+            else class_name(loss, in_full=True)
+        )
         raise InstepError(
             f"the loss of a micro-batch must be a tensor of one number: micro-batch {number + 1} gave {found}"
         )

@@ -16,7 +16,7 @@ from instep._optim.stages import Stage, Update
 from instep._optim.values import PER_PARAMETER, Contents, OutsideState, Restore, copy_of, restore, same_bits
 from instep._torch.engine import is_captured
 from instep._torch.versions import version_of
-from instep.errors import UnsupportedOptimizerError
+from instep.errors import UnsupportedOptimizerError, class_name
 
 # Gradients that are lent to an update on trial: some optimizers write or replace the gradient in their ``step()``.
 
@@ -183,7 +183,7 @@ class Undo:
                     self._saved[id(parameter)] = _Saved(parameter, optimizer, self._host)
                 except TypeError as error:
                     raise UnsupportedOptimizerError(
-                        f"{type(optimizer).__name__} keeps in its state what cannot be copied ({error}), and so undo "
+                        f"{class_name(optimizer)} keeps in its state what cannot be copied ({error}), and so undo "
                         "could not put back. Use schedule='forward', or no undo"
                     ) from error
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from instep._optim.dtensor import mesh_of, shard_of
 from instep._optim.kinds import cannot_follow, is_torchs_own, replaced_step, takes_hooks
-from instep.errors import AttachError, UnsupportedOptimizerError
+from instep.errors import AttachError, UnsupportedOptimizerError, class_name
 from instep.options import Options
 from instep.sources.ddp.instance import bucket_parameters
 from instep.target import Target
@@ -22,7 +22,7 @@ from instep.target import Target
 def given_twice(target: Target, options: Options) -> None:
     optimizers = target.optimizers
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
-        raise AttachError(f"the same {type(optimizers[0]).__name__} is given twice in optimizer")
+        raise AttachError(f"the same {class_name(optimizers[0])} is given twice in optimizer")
 
 
 def unlike_torchs(target: Target, options: Options) -> None:
@@ -38,10 +38,9 @@ def unsupported(target: Target, options: Options) -> None:
     if not options.splits_steps:
         return
     for optimizer in target.optimizers:
-        kind = type(optimizer).__name__
         for refuse in (_refuse_second_evaluation, _refuse_wrapper, _refuse_replaced_step):
-            refuse(optimizer, kind, options.way_to_step_whole())
-        _refuse_differentiable(optimizer, kind)
+            refuse(optimizer, options.way_to_step_whole())
+        _refuse_differentiable(optimizer)
 
 
 def without_calls_around_the_step(target: Target, options: Options) -> None:
@@ -49,30 +48,32 @@ def without_calls_around_the_step(target: Target, options: Options) -> None:
     ``step()``. A loss that is evaluated again within ``step()`` makes gradients that those hooks do not see."""
     if options.clip is not None or options.nonfinite != "allow" or options.check_steps:
         for optimizer in target.optimizers:
-            kind = type(optimizer).__name__
-            _refuse_second_evaluation(optimizer, kind, options.way_to_step_whole("clip", "nonfinite", "check_steps"))
+            _refuse_second_evaluation(optimizer, options.way_to_step_whole("clip", "nonfinite", "check_steps"))
             if not takes_hooks(optimizer):
+                kind = class_name(optimizer)
                 raise UnsupportedOptimizerError(
                     f"{kind} was made without torch.optim.Optimizer.__init__: torch calls no hook around its step(), "
                     "which clip, nonfinite and check_steps need. Leave them out, or clip in the loop"
                 )
 
 
-def _refuse_second_evaluation(optimizer: Optimizer, kind: str, otherwise: str) -> None:
+def _refuse_second_evaluation(optimizer: Optimizer, otherwise: str) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
+        kind = class_name(optimizer)
         raise UnsupportedOptimizerError(
             f"{kind} evaluates the loss again within a step, and every update depends on all parameters: no part of "
             f"the step can run apart from it. {otherwise}"
         )
 
 
-def _refuse_wrapper(optimizer: Optimizer, kind: str, otherwise: str) -> None:
+def _refuse_wrapper(optimizer: Optimizer, otherwise: str) -> None:
     # Lookahead, SAM, ZeroRedundancyOptimizer and their like.
     inner = next(_inner_optimizers(optimizer), None)
     if inner is not None:
         attribute, wrapped = inner
+        kind = class_name(optimizer)
         raise UnsupportedOptimizerError(
-            f"{kind} holds another optimizer ({attribute}: {type(wrapped).__name__}), so its step is more than an "
+            f"{kind} holds another optimizer ({attribute}: {class_name(wrapped)}), so its step is more than an "
             f"update per parameter. {otherwise}. Attach the inner optimizer only if the wrapper adds nothing to "
             "step()"
         )
@@ -88,18 +89,20 @@ def _inner_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
                 yield attribute, candidate
 
 
-def _refuse_replaced_step(optimizer: Optimizer, kind: str, otherwise: str) -> None:
+def _refuse_replaced_step(optimizer: Optimizer, otherwise: str) -> None:
     # A patch that also steps single parameters can be followed, as fused optimizers of trainers have it.
     patch = replaced_step(optimizer)
     if patch is not None and (reason := cannot_follow(optimizer)) is not None:
+        kind = class_name(optimizer)
         raise UnsupportedOptimizerError(
             f"the step method of this {kind} object was replaced (by {getattr(patch, '__qualname__', patch)!r}), "
             f"and instep cannot tell what it does: {reason}. {otherwise}. Or attach before it is replaced"
         )
 
 
-def _refuse_differentiable(optimizer: Optimizer, kind: str) -> None:
+def _refuse_differentiable(optimizer: Optimizer) -> None:
     if any(group.get("differentiable", False) for group in optimizer.param_groups):
+        kind = class_name(optimizer)
         raise UnsupportedOptimizerError(
             f"{kind}(differentiable=True) keeps the step in the autograd graph, which backward is just leaving. "
             "Use differentiable=False, or no instep"
@@ -109,7 +112,7 @@ def _refuse_differentiable(optimizer: Optimizer, kind: str) -> None:
 def keyed_without_hooks(target: Target, options: Options) -> None:
     for optimizer in drawing_by_key(target, options):
         if not takes_hooks(optimizer):
-            kind = type(optimizer).__name__
+            kind = class_name(optimizer)
             raise UnsupportedOptimizerError(
                 f"{kind} was made without torch.optim.Optimizer.__init__: torch calls no hook before its step(), where "
                 "random='keyed' takes its place. Leave out random and seed"
@@ -134,7 +137,7 @@ def spread_in_different_ways(target: Target, options: Options) -> None:
         mine = [p for group in optimizer.param_groups for p in group["params"]]
         if len({None if id(p) in in_rows else _spread(p, optimizer) for p in mine}) > 1:
             raise AttachError(
-                f"check_steps does not go with {type(optimizer).__name__} here: it holds parameters that are spread "
+                f"check_steps does not go with {class_name(optimizer)} here: it holds parameters that are spread "
                 "over ranks in different ways, which its plain step() may not take in one call. Leave out check_steps"
             )
 
