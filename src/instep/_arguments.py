@@ -53,7 +53,7 @@ def optimizers_of(optimizer: object, error: Error, name: str = "optimizer") -> l
     """Return the optimizer as a list, or those of a list: the user's own, inside accelerate's and Fabric's wrappers."""
     optimizer = _unwrapped(optimizer)
     if isinstance(optimizer, Optimizer):
-        return [optimizer]
+        return [_require_groups(optimizer, error, name)]
     # Python can iterate over these, too, and would say something of their first element.
     no_list = str, bytes, type, Mapping, nn.Module, torch.Tensor
     if not isinstance(optimizer, Iterable) or isinstance(optimizer, no_list):
@@ -62,10 +62,24 @@ def optimizers_of(optimizer: object, error: Error, name: str = "optimizer") -> l
     for position, one in enumerate(map(_unwrapped, optimizer)):
         if not isinstance(one, Optimizer):
             raise error(f"{name}[{position}] must be a torch.optim.Optimizer, not {_found(one)}")
-        found.append(one)
+        found.append(_require_groups(one, error, f"{name}[{position}]"))
     if not found:
         raise error(f"{name} is an empty list: give one optimizer or more")
     return found
+
+
+def _require_groups(optimizer: Optimizer, error: Error, name: str) -> Optimizer:
+    if not _has_groups(optimizer):
+        raise error(
+            f"{name} has no param_groups: {class_name(optimizer, in_full=True)} was made without "
+            "torch.optim.Optimizer.__init__. Call super().__init__(params, defaults) in its constructor"
+        )
+    return optimizer
+
+
+def _has_groups(optimizer: Optimizer) -> bool:
+    """Whether it says what it steps. Not where a class has left out ``Optimizer.__init__``, and does not need them."""
+    return hasattr(optimizer, "param_groups")
 
 
 def unlike_torchs(optimizer: object) -> str | None:
@@ -73,6 +87,8 @@ def unlike_torchs(optimizer: object) -> str | None:
     kind: fastai's, ``ScheduleFreeWrapper``, one that the loop has written. ``None``: there is none."""
     for one in _several(optimizer):
         steps = all(callable(getattr(one, name, None)) for name in ("step", "zero_grad"))
+        if steps and isinstance(one, Optimizer) and not _has_groups(one):
+            return f"{class_name(one, in_full=True)}, made without torch.optim.Optimizer.__init__,"
         if steps and not isinstance(one, (Optimizer, nn.Module, type)):
             return class_name(one, in_full=True)
     return None
@@ -80,7 +96,7 @@ def unlike_torchs(optimizer: object) -> str | None:
 
 def torchs_of(optimizer: object) -> list[Optimizer]:
     """Return the optimizers of torch's kind, beside others, of which ``unlike_torchs`` names the first."""
-    return [one for one in _several(optimizer) if isinstance(one, Optimizer)]
+    return [one for one in _several(optimizer) if isinstance(one, Optimizer) and _has_groups(one)]
 
 
 def _several(optimizer: object) -> Iterator[Any]:

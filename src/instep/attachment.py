@@ -339,9 +339,7 @@ class Attachment:
             ```
         """
         if not isinstance(loss, torch.Tensor):
-            raise InstepError(
-                f"loss must be what backward() begins from, a tensor, not {class_name(loss, in_full=True)}"
-            )
+            raise InstepError(f"loss must be a tensor to begin backward() from, not {class_name(loss, in_full=True)}")
         if more:
             self._require_no_pipeline("overlap.backward(more=True)")
         waiting = self._waiting

@@ -41,6 +41,8 @@ def unsupported(target: Target, options: Options) -> None:
         for refuse in (_refuse_second_evaluation, _refuse_wrapper, _refuse_replaced_step):
             refuse(optimizer, options.way_to_step_whole())
         _refuse_differentiable(optimizer)
+        if options.schedule == "backward":
+            _refuse_without_constructor(optimizer, options.way_to_step_whole())
 
 
 def without_calls_around_the_step(target: Target, options: Options) -> None:
@@ -106,6 +108,17 @@ def _refuse_differentiable(optimizer: Optimizer) -> None:
         raise UnsupportedOptimizerError(
             f"{kind}(differentiable=True) keeps the step in the autograd graph, which backward is just leaving. "
             "Use differentiable=False, or no instep"
+        )
+
+
+def _refuse_without_constructor(optimizer: Optimizer, otherwise: str) -> None:
+    """It may lack what every optimizer has (``state``, ``defaults``), and nobody would be told of its ``step()``."""
+    if not takes_hooks(optimizer):
+        kind = class_name(optimizer)
+        raise UnsupportedOptimizerError(
+            f"{kind} was made without torch.optim.Optimizer.__init__: torch calls no hook around its step(), by which "
+            f"instep knows that a step is complete. {otherwise}. If the class is yours, call "
+            "super().__init__(params, defaults) in its constructor"
         )
 
 
