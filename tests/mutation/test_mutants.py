@@ -786,7 +786,7 @@ MUTANTS = [
     Mutant("do not see that a node's number is taken", "Graphs._require_in_order", "number in numbers", "False", MICRO),
     Mutant("do not see hooks on parameters", "Graphs._require_alike", "leaf._backward_hooks:", "False:", MICRO),
     Mutant("add to gradients from before", "_require_no_gradients", "leaf.grad is not None and", "False and", MICRO),
-    Mutant("walk graphs one after the other", "Together._run_one", "graphs.walk_side_by_side()", "pass", MICRO),
+    Mutant("walk graphs one after the other", "Together._run_one", "graphs.walk_side_by_side(", "len(", MICRO),
     Mutant("walk the last graph first", "Graphs.walk_side_by_side", "self._count - 1 - number", "number", MICRO),
     Mutant("walk nodes in any order", "Graphs.walk_side_by_side", "nodes.sort(key=_NUMBER)", "pass", MICRO),
     Mutant("share copies of weights", "Together.add", "torch.clear_autocast_cache()", "pass", MICRO),
@@ -835,7 +835,7 @@ MUTANTS = [
     Mutant(
         "wait outside of no_sync",
         "Waiting.add",
-        "not parts.accumulation.is_in_hold",
+        "not (parts.accumulation.is_in_hold or self._defers_all_reduce)",
         "False",
         MICRO_RANKS,
     ),
@@ -857,7 +857,13 @@ MUTANTS = [
     ),
     Mutant("overlook draws", "BackwardSideEffects.require_none", "elif self._has_drawn():", "elif False:", MICRO),
     Mutant("overlook buffers", "BackwardSideEffects.require_none", "written is not None", "False", MICRO),
-    Mutant("reduce each micro-batch", "_held_unless_last", "parts.accumulation.hold()", "nullcontext()", MICRO_RANKS),
+    Mutant(
+        "reduce each micro-batch",
+        "_held_unless_last",
+        "parts.accumulation.hold(forward=forward)",
+        "nullcontext()",
+        MICRO_RANKS,
+    ),
     Mutant("end a group's backward at its first node", "_Switches.before", "self._left == 0", "True", MICRO_FSDP2),
     Mutant(
         "free a group's weights at each node",
