@@ -574,6 +574,24 @@ def test_mistakes_at_attach(two_ranks: RankPool) -> None:
         assert "shard first, then build the optimizer, then attach" in found[5]
 
 
+def other_dtypes() -> list[str]:
+    """FSDP2 keeps ``grad_dtype`` since torch 2.15; before, it is there if it was set after ``fully_shard``."""
+    model = nested(Model()).to(torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ways: list[dict[str, Any]] = [WAYS["backward"], WAYS["undo"], WAYS["forward"]]
+    found = [said(AttachError, partial(instep.attach, model, optimizer, **options)) for options in ways]
+    instep.attach(model, optimizer, defer=False).detach()  # as the message says
+    return found
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has none")
+def test_gradients_of_another_dtype(two_ranks: RankPool) -> None:
+    for found in two_ranks.run(other_dtypes):
+        assert all(message.endswith("Use schedule='forward' with defer=False") for message in found)
+
+
 def mistakes_in_the_loop() -> list[str]:
     found = []
 

@@ -771,7 +771,7 @@ MUTANTS = [
     Mutant("do not see that a node's number is taken", "Graphs._require_in_order", "number in numbers", "False", MICRO),
     Mutant("do not see hooks on parameters", "Graphs._require_alike", "leaf._backward_hooks:", "False:", MICRO),
     Mutant("add to gradients from before", "_require_no_gradients", "leaf.grad is not None and", "False and", MICRO),
-    Mutant("walk graphs one after the other", "Together._run_one", "graphs.walk_side_by_side()", "pass", MICRO),
+    Mutant("walk graphs one after the other", "Together._run_one", "graphs.walk_side_by_side(", "len(", MICRO),
     Mutant("walk the last graph first", "Graphs.walk_side_by_side", "self._count - 1 - number", "number", MICRO),
     Mutant("walk nodes in any order", "Graphs.walk_side_by_side", "nodes.sort(key=_NUMBER)", "pass", MICRO),
     Mutant("share copies of weights", "Together.add", "torch.clear_autocast_cache()", "pass", MICRO),
@@ -820,7 +820,7 @@ MUTANTS = [
     Mutant(
         "wait outside of no_sync",
         "Waiting.add",
-        "not parts.accumulation.is_in_hold",
+        "not (parts.accumulation.is_in_hold or self._defers_all_reduce)",
         "False",
         MICRO_RANKS,
     ),
@@ -842,7 +842,13 @@ MUTANTS = [
     ),
     Mutant("overlook draws", "BackwardSideEffects.require_none", "elif self._has_drawn():", "elif False:", MICRO),
     Mutant("overlook buffers", "BackwardSideEffects.require_none", "written is not None", "False", MICRO),
-    Mutant("reduce each micro-batch", "_held_unless_last", "parts.accumulation.hold()", "nullcontext()", MICRO_RANKS),
+    Mutant(
+        "reduce each micro-batch",
+        "_held_unless_last",
+        "parts.accumulation.hold(forward=forward)",
+        "nullcontext()",
+        MICRO_RANKS,
+    ),
     Mutant("end a group's backward at its first node", "_Switches.before", "self._left == 0", "True", MICRO_FSDP2),
     Mutant(
         "free a group's weights at each node",
@@ -875,7 +881,42 @@ MUTANTS = [
         "False and",
         MICRO_FSDP2,
     ),
-    Mutant("do not see that a group runs twice", "_require_one_reduction", "len(ends[-1]) > 1", "False", MICRO_FSDP2),
+    Mutant("do not see that a group runs twice", "_require_one_reduction", "len(nodes) > 1", "False", MICRO_FSDP2),
+    Mutant(
+        "do not see that a group runs twice before the last",
+        "_require_one_reduction",
+        "if each else ()",
+        "if False else ()",
+        MICRO_FSDP2,
+    ),
+    Mutant(
+        "reduce over the shards once", "OneBackward.ran", "filter(defers_all_reduce, self._groups)", "()", MICRO_FSDP2
+    ),
+    Mutant(
+        "reduce over the shards as they come", "ReducedApart._keep", "self._left[self._next] == 0", "True", MICRO_FSDP2
+    ),
+    Mutant(
+        "leave a group as FSDP2 leaves it where its backward ends",
+        "ReducedApart._reduce_over_shards",
+        "reduces, over_replicas, frees, group._training_state = found",
+        "reduces, over_replicas, frees, _ = found",
+        MICRO_FSDP2,
+    ),
+    Mutant(
+        "walk node by node over the shards",
+        "OneBackward.join",
+        "self.ends_apart.update(nodes_of_group)",
+        "pass",
+        MICRO_FSDP2,
+    ),
+    Mutant("hold back what is reduced over the shards", "_one_by_one", "elif not deferred.is_set", "else", MICRO_FSDP2),
+    Mutant(
+        "forget that the all-reduce waits",
+        "set_reduces",
+        "module.set_requires_all_reduce(over_replicas, recurse=False)",
+        "pass",
+        MICRO_FSDP2,
+    ),
     Mutant(
         "do not see uses outside of a group's forward",
         "_require_one_reduction",
@@ -892,8 +933,8 @@ MUTANTS = [
     Mutant(
         "reduce what the loop does not",
         "FSDP2Sync.no_sync",
-        "module.set_requires_gradient_sync(value,",
-        "module.set_requires_gradient_sync(True,",
+        "set_reduces(module, value)",
+        "set_reduces(module, True)",
         MICRO_FSDP2,
     ),
     Mutant(

@@ -17,7 +17,7 @@ from instep._optim.stages import Stage, Update
 from instep._optim.values import reachable_values, same_bits
 from instep._torch.engine import is_captured
 from instep._torch.versions import version_of
-from instep.errors import UnsupportedOptimizerError
+from instep.errors import UnsupportedOptimizerError, class_name
 
 # Gradients that are lent to an update on trial: some optimizers write or replace the gradient in their ``step()``.
 
@@ -157,7 +157,7 @@ def _cannot_put_back(optimizer: Optimizer, parameter: torch.Tensor, error: TypeE
             where = f"state[{key!r}] of {where}"
             break
     return UnsupportedOptimizerError(
-        f"undo could not put back what {type(optimizer).__name__} writes, {where}: {error}. Use schedule='forward', or "
+        f"undo could not put back what {class_name(optimizer)} writes, {where}: {error}. Use schedule='forward', or "
         "no undo"
     )
 
@@ -245,7 +245,7 @@ class Undo:
         for parameter in parameters:
             if id(parameter) not in self._saved:
                 try:
-                    self._saved[id(parameter)] = SavedParameter(parameter, optimizer, self._host)
+                    found[id(parameter)] = SavedParameter(parameter, optimizer, self._host)
                 except TypeError as error:
                     raise _cannot_put_back(optimizer, parameter, error) from error
         self._saved.update(found)

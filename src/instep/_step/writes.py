@@ -14,7 +14,7 @@ from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParame
 from instep._optim.stepper import Stepper, writes_state_without_gradient, writes_without_gradient
 from instep._step.judging import in_buckets
 from instep._step.norms import changed_after_measuring
-from instep._step.remedies import ANY_LOOP, KEEP_ALL, WRITE_LATER, never_cleared, several_backwards
+from instep._step.remedies import ANY_LOOP, KEEP_ALL, WRITE_LATER, never_cleared, several_backwards, several_losses
 from instep._step.state import Event, Gathered, first_written, gradient_of
 from instep._step.step import RunningStep
 from instep._torch.engine import graph_task, is_compiled
@@ -469,10 +469,8 @@ class FinalWrites(Writes):
             raise UncommittedStepError(
                 f"backward has updated {len(self._step.members.applied)} parameters, and {owed_steps(self._step)} has "
                 "not been called since: the plain loop would still read the old weights here. Call step() of every "
-                f"attached optimizer after each backward. To accumulate: {several_backwards()}. For a loss that only "
-                "passes through this model, as an actor's through its critic: model.requires_grad_(False) around it; "
-                "or, if the model's own loss comes first, zero_grad() before its backward() and not after step(). "
-                f"{KEEP_ALL}. {GIVE_UP}"
+                f"attached optimizer after each backward. To accumulate: {several_backwards()}. "
+                f"{several_losses(len(self._step.members.steppers))}. {KEEP_ALL}. {GIVE_UP}"
             )
 
     def before_state(self, stepper: Stepper) -> None:
