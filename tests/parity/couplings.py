@@ -19,7 +19,8 @@ from torch import nn
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 COUPLED: dict[str, tuple[Make, str]] = {}
-"""With what becomes of it: "judged" (every step is left to the optimizer) or "refused" (an error)."""
+"""With what becomes of it: "judged" (every step is left to the optimizer) or "refused" (an error, and nothing of that
+step is written), "torn" (an error that says what was written)."""
 LATE: dict[str, Make] = {}
 
 
@@ -446,7 +447,7 @@ class FlatBuffer(torch.optim.Optimizer):
         if found:
             norm = torch.stack([g.norm() for g in found]).norm()
             for p in self.param_groups[0]["params"]:
-                p.sub_(p.grad * norm, alpha=0.05)
+                p.sub_(p.grad / (1 + norm), alpha=0.05)
 
 
 @coupling("decay of all parameters")
@@ -479,17 +480,6 @@ class NeedsAll(Coupled):
         return [1.0] * len(those)
 
 
-@coupling("state for all made in the first call")
-class StateForAll(Coupled):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        if not self.state:
-            for p in self.param_groups[0]["params"]:
-                self.state[p]["momentum"] = torch.zeros_like(p)
-        for p in self.those():
-            p.sub_(self.state[p]["momentum"].mul_(0.9).add_(p.grad), alpha=0.05)
-
-
 @coupling("buffers by position")
 class ByPosition(Coupled):
     def made(self) -> None:
@@ -520,7 +510,7 @@ def compiled_list(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-@coupling("inner optimizer of all")
+@coupling("inner optimizer of all", "refused")
 class Inner(torch.optim.Optimizer):
     """Lookahead: the inner optimizer has the same groups, and this one a number of steps."""
 
@@ -544,13 +534,38 @@ class Inner(torch.optim.Optimizer):
 # What nobody can put back.
 
 
-@coupling("parameters kept in self.params", "refused")
+@coupling("parameters kept in self.params")
 class KeepsParams(Coupled):
     def made(self) -> None:
         self.params = list(self.param_groups[0]["params"])
 
     def those(self) -> list[Any]:
         return [p for p in self.params if p.grad is not None]
+
+
+ELSEWHERE: list[Any] = []
+
+
+@coupling("parameters kept in a list of the module, written through .data", "torn")
+class KeepsParamsElsewhere(Coupled):
+    def made(self) -> None:
+        ELSEWHERE[:] = self.param_groups[0]["params"]
+
+    def step(self, closure: Any = None) -> Any:
+        for p in ELSEWHERE:
+            if p.grad is not None:
+                p.data.sub_(p.grad.data, alpha=0.05)
+
+
+@coupling("parameters kept through .data")
+class KeepsParamsData(Coupled):
+    def made(self) -> None:
+        self.params = list(self.param_groups[0]["params"])
+
+    def step(self, closure: Any = None) -> Any:
+        for p in self.params:
+            if p.grad is not None:
+                p.data.sub_(p.grad.data, alpha=0.05)
 
 
 @coupling("inner optimizer with groups of its own", "refused")
@@ -580,7 +595,7 @@ def decreasing() -> Iterator[float]:
         yield value
 
 
-@coupling("Python generator", "refused")
+@coupling("Python generator")
 class FromGenerator(Coupled):
     def made(self) -> None:
         self.numbers = decreasing()
@@ -629,8 +644,11 @@ def in_closure(model: nn.Module) -> torch.optim.Optimizer:
     return CountsInClosure(model.parameters())
 
 
-@coupling("closure of one's own", "refused")
+@coupling("closure of one's own")
 class NeedsClosure(Coupled):
+    def made(self) -> None:
+        self.closure = lambda: torch.zeros(())
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         assert closure is not None, "step() needs a closure"

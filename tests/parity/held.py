@@ -36,6 +36,8 @@ class _Look:
     def at(self, value: Any) -> Any:
         if id(value) in self._names:
             return self._names[id(value)]
+        if isinstance(value, int) and value in self._names:
+            return f"id of {self._names[value]}"
         if value is None or isinstance(value, (bool, int, float, str, bytes)):
             return value
         self._names[id(value)] = f"seen {len(self._names)}"
@@ -62,6 +64,7 @@ class _Look:
             yield from self._inside_object(value)
 
     def _inside_object(self, value: Any) -> Iterator[Any]:
+        value = getattr(value, "_torchdynamo_orig_callable", value)
         if isinstance(value, FunctionType):
             yield from (self.at(cell.cell_contents) for cell in value.__closure__ or ())
         elif isinstance(value, MethodType):
