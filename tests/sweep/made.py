@@ -1,6 +1,7 @@
 """Small optimizers with one oddity each, of kinds that are met in published ones."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -69,12 +70,17 @@ class Native(Own):
         p.sub_(group["lr"] * HANDLES[self.handle] * p.grad)
 
 
-@torch.compile(dynamic=False)
-def _compiled(p: Any, g: Any, m: Any, v: Any, lr: float) -> None:
+def _update(p: Any, g: Any, m: Any, v: Any, lr: float) -> None:
     m.lerp_(g, 0.1)
     v.mul_(0.99).addcmul_(g, g, value=0.01)
     n = (m * m).sum().sqrt() + (g * g).sum().sqrt()
     p.sub_(lr * m / (v.sqrt() + 1e-8) * torch.tanh(n) * torch.exp(-n))
+
+
+@cache
+def _compiled() -> Callable[..., None]:
+    """One for the process, as where a module decorates it; made late, since it imports the compiler."""
+    return torch.compile(_update, dynamic=False)
 
 
 class Compiled(Own):
@@ -84,7 +90,7 @@ class Compiled(Own):
         state = self.state[p]
         if not state:
             state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
-        _compiled(p, p.grad, state["m"], state["v"], group["lr"])
+        _compiled()(p, p.grad, state["m"], state["v"], group["lr"])
 
 
 class Late(Own):

@@ -31,8 +31,6 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.sweep import digests, models
 from tests.sweep.cases import CASES, Case
 
-torch.manual_seed = torch.random.manual_seed  # tests/__init__.py has one for tests; here everything is as users have it
-
 STEPS = 8
 AFTER = 2
 """So many more after ``detach()``."""
@@ -261,6 +259,7 @@ def fork_with_instep(case: Case, shapes: list[str], folder: Path) -> None:
 def main(name: str, folder: Path, shapes: list[str]) -> None:
     case = next(case for case in CASES if case.name == name)
     warnings.simplefilter("ignore")
+    torch.manual_seed = torch.random.manual_seed  # tests/__init__.py has one for tests; here it is as users have it
     for module in case.imports:
         importlib.import_module(module)
     shutil.rmtree(folder, ignore_errors=True)

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.sweep.cases import CASES, Case
 from tests.sweep.environments import ROOT
 from tests.sweep.judging import EQUAL, NOT_JUDGED, OTHER, PLAINLY, RAISES, REFUSED
@@ -14,9 +16,16 @@ from tests.sweep.judging import EQUAL, NOT_JUDGED, OTHER, PLAINLY, RAISES, REFUS
 DOCS = ROOT / "docs" / "optimizers.md"
 PROVED = ROOT / "src" / "instep" / "_optim" / "proved.json"
 BEGIN, END = "<!-- the sweep: begin -->", "<!-- the sweep: end -->"
+HEAD = f"""## Published optimizers
+
+`python -m tests.sweep` trains a small model with each of these for eight steps, on one device, on two ranks of DDP and
+on two of FSDP2, beside a process without instep (torch {torch.__version__.split("+")[0]}, CPU). *equal*: the same bits
+of weights and state after each step. *plainly*: found to be no update of each parameter by itself, so that `step()`
+steps it, and no gradient is freed. *refused*: nothing was written, and the loop goes on."""
 WORST = (OTHER, RAISES, REFUSED, PLAINLY, NOT_JUDGED, EQUAL)
 SHAPES = {"one": "one device", "ddp": "DDP", "fsdp": "FSDP2"}
-COLUMNS = {"`backward`": ("small", "backward"), "`undo=True`": ("undo",), "`defer=True`": ("defer",)}
+BACKWARD = ("small", "backward")
+COLUMNS = {"`backward`": BACKWARD, "`undo=True`": ("undo",), "`defer=True`": ("defer",)}
 
 Row = dict[str, Any]
 """A line of the results: case, shape, way, verdict, why, optimizer, log."""
@@ -50,7 +59,7 @@ def write(rows: list[Row]) -> None:
         raise SystemExit(f"{DOCS} has no line {BEGIN}, where the table is to stand")
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
-    DOCS.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}")
+    DOCS.write_text(f"{before}{BEGIN}\n\n{HEAD}\n\n{table(rows)}\n\n{END}{after}")
     PROVED.write_text(json.dumps(proved(rows), indent=2) + "\n")
 
 
@@ -67,8 +76,14 @@ def table(rows: Iterable[Row]) -> str:
             of = cells[case.name]
             columns = [_cell(of, ways) for ways in COLUMNS.values()]
             package = case.pins[0].replace("==", " ")
-            lines.append(f"| {case.name} | {package} | {' | '.join(columns)} | {case.odd} |")
+            lines.append(f"| `{case.name}` | {package} | {' | '.join(columns)} | {case.odd or _why(of)} |")
     return "\n".join(lines)
+
+
+def _why(of: dict[tuple[str, str], Row]) -> str:
+    """What instep said of it, where it did not step it in backward."""
+    said = [row["why"] for row in of.values() if row["way"] in BACKWARD and row["verdict"] in (OTHER, REFUSED, PLAINLY)]
+    return _short(said[0], 120).replace("|", "/") if said else ""
 
 
 def _cell(of: dict[tuple[str, str], Row], ways: tuple[str, ...]) -> str:
@@ -99,7 +114,7 @@ def proved(rows: list[Row]) -> dict[str, str]:
     A shape in which the plain loop does not run says nothing; one device has to be there.
     """
     cases = {case.name: case for case in CASES}
-    backward = [row for row in rows if row["way"] in COLUMNS["`backward`"]]
+    backward = [row for row in rows if row["way"] in BACKWARD]
     found: dict[str, str] = {}
     failed = {row["optimizer"] for row in backward if not _proves(row)}
     for row in backward:
