@@ -47,7 +47,7 @@ def process() -> Digests:
     found = {
         "torch's generator": _text(torch.get_rng_state()),
         "Python's generator": _text(random.getstate()),
-        "NumPy's generator": _text(np.random.get_state(legacy=False)),  # type: ignore[call-overload]
+        "NumPy's generator": _text(np.random.get_state(legacy=False)),
         "default dtype": str(torch.get_default_dtype()),
         "grad mode": str((torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled())),
         "autocast": str(torch.is_autocast_enabled("cpu")),

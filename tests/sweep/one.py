@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -98,7 +99,10 @@ class Trained:
         if shape == "ddp":
             options = {} if way == "backward" else {"bucket_cap_mb": 1e-4}
             self.model = DistributedDataParallel(bare, gradient_as_bucket_view=True, **options)  # type: ignore[arg-type]
-        self.beside, self.after = case.beside(bare) if case.beside else (None, lambda: None)
+        self.beside: nn.Module | None = None
+        self.after: Callable[[], None] = lambda: None
+        if case.beside is not None:
+            self.beside, self.after = case.beside(bare)
         self.overlap: Any = None
 
     def _shard(self, small: bool) -> None:
