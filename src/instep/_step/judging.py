@@ -364,7 +364,7 @@ class Judge:
             return
         in_pairs = stepper.steps_every_parameter or any(a.is_divided for a in there)
         running = PartsOfUpdate(stepper, parts)
-        running.take(twice=is_first and stepper.is_foreign, is_warm=stepper in self._is_warm, in_pairs=in_pairs)
+        running.take(twice=bool(self.due.get(stepper)) and stepper.is_foreign, is_warm=stepper in self._is_warm, in_pairs=in_pairs)
         if in_pairs and running.reason is not None:
             raise UnsupportedOptimizerError(f"{stepper.name}: {running.reason}. {STEPPED_WHOLE}")
         if in_pairs:
