@@ -166,6 +166,8 @@ class OwnObject:
             if draws is not None and draws.end():
                 raise draws_in_step(self._name)
         except BaseException:
+            if draws is not None:
+                draws.end()  # to be drawn again, if the update runs again
             self.beside.take_back()
             raise
         if self.notes:
