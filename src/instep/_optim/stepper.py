@@ -169,6 +169,14 @@ class Stepper:
         if shards is not None or not self._call_kernel(running, optimizer, parameters, owned):
             self._update(running, Update(optimizer, parameters, owned, shards))
 
+    def begin_parts(self) -> str | None:
+        """Parts of an update are about to be stepped, and put back. What the optimizer holds that nobody could put back,
+        in words; ``None``: nothing, as far as is known."""
+        if self._running is None:
+            self._begin(self.optimizer(), in_parts=True)
+        own = self._own_object
+        return None if own is None or not self.is_foreign else own.beside.opaque
+
     def step_part(
         self,
         tensors: Sequence[torch.Tensor],
@@ -205,12 +213,6 @@ class Stepper:
         beside = own.renew()
         self.abort()
         return beside
-
-    @property
-    def opaque(self) -> str | None:
-        """What a foreign optimizer holds that nobody could put back, in words; ``None``: nothing, as far as is
-        known."""
-        return None if self._own_object is None else self._own_object.beside.opaque
 
     def look_at_settings(self, parameters: Sequence[torch.Tensor]) -> None:
         """An update of ``parameters`` is about to be handed to another thread: raise ``HyperparameterChangedError``, as

@@ -38,7 +38,6 @@ from instep._optim.undo import KeptByParameter, SavedParameter
 from instep._optim.values import values_differ
 from instep._step.state import gradient_of
 from instep._torch.engine import listen
-from instep._torch.versions import versions_of
 from instep.errors import UnsupportedOptimizerError
 
 _logger = logging.getLogger("instep")
@@ -81,6 +80,7 @@ class PartsOfUpdate:
         self._optimizer = stepper.optimizer()
         self._parts = parts
         self._digests: dict[AttachedParameter, _Digest] = {}
+        self._before: dict[int, Any] = {}
         self._reached = reached_by(self._optimizer) if stepper.is_foreign else []
         self._beside: Beside | None = None
 
@@ -97,11 +97,13 @@ class PartsOfUpdate:
         Raises:
             UnsupportedOptimizerError: it keeps what cannot be put back. Nothing of the step is written.
         """
-        every = list(parameters_of(self._optimizer))
-        before = versions_of(every)
+        # Versions do not tell: what is written through ``.data`` counts nothing.
+        self._before = {id(p): digest_of(p) for p in parameters_of(self._optimizer)}
         compiles = _Compiles()
         try:
-            for part in self._parts:
+            # Asked first: a part may move on what cannot be put back, a Python generator, say.
+            self.reason = self._stepper.begin_parts()
+            for part in self._parts if self.reason is None else ():
                 self._take_part(part, twice=twice)
                 if compiles.any and self.reason is None:
                     self._meet_compiler(is_warm)
@@ -111,8 +113,8 @@ class PartsOfUpdate:
                 self._compare_pairs()
         finally:
             self._beside = self._stepper.end_parts()
-        if (now := versions_of(every)) != before:
-            self._raise_written([one != two for one, two in zip(now, before, strict=True)])
+        if written := self._written(list(parameters_of(self._optimizer))):
+            self._raise_written(written)
 
     def _meet_compiler(self, is_warm: bool) -> None:
         # What is compiled for one parameter is compiled by now, where the loop has come to it. What is compiled for a
@@ -127,7 +129,9 @@ class PartsOfUpdate:
         kept = _Kept(optimizer, tensors, self._reached)
         try:
             returned = self._step(part)
-            self.reason = self.reason or self._stepper.opaque
+            mine = set(map(id, tensors))
+            if self.reason is None and self._written([t for t in self._reached if id(t) not in mine]):
+                self.reason = "its step() writes parameters, too, that its groups do not hold: it keeps them elsewhere"
             digests = [_digest(optimizer, tensor) for tensor in tensors]
             kept.put_back()
             if self.reason is None and twice:
@@ -205,9 +209,13 @@ class PartsOfUpdate:
             if self.reason is not None:
                 return
 
-    def _raise_written(self, written: Sequence[bool]) -> None:
+    def _written(self, tensors: Sequence[torch.Tensor]) -> int:
+        """How many of these are not as they were before all parts."""
+        return sum(digest_of(tensor) != self._before.get(id(tensor)) for tensor in tensors)
+
+    def _raise_written(self, written: int) -> None:
         raise UnsupportedOptimizerError(
-            f"{self._stepper.name}.step() writes {sum(written)} parameters, too, where its groups hold others alone: "
+            f"{self._stepper.name}.step() writes {written} parameters, too, where its groups hold others alone: "
             "it keeps parameters elsewhere. They were written, and cannot be put back: load a checkpoint. "
             f"{STEPPED_WHOLE}"
         )
