@@ -1,6 +1,13 @@
 """What tests look at inside of an attachment: one place knows where it is."""
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
+from unittest.mock import patch
+
+import torch
 
 import instep
 
@@ -27,3 +34,20 @@ def before_forward(overlap: instep.Attachment) -> None:
     model = overlap._parts.refs.model()
     assert model is not None
     overlap._parts.forwards.before_forward(model, ())
+
+
+@contextmanager
+def before_updates(look: Callable[[list[torch.Tensor]], None], of: str = "sgd") -> Iterator[None]:
+    """``look`` is given the parameters of each update of torch's own SGD, or Adam, that is not fused, before it runs:
+    wherever it runs. It may raise."""
+    module = sys.modules[f"torch.optim.{of}"]
+    update = getattr(module, of)
+
+    @wraps(update)
+    def told(parameters: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        if parameters:
+            look(parameters)
+        update(parameters, *args, **kwargs)
+
+    with patch.object(module, of, told):
+        yield

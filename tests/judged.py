@@ -1,5 +1,6 @@
-"""The tests' own optimizer classes count as proved: their first updates are taken in parts at once, so that what becomes
-of such an update is tried with classes that raise, wait and count. They stand for those of a package that was swept."""
+"""The tests' own optimizer classes count as proved: their first updates are taken in parts at once, so that what
+becomes of such an update is tried with classes that raise, wait and count. They stand for those of a package that was
+swept."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from instep.errors import InstepError
+from instep.errors import InstepError, class_name
 
 Error = type[InstepError]
 _WRAP_ONLY = frozenset({"accelerate", "lightning", "lightning_fabric", "pytorch_lightning"})
@@ -53,7 +53,7 @@ def optimizers_of(optimizer: object, error: Error, name: str = "optimizer") -> l
     """Return the optimizer as a list, or those of a list: the user's own, inside accelerate's and Fabric's wrappers."""
     optimizer = _unwrapped(optimizer)
     if isinstance(optimizer, Optimizer):
-        return [optimizer]
+        return [_require_groups(optimizer, error, name)]
     # Python can iterate over these, too, and would say something of their first element.
     no_list = str, bytes, type, Mapping, nn.Module, torch.Tensor
     if not isinstance(optimizer, Iterable) or isinstance(optimizer, no_list):
@@ -62,10 +62,24 @@ def optimizers_of(optimizer: object, error: Error, name: str = "optimizer") -> l
     for position, one in enumerate(map(_unwrapped, optimizer)):
         if not isinstance(one, Optimizer):
             raise error(f"{name}[{position}] must be a torch.optim.Optimizer, not {_found(one)}")
-        found.append(one)
+        found.append(_require_groups(one, error, f"{name}[{position}]"))
     if not found:
         raise error(f"{name} is an empty list: give one optimizer or more")
     return found
+
+
+def _require_groups(optimizer: Optimizer, error: Error, name: str) -> Optimizer:
+    if not _has_groups(optimizer):
+        raise error(
+            f"{name} has no param_groups: {class_name(optimizer, in_full=True)} was made without "
+            "torch.optim.Optimizer.__init__. Call super().__init__(params, defaults) in its constructor"
+        )
+    return optimizer
+
+
+def _has_groups(optimizer: Optimizer) -> bool:
+    """Whether it says what it steps. Not where a class has left out ``Optimizer.__init__``, and does not need them."""
+    return hasattr(optimizer, "param_groups")
 
 
 def unlike_torchs(optimizer: object) -> str | None:
@@ -73,14 +87,16 @@ def unlike_torchs(optimizer: object) -> str | None:
     kind: fastai's, ``ScheduleFreeWrapper``, one that the loop has written. ``None``: there is none."""
     for one in _several(optimizer):
         steps = all(callable(getattr(one, name, None)) for name in ("step", "zero_grad"))
+        if steps and isinstance(one, Optimizer) and not _has_groups(one):
+            return f"{class_name(one, in_full=True)}, made without torch.optim.Optimizer.__init__,"
         if steps and not isinstance(one, (Optimizer, nn.Module, type)):
-            return type(one).__name__
+            return class_name(one, in_full=True)
     return None
 
 
 def torchs_of(optimizer: object) -> list[Optimizer]:
     """Return the optimizers of torch's kind, beside others, of which ``unlike_torchs`` names the first."""
-    return [one for one in _several(optimizer) if isinstance(one, Optimizer)]
+    return [one for one in _several(optimizer) if isinstance(one, Optimizer) and _has_groups(one)]
 
 
 def _several(optimizer: object) -> Iterator[Any]:
@@ -123,17 +139,35 @@ def path_of(path: object, error: Error) -> Path:
 
 def _found(value: Any) -> str:
     """Describe what was given, and the mistake that this usually is."""
-    kind = type(value).__name__
+    kind = class_name(value)
     if isinstance(value, type):
-        return f"the class {value.__name__}: make an object of it, {value.__name__}(…)"
+        return f"the class {class_name(value)}: make an object of it, {value.__name__}(…)"
     if isinstance(value, nn.Module):
         return f"the model {kind}: the model comes first, then its optimizer"
     if isinstance(value, Optimizer):
         return f"the optimizer {kind}: the model comes first, then its optimizer"
-    if isinstance(getattr(value, "optimizer", None), Optimizer):
-        return f"{kind}, which has an optimizer: give that one, {kind}.optimizer"
+    if (held := _held_by(value)) is not None:
+        return f"{class_name(value, in_full=True)}, {held}"
     if isinstance(value, torch.Tensor):
         return f"{kind}: build an optimizer of the parameters, torch.optim.AdamW(model.parameters()), and give that"
     if isinstance(value, Mapping):
         return f"{kind}: give its values as a list"
-    return kind
+    return class_name(value, in_full=True)
+
+
+def _held_by(value: Any) -> str | None:
+    """How to get at the optimizers that an object of another library holds; ``None``: it shows none."""
+    try:
+        attributes = dict(vars(value))
+    except TypeError:  # it has none
+        return None
+    for name, held in attributes.items():
+        if isinstance(held, Optimizer):
+            return f"which has an optimizer: give that one, {type(value).__name__}.{name}"
+        # Pyro makes one for each parameter, when it first meets that.
+        several = list(held.values()) if isinstance(held, Mapping) else held if isinstance(held, (list, tuple)) else ()
+        if name == "optim_objs" or (several and all(isinstance(one, Optimizer) for one in several)):
+            listed = f"list(optim.{name}.values())" if isinstance(held, Mapping) else f"optim.{name}"
+            empty = "" if several else "; it makes them in its first step: attach after that"
+            return f"which holds several: pass the torch optimizers that it holds, {listed}{empty}"
+    return None

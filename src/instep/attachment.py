@@ -22,7 +22,7 @@ from instep._wiring.advice import advice
 from instep._wiring.build import build, connect
 from instep._wiring.verbs import Stats, record_attached, record_plain, resync_from, stats_of, table_of
 from instep._wiring.weak_refs import living_parameters
-from instep.errors import AttachError, InstepError, UncommittedStepError
+from instep.errors import AttachError, InstepError, UncommittedStepError, class_name
 from instep.options import Options, pipeline_of
 from instep.target import Target, as_one
 
@@ -313,8 +313,8 @@ class Attachment:
         last micro-batch, whose call is without ``more``, has one backward for all; what that needs, and what it
         refuses, is said at ``micro_batches``. With ``schedule="forward"``, or ``INSTEP_DISABLE=1``, each call is a
         backward. ``zero_grad()`` in between throws away what waits, and ``optimizer.step()`` runs the backward of what
-        waits where no last micro-batch came. Under DDP and FSDP2 calls with ``more`` belong into ``no_sync()``
-        (``set_requires_gradient_sync(False)``), with their forwards; there ``step()`` without a last one raises.
+        waits where no last micro-batch came. Under DDP calls with ``more`` belong into ``no_sync()``, with FSDP2 into
+        ``set_requires_gradient_sync(False)`` (HSDP: ``set_requires_all_reduce(False)``); there it raises without one.
 
         Args:
             loss: that backward begins from; with ``more``, and for the last micro-batch, a tensor of one number.
@@ -339,7 +339,7 @@ class Attachment:
             ```
         """
         if not isinstance(loss, torch.Tensor):
-            raise InstepError(f"loss must be the tensor that backward() begins from, not {type(loss).__name__}")
+            raise InstepError(f"loss must be a tensor to begin backward() from, not {class_name(loss, in_full=True)}")
         if more:
             self._require_no_pipeline("overlap.backward(more=True)")
         waiting = self._waiting
@@ -363,7 +363,7 @@ class Attachment:
         parameter's gradient is added up over the micro-batches, applied, and freed. What the forwards keep for backward
         (activations, or with checkpointing the inputs of the segments) is in memory for all micro-batches at once. With
         ``schedule="forward"``, or ``INSTEP_DISABLE=1``, this is the loop above; under DDP with ``no_sync()`` around all
-        micro-batches but the last, with FSDP2 as much.
+        micro-batches but the last, with FSDP2 as much. HSDP after ``set_requires_all_reduce(False)`` reduces each.
 
         Args:
             loss_of: computes the loss of a micro-batch, a tensor of one number, divided or scaled as the loop would.

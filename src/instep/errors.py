@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 
 __all__ = [
@@ -20,6 +21,19 @@ __all__ = [
     "UncommittedStepError",
     "UnsupportedOptimizerError",
 ]
+
+
+def class_name(of: object, *, in_full: bool = False) -> str:
+    """The class of an object, or a class, as a message names it.
+
+    Args:
+        in_full: with its module; else only where the name is that of a class of torch's, and means another.
+    """
+    cls = of if isinstance(of, type) else type(of)
+    misleads = any(hasattr(one, cls.__name__) for one in (torch, torch.nn, torch.optim))
+    if cls.__module__.partition(".")[0] in ("builtins", "torch") or not (in_full or misleads):
+        return cls.__name__
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 class InstepError(RuntimeError):

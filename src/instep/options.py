@@ -16,7 +16,7 @@ from instep._gradients.scaling import Policy
 from instep._optim.kinds import ONLY_DEFER
 from instep._optim.parameters import MIB
 from instep._torch.pipelining import Pipeline, is_schedule
-from instep.errors import AttachError
+from instep.errors import AttachError, class_name
 from instep.sources.ddp.reducer import CommHook
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def pipeline_of(schedule: object) -> Pipeline | None:
         return None if schedule is None else Pipeline(schedule)
     raise AttachError(
         "pipeline must be a schedule of torch.distributed.pipelining, such as Schedule1F1B(stage, …), not "
-        f"{type(schedule).__name__}"
+        f"{class_name(schedule, in_full=True)}"
     )
 
 

@@ -3,21 +3,25 @@
 ``training_state`` names every value that a step changes, and ``first_difference`` compares two such states.
 """
 
+import logging
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from instep._arguments import optimizers_of, require_count, require_model
-from instep._optim.values import same_numbers
+from instep._optim.values import is_wrapper, same_numbers
 from instep.attaching import attach
 from instep.errors import AttachError
 from instep.sources.fsdp.modules import put_shards_in_place
+
+_logger = logging.getLogger("instep")
 
 Build = Callable[[], tuple[nn.Module, Optimizer | Sequence[Optimizer], Callable[[int], object]]]
 
@@ -30,6 +34,8 @@ class Verification:
         steps: how many steps were compared.
         tensors: how many tensors were compared after the last of them.
         difference: the first difference, with the tensor's name; ``None`` if there is none.
+        trained: whether the plain loop has changed any parameter. If not, there was nothing to compare: a warning says
+            so.
 
     Since 0.1.0.
 
@@ -48,6 +54,7 @@ class Verification:
     steps: int
     tensors: int
     difference: str | None
+    trained: bool = True
 
     @property
     def equal(self) -> bool:
@@ -102,6 +109,8 @@ def verify(build: Build, steps: int = 3, **options: Any) -> Verification:
         torch.manual_seed(0)
         model, optimizer, step = _built(build)
         _require_two(plain, model, plain_optimizer, optimizer)
+        unchanged = {name: p.detach().clone() for name, p in plain.named_parameters() if not is_lazy(p)}
+        trained = len(unchanged) < len(list(plain.parameters()))  # a lazy one has got its values by the end
         with attach(model, optimizer, **options) as overlap:
             for i in range(steps):
                 torch.manual_seed(i)
@@ -111,9 +120,23 @@ def verify(build: Build, steps: int = 3, **options: Any) -> Verification:
                 overlap.synchronize()  # an update that was put off is to be compared, too
                 difference = first_difference(training_state(plain, plain_optimizer), training_state(model, optimizer))
                 if difference is not None:
-                    return Verification(i + 1, 0, f"after step {i + 1}: {difference}")
+                    return Verification(i + 1, 0, f"after step {i + 1}: {difference}", trained)
+                trained = trained or _has_changed(plain, unchanged)
+                if trained:
+                    unchanged.clear()  # a copy of the model
             tensors = sum(isinstance(value, torch.Tensor) for _, value in training_state(model, optimizer))
-        return Verification(steps, tensors, None)
+        if not trained:
+            _logger.warning(
+                "verify: step(i) has changed no parameter in %d steps, so that nothing was compared. Does it call "
+                "backward() and optimizer.step() of what build has returned, with a learning rate above 0?",
+                steps,
+            )
+        return Verification(steps, tensors, None, trained)
+
+
+def _has_changed(model: nn.Module, before: Mapping[str, torch.Tensor]) -> bool:
+    put_shards_in_place(model)
+    return any(name not in before or not same_numbers(p.detach(), before[name]) for name, p in model.named_parameters())
 
 
 def _built(build: Build) -> tuple[nn.Module, list[Optimizer], Callable[[int], object]]:
@@ -172,11 +195,17 @@ def first_difference(plain: Iterator[tuple[str, Any]], other: Iterator[tuple[str
             if a.device != b.device:
                 a, b = a.cpu(), b.cpu()  # state of offload="host"
             if not same_numbers(a, b):
-                gap = (a.detach().double() - b.detach().double()).abs().max().item()
-                return f"{name} differs by up to {gap:.3g}"
+                return f"{name} differs{_gap(a, b)}"
         elif type(a) is not type(b) or not _same_value(a, b):
             return f"{name} is {a!r}, attached {b!r}"
     return None
+
+
+def _gap(a: torch.Tensor, b: torch.Tensor) -> str:
+    if is_wrapper(a) or a.is_nested:
+        return ""  # its class may not know how to subtract
+    gap = (a.detach().to_dense().double() - b.detach().to_dense().double()).abs().max().item()
+    return f" by up to {gap:.3g}"
 
 
 def _same_value(a: Any, b: Any) -> bool:

@@ -119,6 +119,28 @@ def test_after_detach_the_mean_is_ddps(three_ranks: RankPool, option: dict[str, 
     three_ranks.run(detached, option, view)
 
 
+def hooked() -> None:
+    """As torch 2.15 makes it with ``lazy_bucket_allocation=True``: of older ones the attribute alone is there."""
+    options = {"lazy_bucket_allocation": True} if has("lazy_bucket_allocation") else {}
+    models = [DistributedDataParallel(Blocks(), gradient_as_bucket_view=True, **options) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        model.lazy_bucket_allocation = True  # type: ignore[assignment]
+        if model is models[0]:
+            model.register_comm_hook(None, allreduce_hook)
+            with pytest.raises(AttachError, match=r"has a communication hook.* attach\(…, comm_hook=\(state, hook\)\)"):
+                instep.attach(model, optimizer, schedule="backward")
+        else:
+            with pytest.raises(AttachError, match=r"computes the mean.* attach\(…, comm_hook=\(state, hook\)\)"):
+                instep.attach(model, optimizer, schedule="backward", shard_state=True)
+            # What was named for the first.
+            instep.attach(model, optimizer, schedule="backward", comm_hook=(None, allreduce_hook)).detach()
+
+
+def test_a_hook_that_the_loop_has_registered_is_the_reason(two_ranks: RankPool) -> None:
+    two_ranks.run(hooked)
+
+
 @batched
 def test_across_the_iteration(three_ranks: RankPool) -> None:
     assert three_ranks.run(crossing.compare, ddp={"batched_grad_copy": True}) == [None] * 3

@@ -574,6 +574,24 @@ def test_mistakes_at_attach(two_ranks: RankPool) -> None:
         assert "shard first, then build the optimizer, then attach" in found[5]
 
 
+def other_dtypes() -> list[str]:
+    """FSDP2 keeps ``grad_dtype`` since torch 2.15; before, it is there if it was set after ``fully_shard``."""
+    model = nested(Model()).to(torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ways: list[dict[str, Any]] = [WAYS["backward"], WAYS["undo"], WAYS["forward"]]
+    found = [said(AttachError, partial(instep.attach, model, optimizer, **options)) for options in ways]
+    instep.attach(model, optimizer, defer=False).detach()  # as the message says
+    return found
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has none")
+def test_gradients_of_another_dtype(two_ranks: RankPool) -> None:
+    for found in two_ranks.run(other_dtypes):
+        assert all(message.endswith("Use schedule='forward' with defer=False") for message in found)
+
+
 def mistakes_in_the_loop() -> list[str]:
     found = []
 
@@ -608,6 +626,35 @@ def test_mistakes_in_the_loop(two_ranks: RankPool) -> None:
         assert "clip" in found[1]
         assert "was used between backward() and optimizer.step()" in found[2]
         assert "zero_grad()" in found[3]
+
+
+def spent_as_a_dtensor() -> list[str]:
+    model = nested(Model())
+    loop = Loop(model, adamw(model))
+    loop.overlap = instep.attach(model, loop.optimizer, schedule="backward")
+    loop.backward(0)
+    gradient: Any = next(model.parameters()).grad
+    uses = (
+        lambda: gradient.to_local(),
+        lambda: gradient.full_tensor(),
+        lambda: gradient.placements,
+        lambda: gradient.device_mesh,
+        lambda: gradient._local_tensor,
+        lambda: gradient.redistribute(placements=()),
+    )
+    found = [said(SpentGradientError, use) for use in uses]
+    assert not hasattr(gradient, "to_local")
+    loop.optimizer.step()
+    found.append(said(SpentGradientError, lambda: gradient.to_local()))
+    loop.overlap.detach()
+    return found
+
+
+def test_a_spent_gradient_is_asked_as_a_dtensor(two_ranks: RankPool) -> None:
+    for *found, after in two_ranks.run(spent_as_a_dtensor):
+        assert all("was called on the gradient of" in one and "already" not in one for one in found)
+        assert "DTensor.placements" in found[2]
+        assert "from a step that is over" in after
 
 
 def freed() -> tuple[int, int, int]:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import instep
 from instep import ClipNorm, ClipValue
 from instep.errors import AccumulationError, InstepError
-from instep.sources.fsdp.micro_batches import END
+from instep.sources.fsdp.micro_batches import END, ReducedApart
 from instep.sources.fsdp.modules import fsdp2_groups, fsdp2_in
 from instep.verification import first_difference
 from tests.cases import Blocks, Sometimes, Tied, batch
@@ -30,6 +30,7 @@ STEPS = 3
 COUNTS = (3, 1, 2, 5)
 """Of micro-batches, step by step."""
 GATHERED, REDUCED = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_"
+ALL_REDUCED = "c10d::allreduce_"
 Losses = Callable[[nn.Module, int, int], torch.Tensor]
 
 
@@ -312,6 +313,268 @@ FOUR: Mapping[str, Callable[[nn.Module], nn.Module]] = {
 @pytest.mark.parametrize("name", FOUR)
 def test_four_ranks(four_ranks: RankPool, name: str) -> None:
     four_ranks.run(train, FOUR[name])
+
+
+# HSDP's deferred all-reduce: each micro-batch is reduced over the shards, and over the replicas with the last.
+
+
+def in_the_loop(loss: Losses, counts: Sequence[int], loop: Loop, i: int) -> torch.Tensor:
+    """The plain loop, but for its call of backward."""
+    count = counts[i % len(counts)]
+    losses = []
+    for micro in range(count):
+        loop.model.set_requires_all_reduce(micro == count - 1)
+        losses.append(loss(loop.model, 10 * i + micro, micro))
+        if loop.overlap is None:
+            losses[-1].backward()
+        else:
+            loop.overlap.backward(losses[-1], more=micro < count - 1)
+    return _stepped_once(loop, losses)
+
+
+def set_before(loss: Losses, counts: Sequence[int], loop: Loop, i: int) -> torch.Tensor:
+    """The switch stands before the verb, which knows the last."""
+    if loop.overlap is None:
+        return in_the_loop(loss, counts, loop, i)
+    loop.model.set_requires_all_reduce(False)
+    seeds = [(10 * i + micro, micro) for micro in range(counts[i % len(counts)])]
+    losses = loop.overlap.micro_batches(lambda given: loss(loop.model, *given), seeds)
+    assert not any(group.all_reduce_grads for group in groups_in(loop.model)), "the loop's switches stay"
+    return _stepped_once(loop, losses)
+
+
+def set_in_the_loss(loss: Losses, counts: Sequence[int], loop: Loop, i: int) -> torch.Tensor:
+    """The body of the plain loop, given to the verb."""
+    if loop.overlap is None:
+        return in_the_loop(loss, counts, loop, i)
+    count = counts[i % len(counts)]
+
+    def loss_of(micro: int) -> torch.Tensor:
+        loop.model.set_requires_all_reduce(micro == count - 1)
+        return loss(loop.model, 10 * i + micro, micro)
+
+    return _stepped_once(loop, loop.overlap.micro_batches(loss_of, range(count)))
+
+
+def _stepped_once(loop: Loop, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    assert all(_is_sharded(group) for group in groups_in(loop.model)), "gathered weights are left"
+    assert all(group._partial_reduce_output is None for group in groups_in(loop.model)), "half a reduction is left"
+    return torch.stack([one.detach() for one in losses])
+
+
+DEFERRED = {"in the loop": in_the_loop, "before the verb": set_before, "in the loss": set_in_the_loss}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("form", DEFERRED)
+def test_the_all_reduce_waits_for_the_last(four_ranks: RankPool, form: str, way: str) -> None:
+    four_ranks.run(train, hsdp, way=way, iteration=DEFERRED[form])
+
+
+def on_two(sizes: tuple[int, int], model: nn.Module) -> nn.Module:
+    return nested(model, mesh=mesh(*sizes))
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=str)
+def test_the_all_reduce_waits_on_two_ranks(two_ranks: RankPool, sizes: tuple[int, int]) -> None:
+    two_ranks.run(train, partial(on_two, sizes), iteration=in_the_loop)
+
+
+def hsdp_deeper(model: Any) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block[1], mesh=mesh(2, 2))
+    return hsdp(model)
+
+
+def hsdp_whole(model: Any) -> Any:
+    return fully_shard(model, mesh=mesh(2, 2))
+
+
+def hsdp_experts(model: Any) -> nn.Module:
+    for expert in model.experts:
+        fully_shard(expert, mesh=mesh(2, 2))
+    return fully_shard(model, mesh=mesh(2, 2))
+
+
+def hsdp_narrow(model: Any) -> nn.Module:
+    return nested(model, mesh=mesh(2, 2), mp_policy=POLICIES["bf16, reduced in fp32"])
+
+
+def hsdp_reduced_narrow(model: Any) -> nn.Module:
+    return nested(model, mesh=mesh(2, 2), mp_policy=POLICIES["reduced in bf16"])
+
+
+OVER_REPLICAS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], nn.Module], Losses]] = {
+    "one group": (Blocks, hsdp_whole, loss_of_blocks),
+    "groups in groups": (Blocks, hsdp_deeper, loss_of_blocks),
+    "checkpointed groups": (Checkpointed, hsdp, loss_of_blocks),
+    "tied weights": (Tied, hsdp_whole, tied_loss),
+    "bf16, reduced in fp32": (Blocks, hsdp_narrow, loss_of_blocks),
+    "reduced in bf16": (Blocks, hsdp_reduced_narrow, loss_of_blocks),
+}
+
+
+@pytest.mark.parametrize("name", OVER_REPLICAS)
+def test_what_is_reduced_over_the_replicas_last(four_ranks: RankPool, name: str) -> None:
+    build, shard, loss = OVER_REPLICAS[name]
+    four_ranks.run(train, shard, build, loss, iteration=in_the_loop)
+
+
+@pytest.mark.parametrize("chosen", [(None, 1, 1), (0, 0, None, 0), (None, None)], ids=str)
+def test_groups_that_some_micro_batches_do_not_reduce(four_ranks: RankPool, chosen: Any) -> None:
+    loss = partial(one_expert, chosen)
+    four_ranks.run(train, hsdp_experts, Sometimes, loss, counts=(len(chosen),) * STEPS, iteration=in_the_loop)
+
+
+def test_one_all_reduce_of_each_group(four_ranks: RankPool) -> None:
+    for plain, found in four_ranks.run(_reductions):
+        assert found == plain == (4, 4 * 3), "one all-reduce of each group, and a reduce-scatter in each micro-batch"
+
+
+def _reductions() -> list[tuple[int, int]]:
+    """All-reduces and reduce-scatters of a plain step's backwards, and of a step that waits."""
+    counts = []
+    for attached in (False, True):
+        loop = _attached(hsdp)
+        in_the_loop(loss_of_blocks, (3,), loop, 0)
+        if not attached:
+            loop.overlap.detach()
+        reduced = Counter[str]()
+        for micro in range(3):
+            loop.model.set_requires_all_reduce(micro == 2)
+            loss = loss_of_blocks(loop.model, micro, micro)
+            with torch.profiler.profile() as profile:
+                if attached:
+                    loop.overlap.backward(loss, more=micro < 2)
+                else:
+                    loss.backward()
+            reduced.update(event.name for event in profile.events())
+        loop.optimizer.step()
+        counts.append((reduced[ALL_REDUCED], reduced[REDUCED]))
+    return counts
+
+
+def test_one_group_at_a_time_over_the_shards(four_ranks: RankPool) -> None:
+    """Backward comes to a group in one micro-batch after the other, so that no whole gradient waits for another's."""
+    assert four_ranks.run(_unreduced_in_turn) == [(0, 1)] * 4
+
+
+def _unreduced_in_turn() -> tuple[int, int]:
+    """The most gradients of later micro-batches that wait, and the most groups with gradients that are not reduced."""
+    loop = _attached(hsdp_blocks_alone)
+    in_the_loop(loss_of_blocks, (3,), loop, 0)
+    groups, waiting = [0], [0]
+    keep = ReducedApart._keep
+
+    def keeping(self: Any, parameter: Any, number: int, gradient: Any) -> None:
+        waiting.append(sum(len(kept) for kept in self._kept[self._next + 1 :]))
+        keep(self, parameter, number, gradient)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ReducedApart, "_keep", keeping)
+        with BeforeReducing(lambda: groups.append(_with_gradients(loop.model))):
+            in_the_loop(loss_of_blocks, (3,), loop, 1)
+    assert len(waiting) == 1 + 3 * len(list(loop.model.parameters()))
+    return max(waiting), max(groups)
+
+
+def hsdp_blocks_alone(model: Any) -> nn.Module:
+    """The root has no parameters of its own."""
+    for module in (model.inner, model.outer):
+        fully_shard(module, mesh=mesh(2, 2))
+    return hsdp(model)
+
+
+def test_a_step_after_an_error_over_the_shards(four_ranks: RankPool) -> None:
+    assert four_ranks.run(_after_a_late_error) == [None] * 4
+
+
+def _after_a_late_error() -> str | None:
+    """In the second micro-batch's reduction of a group: of what was reduced by then nothing is left."""
+    loops = [_attached(hsdp, undo=True) for _ in range(2)]
+    for loop in loops:
+        in_the_loop(loss_of_blocks, (3,), loop, 0)
+    broken, reductions = loops[1], itertools.count(1)
+    with pytest.raises(BrokenError), BeforeReducing(lambda: _raise() if next(reductions) == 5 else None):
+        in_the_loop(loss_of_blocks, (3,), broken, 1)
+    broken.overlap.rollback()
+    broken.optimizer.zero_grad()
+    for loop in loops:
+        in_the_loop(loss_of_blocks, (3,), loop, 2)
+    return first_difference(*(parameters_of(loop.model, loop.optimizer) for loop in loops))
+
+
+@pytest.mark.parametrize("chosen", [(0, 1), (0, None)], ids=str)
+def test_what_the_last_does_not_use_is_not_all_reduced(four_ranks: RankPool, chosen: Any) -> None:
+    """The plain loop leaves half a reduction, which the next step's is added to."""
+    assert all("is not used in the last micro-batch" in said for said in four_ranks.run(_half_reduced, chosen))
+
+
+def _half_reduced(chosen: Any) -> str:
+    return _not_reduced_so(hsdp_experts, Sometimes, partial(one_expert, chosen))
+
+
+def test_a_group_that_runs_twice_before_the_last(four_ranks: RankPool) -> None:
+    for said in four_ranks.run(_not_reduced_so, hsdp, Blocks, twice_at_first):
+        assert "runs 2 times in micro-batch 1: the plain loop reduces" in said
+
+
+def twice_at_first(model: nn.Module, seed: int, micro: int) -> torch.Tensor:
+    loss = loss_of_blocks(model, seed, micro)
+    return loss if micro else loss + loss_of_blocks(model, seed + 1, micro)
+
+
+def _not_reduced_so(shard: Any, build: Any, loss: Losses) -> str:
+    loop = _attached(shard, build)
+    with pytest.raises(AccumulationError) as raised:
+        in_the_loop(loss, (2,), loop, 0)
+    assert loop.overlap.state == "idle"
+    return str(raised.value)
+
+
+SWITCHED: Mapping[str, tuple[Sequence[tuple[bool, bool]], str]] = {
+    "neither": ([(True, True)], "set_requires_all_reduce(False)"),
+    "first the one, then the other": ([(True, False), (False, True)], "as the one before"),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHED)
+def test_switches_that_no_step_has(four_ranks: RankPool, name: str) -> None:
+    switches, match = SWITCHED[name]
+    assert all(match in said for said in four_ranks.run(_switched, switches))
+
+
+def _switched(switches: Sequence[tuple[bool, bool]]) -> str:
+    loop = _attached(hsdp)
+    with pytest.raises(AccumulationError) as raised:
+        _run_with(loop, [*switches, (True, True)])
+    assert loop.overlap.state == "idle"
+    return str(raised.value)
+
+
+def _run_with(loop: Loop, switches: Sequence[tuple[bool, bool]]) -> None:
+    for micro, (reduces, all_reduces) in enumerate(switches, 1):
+        loop.model.set_requires_gradient_sync(reduces)
+        loop.model.set_requires_all_reduce(all_reduces)
+        loop.overlap.backward(loss_of_blocks(loop.model, micro, micro), more=micro < len(switches))
+
+
+def test_micro_batches_that_are_held_leave_the_switch(four_ranks: RankPool) -> None:
+    assert four_ranks.run(_held) == [True] * 4
+
+
+def _held() -> bool:
+    """``accumulate()`` holds back all reductions, and what the loop has said of each group's stays."""
+    loop = _attached(hsdp)
+    loop.model.set_requires_all_reduce(False)
+    loop.model.blocks[1].set_requires_gradient_sync(False)
+    found = [(group.reduce_grads, group.all_reduce_grads) for group in groups_in(loop.model)]
+    assert len(set(found)) == 2
+    with loop.overlap.accumulate():
+        loss_of_blocks(loop.model, 0, 0).backward()
+    return found == [(group.reduce_grads, group.all_reduce_grads) for group in groups_in(loop.model)]
 
 
 def test_tensor_parallel(four_ranks: RankPool) -> None:

@@ -1,6 +1,7 @@
 """Three ranks under DistributedDataParallel: ``schedule="forward"``, ``undo`` and the policies, against plain DDP."""
 
 import math
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -289,6 +290,28 @@ def test_no_sync_and_accumulate(three_ranks: RankPool, way: str, hold: str, view
 @pytest.mark.parametrize("way", ["backward", "forward", "undo"])
 def test_accumulation_steps_are_no_sync_around_all_but_the_last(three_ranks: RankPool, way: str, view: bool) -> None:
     assert_equal(three_ranks, Case(way, view, micro=3, attach={"accumulation_steps": 3}), redone=0)
+
+
+@pytest.mark.parametrize("way", ["backward", "forward", "undo"])
+def test_accumulation_steps_are_not_a_reduction_in_each_micro_batch(three_ranks: RankPool, way: str) -> None:
+    """Over a loop that has no ``no_sync()``: the bits are those of the loop that has it, which that loop's are not."""
+    assert three_ranks.run(_of_two_loops, way) == [(True, False, True)] * 3
+
+
+def _of_two_loops(way: str) -> tuple[bool, bool, bool]:
+    """Whether weights and state are those of the loop with ``no_sync()``; of the loop that reduces in every
+    micro-batch; and near to these."""
+    counted = Loop(Case(way, micro=3, attach={"accumulation_steps": 3}), True)
+    holding, reducing = Loop(Case(way, micro=3, hold="no_sync"), False), Loop(Case(way, micro=3), False)
+    with counted.overlap:
+        for i in range(4):
+            for loop in (counted, holding, reducing):
+                deque(loop.step(i), maxlen=0)
+        near = all(
+            torch.allclose(one, other, atol=1e-4)
+            for one, other in zip(counted.model.parameters(), reducing.model.parameters(), strict=True)
+        )
+        return difference_of(counted, holding) is None, difference_of(counted, reducing) is None, near
 
 
 @pytest.mark.parametrize("hold", ["no_sync", "accumulate"])

@@ -269,6 +269,30 @@ def test_manual_optimization(way: str) -> None:
     assert_fits_the_same(way, 4 * BATCHES, build=Alternating)
 
 
+class StepsLate(Alternating):
+    """Both losses first, each with the other's parameters frozen, and both steps behind them."""
+
+    def training_step(self, batch: Any, i: int) -> None:
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(self.loss_of(batch))
+            self.untoggle_optimizer(optimizer)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_toggled_optimizers_that_step_late_are_told_when_to_step() -> None:
+    """And what they are told works: ``Alternating`` does so."""
+    with pytest.raises(
+        UncommittedStepError, match=r"each of the 2 optimizers has a loss.*toggle_optimizer.*behind its backward"
+    ):
+        fit(WAYS["backward"], StepsLate)
+    for way in ("forward", "undo"):
+        assert_fits_the_same(way, 2 * BATCHES, build=StepsLate)
+
+
 class ByHand(Classifier):
     """Manual optimization of one optimizer, whose gradients are cleared at the end."""
 
@@ -538,12 +562,24 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "clipping by norm": (
         WAYS["backward"],
         {"gradient_clip_val": 1.0},
-        r"or in place of gradient_clip_val InstepCallback\(clip=instep.ClipNorm\(1.0\), undo=True\), or .*two_pass",
+        r"in place of gradient_clip_val InstepCallback\(schedule='backward', clip=instep.ClipNorm\(1.0, mode='two_pass"
+        r"'\)\): backward runs twice; InstepCallback\(schedule='backward', clip=instep.ClipNorm\(1.0\), undo=True\);",
+    ),
+    "clipping and accumulation": (
+        WAYS["backward"],
+        {"gradient_clip_val": 1.0, "accumulate_grad_batches": 3},
+        r"clip_val InstepCallback\(schedule='backward', together=True, clip=instep.ClipNorm\(1.0, mode='two_pass'\)\)"
+        ".* activations of all 3 batches",
+    ),
+    "clipping by value and accumulation": (
+        WAYS["backward"],
+        {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value", "accumulate_grad_batches": 3},
+        r"clip_val InstepCallback\(schedule='backward', together=True, clip=instep.ClipValue\(1.0\)\)",
     ),
     "clipping by value": (
         WAYS["backward"],
         {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
-        r"InstepCallback\(clip=instep.ClipValue\(1.0\)\) in place of gradient_clip_val",
+        r"in place of gradient_clip_val InstepCallback\(schedule='backward', clip=instep.ClipValue\(1.0\)\)",
     ),
     "clipping twice": (
         {"schedule": "forward", "defer": True, "clip": instep.ClipNorm(1.0)},
@@ -553,7 +589,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a loss scale": (
         WAYS["backward"],
         {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]},
-        r"InstepCallback\(schedule='forward'\) or InstepCallback\(undo=True\), or precision='bf16-mixed'",
+        r"InstepCallback\(schedule='forward'\) or InstepCallback\(schedule='backward', undo=True\), or precision='bf1",
     ),
     "the default dtype": (
         {"schedule": "forward", "defer": True},

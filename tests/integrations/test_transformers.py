@@ -1,6 +1,7 @@
 """``InstepCallback``: a ``Trainer`` with it ends, and logs, bit for bit as one without."""
 
 import copy
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -378,6 +379,52 @@ def test_accumulated_gradients_are_freed(tmp_path: Path) -> None:
     assert most_gradients(together) < 0.5 * most
 
 
+def lines_in(message: str) -> list[InstepCallback]:
+    """The callbacks that a message writes out, in its order."""
+    written = re.findall(r"InstepCallback\((?:[^()]|\([^()]*\))*\)", message)
+    return [eval(line, {"InstepCallback": InstepCallback, "instep": instep}) for line in written]  # of our own message
+
+
+def test_the_first_line_of_the_refusal_frees_accumulated_gradients(tmp_path: Path) -> None:
+    """With the settings that a Trainer has unless told: it clips, and accumulates."""
+    settings: dict[str, Any] = {
+        "gradient_accumulation_steps": 8,
+        "per_device_train_batch_size": 1,
+        "max_grad_norm": 1.0,
+    }
+    with pytest.raises(AttachError) as raised:
+        trainer(tmp_path, InstepCallback(schedule="backward"), **settings)
+    together, *others = lines_in(str(raised.value))
+    assert len(others) == 3
+    plain = trainer(tmp_path, None, **settings)
+    most = most_gradients(plain)
+    for line in (together, *others):
+        other = trainer(tmp_path, line, **settings)
+        assert (most_gradients(other) < most) == (line is together)
+        require_same(plain, other)
+    assert "keeps all gradients until the last of 8 micro-batches" in str(raised.value)
+
+
+def test_together_is_offered_where_it_frees(tmp_path: Path) -> None:
+    """Not without accumulation; not a second time to who has it."""
+    for options, accumulation in (({}, 1), ({"together": True}, 8)):
+        settings = {"gradient_accumulation_steps": accumulation, "max_grad_norm": 1.0}
+        with pytest.raises(AttachError) as raised:
+            trainer(tmp_path, InstepCallback(schedule="backward", **options), **settings)
+        backward = [line for line in lines_in(str(raised.value)) if line._schedule == "backward"]
+        assert [line._together for line in backward] == [bool(options)] * 2
+
+
+def test_gradients_that_are_kept_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    said = []
+    for way, accumulation in (("backward", 3), ("undo", 3), ("together", 3), ("backward", 1), ("forward", 3)):
+        caplog.clear()
+        with caplog.at_level("INFO", logger="instep"):
+            trainer(tmp_path, callback(way), gradient_accumulation_steps=accumulation, max_steps=1).train()
+        said.append(sum("together=True" in record.message for record in caplog.records))
+    assert said == [1, 1, 0, 0, 0]
+
+
 class Reporter(TrainerCallback):  # type: ignore[misc]  # its types are skipped
     """Writes logs, as that of TensorBoard, which a ``Trainer`` has before the callbacks that it is given."""
 
@@ -543,7 +590,7 @@ def test_settings_that_do_not_fit(tmp_path: Path) -> None:
         (
             eager,
             {},
-            r"max_grad_norm=1\.5.*schedule='forward'.*undo=True.*ClipNorm\(1\.5, mode='two_pass'\).*max_grad_norm=0",
+            r"max_grad_norm=1\.5.*ClipNorm\(1\.5, mode='two_pass'\).*undo=True.*schedule='forward'.*max_grad_norm=0",
         ),
         (InstepCallback(clip=ClipNorm(1.0)), {}, r"two limits. Write max_grad_norm=1\.0, or ClipNorm\(1\.5"),
         (eager, {"max_grad_norm": 0.0, "auto_find_batch_size": True}, "schedule='forward'.*undo=True.*=False"),

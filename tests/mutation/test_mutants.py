@@ -21,6 +21,7 @@ READERS = "tests/parity/test_readers.py"
 CLIPPING = "tests/parity/test_clipping.py"
 LOSS_SCALE = "tests/parity/test_loss_scale.py"
 UNDO = "tests/parity/test_undo.py"
+CONTENTS = "tests/unit/test_contents.py"
 ODD_OPTIMIZERS = "tests/parity/test_odd_optimizers.py"
 SCHEDULES = "tests/distributed/test_schedules.py"
 REPLICATED = "tests/distributed/test_replicated.py"
@@ -771,7 +772,7 @@ MUTANTS = [
     Mutant("do not see that a node's number is taken", "Graphs._require_in_order", "number in numbers", "False", MICRO),
     Mutant("do not see hooks on parameters", "Graphs._require_alike", "leaf._backward_hooks:", "False:", MICRO),
     Mutant("add to gradients from before", "_require_no_gradients", "leaf.grad is not None and", "False and", MICRO),
-    Mutant("walk graphs one after the other", "Together._run_one", "graphs.walk_side_by_side()", "pass", MICRO),
+    Mutant("walk graphs one after the other", "Together._run_one", "graphs.walk_side_by_side(", "len(", MICRO),
     Mutant("walk the last graph first", "Graphs.walk_side_by_side", "self._count - 1 - number", "number", MICRO),
     Mutant("walk nodes in any order", "Graphs.walk_side_by_side", "nodes.sort(key=_NUMBER)", "pass", MICRO),
     Mutant("share copies of weights", "Together.add", "torch.clear_autocast_cache()", "pass", MICRO),
@@ -820,7 +821,7 @@ MUTANTS = [
     Mutant(
         "wait outside of no_sync",
         "Waiting.add",
-        "not parts.accumulation.is_in_hold",
+        "not (parts.accumulation.is_in_hold or self._defers_all_reduce)",
         "False",
         MICRO_RANKS,
     ),
@@ -842,7 +843,13 @@ MUTANTS = [
     ),
     Mutant("overlook draws", "BackwardSideEffects.require_none", "elif self._has_drawn():", "elif False:", MICRO),
     Mutant("overlook buffers", "BackwardSideEffects.require_none", "written is not None", "False", MICRO),
-    Mutant("reduce each micro-batch", "_held_unless_last", "parts.accumulation.hold()", "nullcontext()", MICRO_RANKS),
+    Mutant(
+        "reduce each micro-batch",
+        "_held_unless_last",
+        "parts.accumulation.hold(forward=forward)",
+        "nullcontext()",
+        MICRO_RANKS,
+    ),
     Mutant("end a group's backward at its first node", "_Switches.before", "self._left == 0", "True", MICRO_FSDP2),
     Mutant(
         "free a group's weights at each node",
@@ -875,7 +882,42 @@ MUTANTS = [
         "False and",
         MICRO_FSDP2,
     ),
-    Mutant("do not see that a group runs twice", "_require_one_reduction", "len(ends[-1]) > 1", "False", MICRO_FSDP2),
+    Mutant("do not see that a group runs twice", "_require_one_reduction", "len(nodes) > 1", "False", MICRO_FSDP2),
+    Mutant(
+        "do not see that a group runs twice before the last",
+        "_require_one_reduction",
+        "if each else ()",
+        "if False else ()",
+        MICRO_FSDP2,
+    ),
+    Mutant(
+        "reduce over the shards once", "OneBackward.ran", "filter(defers_all_reduce, self._groups)", "()", MICRO_FSDP2
+    ),
+    Mutant(
+        "reduce over the shards as they come", "ReducedApart._keep", "self._left[self._next] == 0", "True", MICRO_FSDP2
+    ),
+    Mutant(
+        "leave a group as FSDP2 leaves it where its backward ends",
+        "ReducedApart._reduce_over_shards",
+        "reduces, over_replicas, frees, group._training_state = found",
+        "reduces, over_replicas, frees, _ = found",
+        MICRO_FSDP2,
+    ),
+    Mutant(
+        "walk node by node over the shards",
+        "OneBackward.join",
+        "self.ends_apart.update(nodes_of_group)",
+        "pass",
+        MICRO_FSDP2,
+    ),
+    Mutant("hold back what is reduced over the shards", "_one_by_one", "elif not deferred.is_set", "else", MICRO_FSDP2),
+    Mutant(
+        "forget that the all-reduce waits",
+        "set_reduces",
+        "module.set_requires_all_reduce(over_replicas, recurse=False)",
+        "pass",
+        MICRO_FSDP2,
+    ),
     Mutant(
         "do not see uses outside of a group's forward",
         "_require_one_reduction",
@@ -892,8 +934,8 @@ MUTANTS = [
     Mutant(
         "reduce what the loop does not",
         "FSDP2Sync.no_sync",
-        "module.set_requires_gradient_sync(value,",
-        "module.set_requires_gradient_sync(True,",
+        "set_reduces(module, value)",
+        "set_reduces(module, True)",
         MICRO_FSDP2,
     ),
     Mutant(
@@ -1165,6 +1207,27 @@ MUTANTS = [
         "tests/unit/test_life.py",
     ),
     Mutant(
+        "commit what a second backward has not reached",
+        "BackwardSchedule.run_raised",
+        "            self._stop(error if instead is None else instead)\n",
+        "",
+        "tests/unit/test_half_steps.py",
+    ),
+    Mutant(
+        "leave torch's own error of a stepped weight",
+        "BackwardSchedule.run_raised",
+        "_met_written(run, step) if is_of_written(error) else None",
+        "None",
+        "tests/unit/test_half_steps.py",
+    ),
+    Mutant(
+        "listen to a parameter that was swapped out",
+        "LocalSource.refresh",
+        "            self._hooks.remove()  # torch has swapped one of these: nobody calls its hook\n",
+        "            return\n",
+        "tests/unit/test_swapped.py",
+    ),
+    Mutant(
         "leave what is due at exit",
         "atexit.register",
         "atexit.register(_end)\n",
@@ -1196,7 +1259,7 @@ MUTANTS = [
     Mutant(
         "refer to parameters after detach",
         "AttachedParameter.let_go",
-        "        self._ref = _nothing\n",
+        "        self._parameter = None\n",
         "        pass\n",
         "tests/unit/test_life.py",
     ),
@@ -1842,9 +1905,9 @@ MUTANTS = [
     ),
     Mutant(
         "put copies in the place of what state holds",
-        "Contents._of_tensor",
-        "return partial(restore, value, copy_of(value, self._host))",
-        "return partial(restore, value.detach().clone(), copy_of(value, self._host))",
+        "Contents.of",
+        "known = partial(restore, value, self._copy_of(value, self._host))",
+        "known = partial(restore, value.detach().clone(), self._copy_of(value, self._host))",
         UNDO,
     ),
     Mutant(
@@ -1863,10 +1926,50 @@ MUTANTS = [
     ),
     Mutant(
         "put parameters back without their state",
-        "Contents._of_tensor",
-        "return partial(restore, value, copy_of(value, self._host))",
-        "return lambda: value",
+        "Contents.of",
+        "known = partial(restore, value, self._copy_of(value, self._host))",
+        "self.known(value)\n                return lambda: value",
         UNDO,
+    ),
+    Mutant(
+        "write the values of sparse state back into another tensor",
+        "_OfSparse.put_back",
+        "            tensor.data = self._rebuilt()\n",
+        "            tensor.detach().copy_(self._rebuilt())\n",
+        "tests/parity/test_undo_sparse.py",
+        "sparse_state",
+    ),
+    Mutant(
+        "put back one inner tensor of a wrapper",
+        "_OfWrapper.put_back",
+        "for name, inner, kept in self._inner:",
+        "for name, inner, kept in self._inner[:1]:",
+        "tests/parity/test_undo_sparse.py",
+        "wrapper_class",
+    ),
+    Mutant(
+        "write elements that share their memory by themselves",
+        "_each_once",
+        "if 0 not in bits.stride():",
+        "if True:",
+        CONTENTS,
+        "put_back",
+    ),
+    Mutant(
+        "a digest takes two signs for none",
+        "_sums",
+        "low, high = words, words >> 32",
+        "low, high = words, words",
+        CONTENTS,
+        "cancels_out",
+    ),
+    Mutant(
+        "do not look at new state that could not be put back",
+        "Undo.require_new_state",
+        "if entry is not None and saved is not None and not saved.had_state:",
+        "if False:",
+        "tests/parity/test_undo_sparse.py",
+        "of_large_parameters",
     ),
     Mutant(
         "keep state that the step had made",
@@ -2383,7 +2486,7 @@ MUTANTS = [
     ),
     Mutant(
         "keep what a step that was left out counts",
-        "remember_settings",
+        "_remembered",
         "                place[key] = value()\n",
         "                pass\n",
         NONFINITE,

@@ -88,8 +88,8 @@ def test_another_thread_that_draws_is_no_update() -> None:
         thread.start()
         try:
             began.wait()
-            train(model, optimizer, STEPS)
-            assert overlap.step_count == STEPS
+            train(model, optimizer, 14)
+            assert overlap.step_count == 14
         finally:
             end.set()
             thread.join()
@@ -279,7 +279,7 @@ def test_a_table_that_comes_to_all_states_is_not_written(way: str) -> None:
         model = Blocks(depth=2)
         return model, LooksUp(two_groups(model))
 
-    lockstep("undo" if way in UNDO else way, build, learn, STEPS, None, **UNDO.get(way, {}))
+    lockstep("undo" if way in UNDO else way, build, learn, 14, None, **UNDO.get(way, {}))
 
 
 @pytest.mark.parametrize("written", [True, False])

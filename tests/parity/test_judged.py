@@ -2,7 +2,7 @@
 loop, or are refused before anything is written. All others are stepped in backward, and keep all that they hold."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,11 @@ from torch import nn
 
 import instep
 from instep._step import judging
-from instep.errors import InstepError, UnsupportedOptimizerError
+from instep.errors import UnsupportedOptimizerError
 from instep.verification import first_difference, training_state
 from tests.judged import own_steps_are_judged
 from tests.parity.apart import APART
-from tests.parity.couplings import COUPLED, LATE, Make
+from tests.parity.couplings import COUPLED, Make
 from tests.parity.held import held_by
 
 WAYS: dict[str, dict[str, Any]] = {

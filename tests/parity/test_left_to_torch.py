@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import instep
-from instep.errors import AttachError
+from instep.errors import AttachError, UnsupportedOptimizerError
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch
 
@@ -260,6 +260,54 @@ def test_the_default_takes_it(
             assert overlap.step_count == (0 if "torch's" in name else i + 1)
         assert "steps taken at once" in repr(overlap)
         assert reason in repr(overlap)
+
+
+class Unmade(torch.optim.Optimizer):
+    """Leaves out ``Optimizer.__init__``, and has as much of an optimizer as it needs itself."""
+
+    has: tuple[str, ...] = ("param_groups",)
+
+    def __init__(self, model: nn.Module) -> None:
+        self.mine = list(model.parameters())
+        own: dict[str, Any] = {"param_groups": [{"params": self.mine}], "state": {}, "defaults": {}}
+        vars(self).update({name: own[name] for name in self.has})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.mine:
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=0.1)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for p in self.mine:
+            p.grad = None
+
+
+@pytest.mark.parametrize(
+    "has", [(), ("param_groups",), ("param_groups", "state"), ("param_groups", "state", "defaults")]
+)
+def test_an_optimizer_made_without_its_parents_constructor(has: tuple[str, ...]) -> None:
+    """The default takes it, as plain torch does. What splits a step refuses it by name, before anything changes."""
+    made = type("Unmade", (Unmade,), {"has": has})
+
+    def loop() -> Loop:
+        torch.manual_seed(0)
+        model = Blocks()
+        return usual(model, made(model))
+
+    (plain, _, plain_step), (model, optimizers, step) = loop(), loop()
+    refused = {"backward": {"schedule": "backward"}, "undo": {"schedule": "backward", "undo": True}}
+    refused |= {"clip": {"clip": instep.ClipNorm(1.0)}, "keyed": {"schedule": "backward", "random": "keyed", "seed": 1}}
+    for options in refused.values():
+        with pytest.raises(
+            (AttachError, UnsupportedOptimizerError), match=r"made without\s+torch\.optim\.Optimizer\.__init__"
+        ):
+            instep.attach(model, optimizers, **options)
+    with instep.attach(model, optimizers):
+        for i in range(3):
+            plain_step(i)
+            step(i)
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
 
 
 @pytest.mark.parametrize(

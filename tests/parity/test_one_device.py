@@ -552,6 +552,36 @@ class Remembering(torch.optim.SGD):
                     p.sub_(queue[0], alpha=group["lr"])
 
 
+NOTHING: dict[str, Callable[[Any, Any], None]] = {
+    "no step": lambda model, optimizer: model(torch.ones(2, 3)).sum().backward(),
+    "a rate of 0": lambda model, optimizer: (optimizer.param_groups[0].update(lr=0.0), training(model, optimizer)),
+    "all frozen": lambda model, optimizer: (model.requires_grad_(False), optimizer.step()),
+    "another model": lambda model, optimizer: (nn.Linear(3, 3)(torch.ones(2, 3)).sum().backward(), optimizer.step()),
+}
+
+
+def training(model: Any, optimizer: Any) -> None:
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["training", *NOTHING])
+def test_verify_says_that_a_step_trains_nothing(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    step = NOTHING.get(name, training)
+
+    def build() -> Any:
+        model = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, optimizer, lambda i: step(model, optimizer)
+
+    found = instep.verify(build, steps=2)
+    assert found.equal
+    assert found.trained == (name == "training")
+    said = [record.message for record in caplog.records if "has changed no parameter in 2 steps" in record.message]
+    assert len(said) == (name != "training")
+
+
 @pytest.mark.parametrize("wrong", [False, True])
 def test_verify_looks_into_state_of_every_kind(wrong: bool) -> None:
     made: list[Any] = []

@@ -11,6 +11,7 @@ from torch.nn.utils import prune
 
 import instep
 from instep.errors import AttachError, StaleAttachmentError, UnsupportedOptimizerError
+from tests.judged import own_steps_are_judged
 
 WAYS: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
@@ -133,12 +134,15 @@ def test_a_stale_attachment(way: str, wrong: Callable[[Loop], None]) -> None:
 
 @pytest.mark.parametrize("way", ["backward", "undo"])
 def test_a_parameter_that_is_gone(way: str) -> None:
+    """It stays while it is attached, and is gone from both: torch, too, would go on with what the optimizer has."""
     loop = Loop(WAYS[way])
     drops_the_module_s(loop)
-    with pytest.raises(StaleAttachmentError) as told:
-        instep.attached(loop.model)._parts.schedule.parameters[0].get()  # type: ignore[union-attr]
-    assert "no longer exists. detach(), build the optimizer anew" in str(told.value)
+    with pytest.raises(StaleAttachmentError, match=r"'0.weight' was replaced after attach or taken out"):
+        loop.step()
+    attached = loop.overlap._parts.schedule.parameters[0]
     build_anew(loop)
+    with pytest.raises(StaleAttachmentError, match=r"'0.weight' is not attached any more: its model was detached"):
+        attached.get()
     loop.step()
     loop.overlap.detach()
 
@@ -256,9 +260,14 @@ def lbfgs(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(parameters, lr=0.1)
 
 
-REFUSED: tuple[Callable[[Any], torch.optim.Optimizer], ...] = (
-    lbfgs, Holds, Couples, Draws, Decays, Counts, KeepsLists, Averages, Needs, is_patched,
-)  # fmt: skip
+REFUSED: tuple[Callable[[Any], torch.optim.Optimizer], ...] = (lbfgs, Holds, is_patched)
+JUDGED: dict[Callable[[Any], torch.optim.Optimizer], str] = {
+    Couples: "gets other values when it is stepped without the others",
+    Draws: "draws random numbers in step()",
+    Decays: "changes parameters that have no gradient",
+    KeepsLists: "raises on '0.weight' alone (AttributeError",
+    Needs: "raises when no parameter has a gradient (ValueError",
+}
 ONLY = "Only defer=True refuses it: with defer='auto' instep takes the loop"
 
 
@@ -295,13 +304,32 @@ def test_what_only_defer_true_refuses_is_taken_by_auto(make: Callable[[Any], tor
     assert all(torch.equal(plain[name], found[name]) for name in plain)
 
 
-@pytest.mark.parametrize("make", REFUSED, ids=lambda make: make.__name__)
-def test_what_check_steps_refuses_is_taken_without(make: Callable[[Any], torch.optim.Optimizer]) -> None:
-    with pytest.raises(UnsupportedOptimizerError) as told:
-        trained(make, {"defer": True, "check_steps": 2})
-    assert "defer='auto'" in str(told.value)
-    if make in (Couples, Draws):
-        assert "Use schedule='forward' with defer='auto' and without check_steps" in str(told.value)
+@pytest.mark.parametrize("make", [*JUDGED, Counts, Averages], ids=lambda make: make.__name__)
+def test_what_nobody_can_split_is_no_matter_of_defer(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    """Its ``step()`` runs where the loop calls it."""
+    plain, found = trained(make, None), trained(make, {"defer": True})
+    assert all(torch.equal(plain[name], found[name]) for name in plain)
+
+
+@pytest.mark.parametrize("make", JUDGED, ids=lambda make: make.__name__)
+def test_what_cannot_be_split_is_left_to_step(
+    make: Callable[[Any], torch.optim.Optimizer], caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = trained(make, None)
+    with own_steps_are_judged():
+        found = trained(make, {"schedule": "backward"})
+    assert all(torch.equal(plain[name], found[name]) for name in plain)
+    (said,) = caplog.messages
+    assert said.startswith(f"{make.__name__}: ")
+    assert JUDGED[make] in said
+    assert "Every step is left to optimizer.step(), as in the plain loop" in said
+
+
+def test_what_cannot_be_put_back_is_refused_with_the_way_out() -> None:
+    with own_steps_are_judged(), pytest.raises(UnsupportedOptimizerError) as told:
+        trained(Averages, {"schedule": "backward"})
+    assert "They were written, and are not put back. Update them in the loop, after optimizer.step()" in str(told.value)
+    assert "Use schedule='forward' with defer='auto'" in str(told.value)
 
 
 @pytest.mark.parametrize("wrong", STALE, ids=lambda wrong: wrong.__name__)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import instep
 from instep.cli import app
-from instep.errors import AttachError, CheckpointError, InstepError
+from instep.errors import AttachError, CheckpointError, InstepError, UnsupportedOptimizerError
 from instep.planning.job import PlanError
 from instep.planning.model import options_of
 
@@ -310,6 +310,51 @@ def test_a_wrong_argument_is_refused_by_name(given: Given, verb: str, value: str
         call(given, NOTHING[value](given))
     assert all(map(torch.equal, before, given.model.parameters()))
     assert list(given.directory.iterdir()) == []
+
+
+def elsewhere(name: str, *bases: type, **methods: Any) -> Any:
+    """A class of another library's, of this name."""
+    return type(name, bases, {"__module__": "elsewhere.optim", **methods})
+
+
+@pytest.mark.parametrize("schedule", ["backward", "forward"])
+@pytest.mark.parametrize("name", ["Adam", "Optimizer", "Tensor", "Unlike"])
+def test_a_class_of_another_library_is_named_with_its_module(given: Given, name: str, schedule: Any) -> None:
+    options: dict[str, Any] = {"schedule": schedule, "defer": True} if schedule == "forward" else {"schedule": schedule}
+    for methods in ({}, {"step": print, "zero_grad": print}):
+        other = elsewhere(name, **methods)()
+        with pytest.raises(AttachError, match=rf"not elsewhere\.optim\.{name}$"):
+            instep.attach(given.model, other, **options)
+    default = repr(instep.attach(given.model, other))
+    assert f"elsewhere.optim.{name} is no torch.optim.Optimizer" in default
+
+
+def test_an_optimizer_with_the_name_of_one_of_torchs_is_named_with_its_module(given: Given) -> None:
+    mine = elsewhere("LBFGS", torch.optim.LBFGS)(given.model.parameters())
+    with pytest.raises(UnsupportedOptimizerError, match=r"^elsewhere\.optim\.LBFGS evaluates"):
+        instep.attach(given.model, mine, schedule="backward")
+    theirs = torch.optim.LBFGS(given.model.parameters())
+    with pytest.raises(UnsupportedOptimizerError, match=r"^LBFGS evaluates"):
+        instep.attach(given.model, theirs, schedule="backward")
+
+
+@pytest.mark.parametrize(
+    ("held", "advice"),
+    [
+        (lambda o: {"inner": o}, r"PyroOptim, which has an optimizer: give that one, PyroOptim\.inner"),
+        (lambda o: {"of": {1: o}}, r"which holds several: pass the torch optimizers .* list\(optim\.of\.values\(\)\)$"),
+        (lambda o: {"of": [o]}, r"which holds several: pass the torch optimizers that it holds, optim\.of$"),
+        (lambda o: {"optim_objs": {}}, r"list\(optim\.optim_objs\.values\(\)\); .* attach after that"),
+        (lambda o: {"of": []}, r"not elsewhere\.optim\.PyroOptim$"),
+    ],
+)
+def test_what_holds_optimizers_is_told_how_to_give_them(given: Given, held: Any, advice: str) -> None:
+    """As Pyro's, which makes one for each parameter, in the first step."""
+    other = elsewhere("PyroOptim")()
+    vars(other).update(held(given.optimizer))
+    for options in ({}, {"schedule": "backward"}):
+        with pytest.raises(AttachError, match=advice):
+            instep.attach(given.model, other, **options)
 
 
 @pytest.mark.parametrize(

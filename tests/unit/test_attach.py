@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 import instep
+from instep._optim.kinds import attributes_of
 from instep.errors import AttachError, HyperparameterChangedError, UnsupportedOptimizerError
-from tests.cases import Blocks, batch
+from tests.cases import Blocks, batch, weights
+from tests.judged import own_steps_are_judged
 
 # Not by a thread: while one that has just been started runs, it may be that one that draws.
 pytestmark = pytest.mark.timeout(600, method="signal")
@@ -210,29 +212,59 @@ class CountsInPlace(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("cls", "words"),
     [
-        (Clipped, "Clipped couples parameters"),
-        (Noisy, "Noisy draws random numbers"),
+        (Clipped, "gets other values when it is stepped without the others"),
+        (Noisy, "draws random numbers in step()"),
         (NeedsGradients, "raises when no parameter has a gradient"),
-        (CountsInPlace, "CountsInPlace changes its attribute 'seen' in place"),
+        (CountsInPlace, None),
     ],
 )
-def test_an_optimizer_of_unknown_make_is_tried_out_first(cls: Any, words: str) -> None:
-    model = Blocks()
-    optimizer = cls(model.parameters(), lr=0.1)
-    attributes = copy.deepcopy({k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state")})
-    random = torch.get_rng_state()
-    with pytest.raises(UnsupportedOptimizerError, match=words):
-        instep.attach(model, optimizer, schedule="backward")
-    assert {k: vars(optimizer)[k] for k in attributes} == attributes
-    assert torch.equal(torch.get_rng_state(), random)
-    assert not optimizer.state
+def test_an_optimizer_of_unknown_make_is_judged_by_its_first_steps(cls: Any, words: str | None) -> None:
+    found = []
+    for attached in (False, True):
+        torch.manual_seed(0)
+        model = Blocks()
+        optimizer = cls(model.parameters(), lr=0.1)
+        before, random = copy.deepcopy(attributes_of(optimizer)), torch.get_rng_state()
+        with own_steps_are_judged():
+            overlap = instep.attach(model, optimizer, schedule="backward", bucket_bytes=2_000) if attached else None
+        # Nothing is tried at attach.
+        assert attributes_of(optimizer) == before
+        assert torch.equal(torch.get_rng_state(), random)
+        assert not optimizer.state
+        for i in range(4):
+            model(batch(i)[0]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        steps = getattr(optimizer, "seen", {"steps": 4})["steps"]
+        found.append([*weights(model), torch.get_rng_state(), torch.tensor(steps)])
+        if overlap is not None:
+            said = " ".join(overlap.plan.judged)
+            assert bool(said) == (words is not None)
+            assert words is None or f"left to optimizer.step(): {cls.__name__}: " in said
+            assert words is None or words in said
+            overlap.detach()
+    assert all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize("after", [0, 5, 11])
-def test_an_update_that_couples_parameters_is_refused_at_attach(after: int) -> None:
-    model = Blocks()
-    with pytest.raises(UnsupportedOptimizerError, match=r"Coupled.*'scale'"):
-        instep.attach(model, Coupled(model.parameters(), after=after), schedule="backward")
+@pytest.mark.parametrize("after", [0, 1])
+def test_an_update_that_couples_parameters_is_left_to_step(after: int) -> None:
+    """From its first update on, which is compared parameter by parameter, or from the second one on."""
+    found = []
+    for attached in (False, True):
+        torch.manual_seed(0)
+        model = Blocks()
+        optimizer = Coupled(model.parameters(), after=after)
+        with own_steps_are_judged():
+            overlap = instep.attach(model, optimizer, schedule="backward", bucket_bytes=2_000) if attached else None
+        for i in range(4):
+            model(batch(i)[0]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([*weights(model), torch.tensor(optimizer.param_groups[0]["scale"]), torch.tensor(optimizer.after)])
+        if overlap is not None:
+            assert "Coupled: updates param_groups[0]['scale'] in a way" in str(overlap.plan.judged)
+            overlap.detach()
+    assert all(map(torch.equal, *found))
 
 
 def test_an_update_that_couples_parameters_later_is_refused_at_the_first_disagreement() -> None:

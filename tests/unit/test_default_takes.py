@@ -5,7 +5,7 @@ from instep._refusals.pairs import Pair
 
 ASKED_FOR = {
     "optimizers.unsupported": "what splits a step",
-    "optimizers.without_calls_around_the_step": "clip, nonfinite or check_steps",
+    "optimizers.without_calls_around_the_step": "clip or nonfinite",
     "optimizers.keyed_without_hooks": "random",
     "options.invalid_comm_hook": "comm_hook",
     "options.comm_hook_that_cannot_be_called": "comm_hook",
@@ -14,7 +14,6 @@ ASKED_FOR = {
     "model.parameters_without_shards": "shard_state",
     "model.other_than_the_stages": "pipeline",
     "model.all_frozen": "anything",
-    "optimizers.spread_in_different_ways": "check_steps",
 }
 """By rule: the option without which it has nothing to refuse."""
 

@@ -81,9 +81,8 @@ def test_the_page_follows_the_trace(heading: str) -> None:
 CORE = ["_torch", "_optim", "_gradients", "_step", "sources", "_wiring", "_micro_batches"]
 NAMES = {
     "offload": ({"offload", "offloaded", "home", "OffloadedState", "HostState", "HostLoading"}, 8),
-    "keyed": ({"keyed", "draws", "_draws", "is_keyed", "_is_keyed", "KeyedDraws", "KeyedTrial", "draw_key"}, 9),
+    "keyed": ({"keyed", "draws", "_draws", "is_keyed", "_is_keyed", "KeyedDraws", "draw_key"}, 9),
     "undo": ({"undo", "on_trial", "Undo", "UndoCopies", "TrialWrites"}, 10),
-    "check_steps": ({"check_steps", "check", "checks", "_check", "Check", "CheckedSteps", "_keep_for_check"}, 10),
 }
 """By option: what names it in code, and in how many files of the core."""
 

@@ -274,9 +274,6 @@ def test_tensors_are_swapped_after_detach(way: str) -> None:
     assert overlap is not None
     train((model, optimizer, overlap))
     plan = overlap.plan
-    with pytest.raises(RuntimeError, match="weakref"):  # torch's own: nothing was changed
-        torch.utils.swap_tensors(model.get_parameter("inner.weight"), nn.Parameter(torch.zeros(24, 16)))
-    train((model, optimizer, overlap))
     overlap.detach()
     weight = model.get_parameter("inner.weight")
     torch.utils.swap_tensors(weight, nn.Parameter(torch.zeros(24, 16)))

@@ -1,7 +1,6 @@
 """Loops that would silently train wrong raise instead, before anything more is written."""
 
 import copy
-import gc
 import io
 import pickle
 import sys
@@ -24,6 +23,7 @@ from instep.errors import (
     UncommittedStepError,
 )
 from tests.cases import Blocks, batch, weights
+from tests.inside import before_updates
 
 SMALL = 2_000
 
@@ -414,31 +414,6 @@ def test_a_weight_that_was_resized_in_place(model: Any, optimizer: torch.optim.O
         assert again.step_count == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": "backward"}, {"defer": True}], ids=str)
-def test_parameters_that_loading_would_swap(model: nn.Module, options: dict[str, Any]) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loaded = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
-    before = weights(model)
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        with instep.attach(model, optimizer, **options) as overlap:
-            with pytest.raises(
-                StaleAttachmentError, match=r"Nothing was loaded into it\. detach\(\) before it, and attach"
-            ):
-                model.load_state_dict(loaded)
-            assert_untouched(model, before)
-            overlap.detach()
-            loss_of(model).backward()  # graphs are gone by then, which hold parameters, too
-            optimizer.zero_grad()
-            gc.collect()
-            model.load_state_dict(loaded)
-        with instep.attach(model, optimizer, **options):
-            loss_of(model).backward()
-            optimizer.step()
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-
-
 def test_a_model_may_move_between_steps_and_back(model: Any, optimizer: torch.optim.Optimizer, overlap: Any) -> None:
     """As a loop does that saves on another device, and clears its gradients only at the start of an iteration."""
     loss_of(model).backward()
@@ -686,31 +661,23 @@ def test_an_error_in_the_flush_is_torn(model: Any) -> None:
         assert torn.value.unsure == tuple(name for name, _ in model.named_parameters() if name != "extra")
 
 
-class Stops(torch.optim.SGD):
-    """It raises at a parameter of this shape, when the ones before have been updated."""
-
-    stops = False
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is not None:
-                if Stops.stops and parameter.shape == (3,):
-                    raise ZeroDivisionError("the update")
-                parameter.sub_(parameter.grad, alpha=0.1)
+def stops(parameters: list[torch.Tensor]) -> None:
+    """For an update: it raises at a parameter of this shape."""
+    if any(parameter.shape == (3,) for parameter in parameters):
+        raise ZeroDivisionError("the update")
 
 
 @pytest.mark.parametrize("schedule", ["backward", "forward"])
 @pytest.mark.parametrize("cleared", [False, True], ids=["", "cleared"])
-def test_of_what_step_was_left_to_do_nobody_says_that_it_was_not_done(
-    model: Any, schedule: Any, cleared: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_what_step_was_left_to_do_nobody_says_that_it_was_not_done(model: Any, schedule: Any, cleared: bool) -> None:
     model.extra = nn.Parameter(torch.zeros(3))
     alias = model.extra.detach()  # schedule="forward" leaves it to step()
-    optimizer = Stops(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     how: dict[str, Any] = {"defer": True} if schedule == "forward" else {}
-    with instep.attach(model, optimizer, bucket_bytes=SMALL, schedule=schedule, **how) as overlap:
-        monkeypatch.setattr(Stops, "stops", True)
+    with (
+        before_updates(stops),
+        instep.attach(model, optimizer, bucket_bytes=SMALL, schedule=schedule, **how) as overlap,
+    ):
         loss_of(model).backward()
         model.extra.grad = torch.ones(3)  # no source has offered it
         with pytest.raises(ZeroDivisionError):
@@ -729,12 +696,11 @@ def test_of_what_step_was_left_to_do_nobody_says_that_it_was_not_done(
     del alias
 
 
-def test_what_a_first_optimizer_has_stepped_is_updated_when_the_second_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_first_optimizer_has_stepped_is_updated_when_the_second_raises() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))
-    monkeypatch.setattr(Stops, "stops", True)
     first = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    second = Stops([{"params": [model[1].weight, model[1].bias]}], lr=0.1)
-    with instep.attach(model, [first, second], schedule="backward") as overlap:
+    second = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with before_updates(stops), instep.attach(model, [first, second], schedule="backward") as overlap:
         with overlap.keep_gradients():
             model(torch.ones(1, 2)).sum().backward()
         first.step()
@@ -789,10 +755,15 @@ def test_a_step_put_off_in_part_that_raises(model: nn.Module) -> None:
     handed over by then."""
     inner = model.get_parameter("inner.weight")
     alias = inner.detach()
-    optimizer = Fails(model.parameters(), tuple(inner.shape))
+
+    def fails(parameters: list[torch.Tensor]) -> None:
+        if any(parameter.shape == inner.shape for parameter in parameters):
+            raise ZeroDivisionError("the update")
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with instep.attach(model, optimizer, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap:
         loss_of(model).backward()
-        with pytest.raises(ZeroDivisionError):
+        with before_updates(fails), pytest.raises(ZeroDivisionError):
             optimizer.step()
         optimizer.zero_grad()
         with pytest.raises(TornStepError) as torn:

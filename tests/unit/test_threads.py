@@ -21,7 +21,7 @@ from instep.errors import ConcurrentBackwardError, UncommittedStepError
 from tests import net
 from tests.cases import Blocks, batch, weights
 from tests.devices import on_cpu_only
-from tests.inside import schedule_of, source_of
+from tests.inside import before_updates, schedule_of, source_of
 from tests.parity.lockstep import SMALL, WAYS
 
 
@@ -238,24 +238,6 @@ def test_gradients_are_counted_under_the_lock_that_applies_them() -> None:
     assert min(seen) == 1
 
 
-class LooksAtItself(torch.optim.SGD):
-    """An update that comes upon the real optimizer and its parameters, and not only upon what it is given."""
-
-    real: Any = None
-    looked: list[str]
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        given = [p for p in self.param_groups[0]["params"] if p.grad is not None]
-        for p in given:
-            self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
-            p.sub_(p.grad, alpha=0.1)
-        if self.real is not None and given:
-            assert len(self.real.state) >= 0
-            assert all(p.sum().isfinite() for p in self.real.param_groups[0]["params"])
-            self.looked.append(threading.current_thread().name)
-
-
 class NotForTheWorker:
     """A lock that the thread of the step must not wait for: who waits for that thread has the lock."""
 
@@ -272,24 +254,26 @@ class NotForTheWorker:
 
 @on_cpu_only  # on an accelerator it has no thread
 def test_an_update_on_the_thread_of_the_step_does_not_wait_for_itself() -> None:
-    found = []
+    """It comes upon the optimizer of the loop and its parameters, and not only upon what it is given."""
+    found, looked = [], []
     for attached in (False, True):
         model, _ = make()
-
-        class Looks(LooksAtItself):
-            looked: list[str] = []  # noqa: RUF012
-
-        optimizer = Looks(model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         if attached:
             overlap = instep.attach(model, optimizer, schedule="forward", defer=True, bucket_bytes=SMALL)
             schedule_of(overlap)._step.lock = NotForTheWorker()
-        Looks.real = optimizer
-        train(model, optimizer, 3)
-        if attached:
-            overlap.synchronize()
-            assert Looks.looked.count(NAME) > 3
-            overlap.detach()
-        assert {entry["steps"] for entry in optimizer.state.values()} == {3}
+
+        def look(_: Any, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            assert len(optimizer.state) >= 0
+            assert all(p.sum().isfinite() for p in optimizer.param_groups[0]["params"])
+            looked.append(threading.current_thread().name)
+
+        with before_updates(look):
+            train(model, optimizer, 3)
+            if attached:
+                overlap.synchronize()
+                assert looked.count(NAME) > 3
+                overlap.detach()
         found.append(weights(model))
     assert all(map(torch.equal, *found))
 
@@ -345,51 +329,46 @@ def test_step_does_not_answer_for_what_another_thread_reads() -> None:
     met: list[int] = []
     due: list[int] = []
 
-    class ReadsFirst(torch.optim.AdamW):
-        def _init_group(self, *given: Any) -> Any:
-            if self is optimizer and threading.current_thread().name != NAME:  # step() itself: it updates nothing
-                due.append(len(schedule_of(overlap)._deferred.all()))
-                assert not in_thread(model.outer.weight.sum)
-                met.append(len(schedule_of(overlap)._deferred.met_in_step))
-            return super()._init_group(*given)
+    init_group: Any = torch.optim.AdamW._init_group
 
-    optimizer = ReadsFirst(model.parameters(), lr=1e-2)
-    with instep.attach(model, optimizer, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap:
+    def reads_first(self: Any, *given: Any) -> Any:
+        if self is optimizer and threading.current_thread().name != NAME:  # step() itself: it updates nothing
+            due.append(len(schedule_of(overlap)._deferred.all()))
+            assert not in_thread(model.outer.weight.sum)
+            met.append(len(schedule_of(overlap)._deferred.met_in_step))
+        return init_group(self, *given)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with (
+        patch.object(torch.optim.AdamW, "_init_group", reads_first),
+        instep.attach(model, optimizer, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap,
+    ):
         train(model, optimizer, 2)
     assert met == [0, 0]
     assert all(due), "the step was put off"
-
-
-class NotesThreads(torch.optim.Optimizer):
-    noted: list[tuple[str, int]] = []  # noqa: RUF012
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    NotesThreads.noted.append((threading.current_thread().name, torch.get_num_threads()))
-                    p.sub_(p.grad, alpha=group["lr"])
 
 
 @on_cpu_only
 def test_an_update_has_as_many_of_torchs_threads_as_its_step() -> None:
     """By their number some kernels divide a sum; and each thread of Python has a number of its own."""
     model, _ = make()
-    optimizer = NotesThreads(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    noted: list[tuple[str, int]] = []
+
+    def note(_: Any) -> None:
+        noted.append((threading.current_thread().name, torch.get_num_threads()))
+
     before = torch.get_num_threads()
-    with instep.attach(model, optimizer, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap:
+    how: dict[str, Any] = {"schedule": "forward", "defer": True, "bucket_bytes": SMALL}
+    with before_updates(note), instep.attach(model, optimizer, **how) as overlap:
         try:
             for count in (1, 3, 2):
                 torch.set_num_threads(count)
-                NotesThreads.noted.clear()
+                noted.clear()
                 train(model, optimizer, 1)
                 torch.set_num_threads(5)
                 overlap.synchronize()
-                assert set(NotesThreads.noted) == {(NAME, count)}
+                assert set(noted) == {(NAME, count)}
                 assert torch.get_num_threads() == 5
         finally:
             torch.set_num_threads(before)

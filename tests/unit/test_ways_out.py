@@ -232,7 +232,10 @@ MISTAKES: Mapping[str, Mistake] = {
         r"and AdamW\.step\(\) has not been called since",
     ),
     "optimizers in turn": Mistake(
-        in_turn, UncommittedStepError, r"and AdamW\.step\(\) has not been called since", build=two_networks
+        in_turn,
+        UncommittedStepError,
+        r"and AdamW\.step\(\) has not been called since.* each of the 2 optimizers has a loss.*freeze the others'",
+        build=two_networks,
     ),
     "the model saved": Mistake(between(save), UncommittedStepError, r"optimizer\.step\(\), by torch\.save\(\)"),
     "the model copied": Mistake(
@@ -268,6 +271,7 @@ MISTAKES: Mapping[str, Mistake] = {
         two_losses,
         AccumulationError,
         r"^a second backward began before AdamW\.step\(\)",
+        "torn",
         others={"`with overlap.accumulate():`": accumulate},
     ),
 }

@@ -7,9 +7,9 @@ each node that leads to a leaf (a parameter): there the contributions of all mic
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from operator import methodcaller
+from operator import itemgetter, methodcaller
 from typing import Any, Protocol, cast
 
 import torch
@@ -33,6 +33,9 @@ class Keeper(Protocol):
 
     def keep(self, total: torch.Tensor) -> None: ...
 
+
+KeepEach = Callable[[int, torch.Tensor | None], None]
+"""Takes the sum of one micro-batch's contributions to a leaf, with the number of the micro-batch."""
 
 KeeperOf = Callable[[torch.Tensor, Sequence[int]], Keeper | None]
 """Takes a leaf, and the number of contributions to it from each micro-batch. Returns its keeper, if it needs one."""
@@ -81,13 +84,17 @@ class Graphs:
             for _, leaf in edges:
                 yield self._number_of[node], node, leaf
 
-    def walk_side_by_side(self) -> None:
+    def walk_side_by_side(self, ends: Collection[Node] = ()) -> None:
         """Have backward come to a layer of all graphs before it comes to the next: of a layer's nodes to that of the
         first micro-batch first. So the contributions to a parameter arrive together, in the plain loop's order.
 
         Autograd numbers nodes as they are made, and backward takes, of the nodes that are ready, that with the highest
         number. As they came, it would end the last forward's graph before it began the one before: all gradients would
         be alive together. Within a graph the order stays what it was, and with it every sum that autograd makes there.
+
+        Args:
+            ends: where backward ends a layer of several nodes: it comes to all of the layer in a graph before it comes
+                to the layer in the next.
 
         There is no public way to set a node's number; ``tests/parity/test_micro_batches.py`` fails clearly when torch
         changes the private one, or the order.
@@ -97,13 +104,27 @@ class Graphs:
             graphs[number].append(node)
         for number, nodes in enumerate(graphs):
             nodes.sort(key=_NUMBER)
-            for place, node in enumerate(nodes):
-                cast(Any, node)._set_sequence_nr(self._count * place + self._count - 1 - number)
+            if not ends:
+                for place, node in enumerate(nodes):
+                    cast(Any, node)._set_sequence_nr(self._count * place + self._count - 1 - number)
+        if ends:
+            for place, node in enumerate(_by_layers(graphs, ends)):
+                cast(Any, node)._set_sequence_nr(place)
 
-    def add_in_order(self, keeper_of: KeeperOf) -> list[RemovableHandle]:
+    def add_in_order(
+        self, keeper_of: KeeperOf, apart_of: Callable[[torch.Tensor, Sequence[int]], KeepEach | None]
+    ) -> list[RemovableHandle]:
         """Have backward add the contributions to each leaf as the plain loop adds them. Returns the handles of the
-        hooks that do it: a node may be a part of a later graph, too."""
-        sums = {leaf: _LeafSum(leaf, each, keeper_of(leaf, each)) for leaf, each in self.contributions.items()}
+        hooks that do it: a node may be a part of a later graph, too.
+
+        Args:
+            apart_of: takes a leaf, and the contributions to it of each micro-batch. Returns who takes the sum of each
+                by itself; ``None``: they are added up.
+        """
+        sums: dict[torch.Tensor, _LeafSum | _SumsApart] = {}
+        for leaf, each in self.contributions.items():
+            keep = apart_of(leaf, each)
+            sums[leaf] = _LeafSum(leaf, each, keeper_of(leaf, each)) if keep is None else _SumsApart(each, keep)
         handles: list[RemovableHandle] = []
         for node, edges in self._edges.items():
             places = {place: sums[leaf] for place, leaf in edges}
@@ -203,6 +224,22 @@ class _Leaf(Protocol):
     variable: torch.Tensor
 
 
+def _by_layers(graphs: Sequence[Sequence[Node]], ends: Collection[Node]) -> list[Node]:
+    """The nodes of all graphs, last of all that to which backward is to come first.
+
+    Args:
+        graphs: each in the order in which its nodes were made.
+        ends: in a graph the first node of each layer.
+    """
+    places: list[tuple[int, int, int, Node]] = []
+    for number, nodes in enumerate(graphs):
+        layer = 0
+        for place, node in enumerate(nodes):
+            layer += node in ends
+            places.append((layer, -number, place, node))
+    return [node for *_, node in sorted(places, key=itemgetter(0, 1, 2))]
+
+
 class _LeafSum:
     """The sum of all contributions to a leaf, which goes on to the leaf's node or to a keeper."""
 
@@ -230,8 +267,29 @@ class _LeafSum:
         return total
 
 
+class _SumsApart:
+    """The sum of each micro-batch's contributions to a leaf. Nothing goes on to the leaf's node."""
+
+    __slots__ = ("_contributions", "_keep", "_left", "_sums")
+
+    def __init__(self, contributions: Sequence[int], keep: KeepEach) -> None:
+        self._contributions = tuple(contributions)
+        self._keep = keep
+        self._left = list(contributions)
+        self._sums = [_Sum() for _ in contributions]
+
+    def add(self, number: int, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            self._sums[number].add(gradient)
+        self._left[number] -= 1
+        if self._left[number] == 0:
+            self._left[number] = self._contributions[number]  # the next backward of the same graphs
+            done, self._sums[number] = self._sums[number], _Sum()
+            self._keep(number, done.value)
+
+
 def _contribute(
-    number: int, places: Mapping[int, _LeafSum], gradients: Sequence[torch.Tensor | None], _: object
+    number: int, places: Mapping[int, _LeafSum | _SumsApart], gradients: Sequence[torch.Tensor | None], _: object
 ) -> tuple[torch.Tensor | None, ...]:
     """The hook: a node of micro-batch ``number`` has computed ``gradients``, of the shapes and dtypes of its inputs by
     now. In the places of leaves their sums go on."""

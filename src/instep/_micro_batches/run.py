@@ -8,7 +8,7 @@ backward; whether backward has drawn random numbers or written buffers shows onl
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import TypeVar, cast
 
@@ -21,9 +21,10 @@ from instep._step.in_backward import BackwardSchedule
 from instep._torch.engine import graph_task
 from instep._torch.versions import version_of
 from instep._wiring.build import Parts
-from instep.errors import AccumulationError, InstepError
+from instep.errors import AccumulationError, InstepError, class_name
 from instep.sources.ddp.instance import look_from
 from instep.sources.fsdp.micro_batches import OneBackward
+from instep.sources.fsdp.modules import DeferredAllReduce
 
 Batch = TypeVar("Batch")
 
@@ -125,9 +126,15 @@ def _one_by_one(
     parts: Parts, loss_of: Callable[[Batch], torch.Tensor], batches: Iterable[tuple[Batch, bool]]
 ) -> list[torch.Tensor]:
     losses = []
+    deferred = DeferredAllReduce(parts.refs.model())
     for number, (batch, is_last) in enumerate(batches):
-        with _held_unless_last(parts, is_last):
+        with ExitStack() as stack:
+            stack.enter_context(_held_unless_last(parts, is_last, forward=True))
             loss = _require_loss(number, loss_of(batch))
+            if is_last:
+                stack.enter_context(deferred.ended())
+            elif not deferred.is_set:
+                stack.enter_context(_held_unless_last(parts, is_last))
             parts.schedule.backward(loss, None, parts.late.adopt)
         losses.append(loss.detach())
     return losses
@@ -139,10 +146,11 @@ def _together(
     step = Together(parts)
     step.begin()
     for batch, is_last in batches:
-        with _held_unless_last(parts, is_last):
+        with _held_unless_last(parts, is_last, forward=True):
             loss = loss_of(batch)
         step.add(loss)
-    return step.backward()
+    with DeferredAllReduce(parts.refs.model()).ended():
+        return step.backward()
 
 
 class Together:
@@ -187,8 +195,8 @@ class Together:
             look_from(ddp, losses)
         _require_no_gradients(parts, graphs)
         fsdp2.join(len(losses), graphs.nodes(), graphs.edges())
-        handles = graphs.add_in_order(fsdp2.wide)
-        graphs.walk_side_by_side()
+        handles = graphs.add_in_order(fsdp2.wide, fsdp2.apart)
+        graphs.walk_side_by_side(fsdp2.ends_apart)
         del graphs  # the nodes are freed as backward comes to them
         if parts.sharding is not None:
             parts.sharding.reduces_once()
@@ -203,15 +211,19 @@ class Together:
         side_effects.require_none()
 
 
-def _held_unless_last(parts: Parts, is_last: bool) -> AbstractContextManager[None]:
-    """Around a micro-batch: hold back the reduction over the ranks, unless it is the last one."""
-    return nullcontext() if is_last else parts.accumulation.hold()
+def _held_unless_last(parts: Parts, is_last: bool, *, forward: bool = False) -> AbstractContextManager[None]:
+    """Around a micro-batch, or its forward: hold back the reduction over the ranks, unless it is the last one."""
+    return nullcontext() if is_last else parts.accumulation.hold(forward=forward)
 
 
 def _require_loss(number: int, loss: object) -> torch.Tensor:
     """``loss``, if it is one that backward can begin from."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        found = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, torch.Tensor)
+            else class_name(loss, in_full=True)
+        )
         raise InstepError(
             f"the loss of a micro-batch must be a tensor of one number: micro-batch {number + 1} gave {found}"
         )

@@ -18,6 +18,7 @@ from instep._torch.lifetime import weakly
 from instep._torch.placeholders import WaitingGradient
 from instep._wiring.build import Parts
 from instep.errors import AccumulationError
+from instep.sources.fsdp.modules import DeferredAllReduce
 
 
 class Waiting:
@@ -47,12 +48,13 @@ class Waiting:
         if step is None:
             require_own_step(parts, "backward(more=True)")
             refuse_wrappers(parts)
-        if self._is_reduced and not parts.accumulation.is_in_hold:
+        if self._is_reduced and not (parts.accumulation.is_in_hold or self._defers_all_reduce):
             self.drop()
             raise AccumulationError(
                 "backward(more=True) came outside of no_sync(): on several ranks the forward and backward of all "
-                "micro-batches but the last belong into it (with FSDP2 into set_requires_gradient_sync(False)), or "
-                "into `with overlap.accumulate():`. What had waited is thrown away"
+                "micro-batches but the last belong into it (with FSDP2 into set_requires_gradient_sync(False), or with "
+                "HSDP into set_requires_all_reduce(False)), or into `with overlap.accumulate():`. What had waited is "
+                "thrown away"
             )
         step = step or Together(parts)
         step.add(loss)
@@ -87,6 +89,10 @@ class Waiting:
     @property
     def _is_reduced(self) -> bool:
         return bool(ddps_of(self._parts)) or self._parts.sharding is not None
+
+    @property
+    def _defers_all_reduce(self) -> bool:
+        return not ddps_of(self._parts) and DeferredAllReduce(self._parts.refs.model()).is_set
 
     def _of_this_step(self) -> Together | None:
         """What waits, unless the loop has thrown it away by clearing all gradients."""

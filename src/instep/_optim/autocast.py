@@ -10,48 +10,24 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.kinds import undecorated_step
-from instep._optim.shadow import autocast_of, parameters_of
 from instep._optim.values import same_numbers
 from instep._torch.versions import memory_of
 
 _STEPS = 3
 
 
-class UnderAutocast:
-    """What is known of one optimizer's ``step()`` inside of autocast blocks: by dtype, whether it matters."""
+def autocast_matters(optimizer: Optimizer, dtype: torch.dtype) -> bool:
+    """Whether ``step()`` of this optimizer of torch's computes other numbers inside of an autocast block of ``dtype``.
 
-    def __init__(self) -> None:
-        self._known: dict[torch.dtype, bool] = {}
-
-    def matters(self, optimizer: Optimizer, *, foreign: bool) -> bool:
-        """Whether ``step()``, called here, computes other numbers than outside of every autocast block.
-
-        Of torch's own another optimizer of the class takes a few steps inside and outside, over small parameters of the
-        same kinds. Where it cannot, the answer is yes; and so it is of a foreign optimizer that was not compared inside
-        of such a block.
-        """
-        dtype = _dtype_here(optimizer)
-        if dtype is None:
-            return False
-        if foreign or dtype in self._known:
-            return self._known.get(dtype, True)
-        # Whoever asks may be inside of inference_mode(), or of torch.device("meta").
-        with torch.inference_mode(False), torch.device("cpu"):
-            try:
-                self._known[dtype] = any(_differs(optimizer, group, dtype) for group in optimizer.param_groups)
-            except Exception:
-                self._known[dtype] = True
-        return self._known[dtype]
-
-    def came_out_alike(self, optimizer: Optimizer) -> None:
-        """A ``step()`` that was called here came out as outside."""
-        if (dtype := _dtype_here(optimizer)) is not None:
-            self._known[dtype] = False
-
-
-def _dtype_here(optimizer: Optimizer) -> torch.dtype | None:
-    first = next(parameters_of(optimizer), None)
-    return None if first is None else autocast_of(first.device.type)
+    Another optimizer of the class takes a few steps inside and outside, over small parameters of the same kinds. Where
+    it cannot, the answer is yes.
+    """
+    # Whoever asks may be inside of inference_mode(), or of torch.device("meta").
+    with torch.inference_mode(False), torch.device("cpu"):
+        try:
+            return any(_differs(optimizer, group, dtype) for group in optimizer.param_groups)
+        except Exception:
+            return True
 
 
 def _differs(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> bool:

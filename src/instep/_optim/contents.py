@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 import torch
 
-from instep._optim.values import attributes_of, is_closed, is_filled, is_immutable, is_pinned
+from instep._optim.values import attributes_of, inner_of, is_closed, is_filled, is_immutable, is_wrapper
+from instep._torch.versions import is_pinned
 
 # One tensor: what is kept of it depends on how it keeps its values.
 
@@ -42,8 +43,14 @@ def copy_of(tensor: torch.Tensor, host: bool) -> Kept:
     Raises:
         TypeError: nobody could tell whether it was put back.
     """
-    if type(tensor) in _PLAIN:
-        return _kind_of(tensor)(tensor, host)
+    if (
+        type(tensor) in _PLAIN
+        and tensor.dtype in _NUMBERS
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_meta or tensor.is_neg() or tensor._is_zerotensor())
+        and tensor.is_contiguous()
+    ):
+        return _OfDense(tensor, host)  # as nearly all are
     # Some are watched: to be copied is no use of the values that anybody need be told of.
     with torch._C.DisableTorchFunctionSubclass():
         return _kind_of(tensor)(tensor, host)
@@ -70,18 +77,13 @@ def require_can_be_kept(tensor: torch.Tensor) -> None:
     """Raise the ``TypeError`` that ``copy_of`` would."""
     with torch._C.DisableTorchFunctionSubclass():
         if _kind_of(tensor) is _OfWrapper:
-            for _, inner in _inner_of(tensor):
+            for inner in inner_of(tensor).values():
                 require_can_be_kept(inner)
 
 
 def _kind_of(tensor: torch.Tensor) -> Callable[[torch.Tensor, bool], Kept]:
-    cls = type(tensor)
-    if cls in _PLAIN and tensor.dtype in _NUMBERS and tensor.layout is torch.strided and not _is_odd(tensor):
-        return _OfMemory  # of the many ones
-    if cls.__torch_dispatch__ is not _NO_DISPATCH:
-        if getattr(cls, "__tensor_flatten__", None) is not None:
-            return _OfWrapper
-        raise TypeError(f"a tensor of the class {cls.__name__}, which has no __tensor_flatten__ to tell what it holds")
+    if is_wrapper(tensor):
+        return _OfWrapper
     if tensor.is_meta:
         return _OfMeta
     if tensor.is_nested:
@@ -98,14 +100,9 @@ def _kind_of(tensor: torch.Tensor) -> Callable[[torch.Tensor, bool], Kept]:
     raise TypeError(f"a tensor {layout}")
 
 
-def _is_odd(tensor: torch.Tensor) -> bool:
-    return tensor.is_nested or tensor.is_meta or tensor._is_zerotensor()
-
-
 _SCHEMES = (torch.per_tensor_affine, torch.per_channel_affine)  # those that torch can copy
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _NUMBERS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64})
-_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -130,9 +127,7 @@ class _OfMemory:
         if is_pinned(tensor):
             _await_copies()
         self._alias = tensor.detach()  # has the place in memory, and keeps it, whatever the tensor is made to refer to
-        bits, places = _each_once(_bits_of(self._alias))
-        if places is not None:
-            bits = bits[places]
+        bits = _each_once(_bits_of(self._alias))
         self._copy = _to_host(bits) if host and bits.device.type != "cpu" else bits.clone()
 
     @property
@@ -151,11 +146,7 @@ class _OfMemory:
         if is_pinned(alias):
             _await_copies()
         _make_room(alias)
-        bits, places = _each_once(_bits_of(alias))
-        if places is None:
-            bits.copy_(self._copy, non_blocking=True)
-        else:
-            bits[places] = self._copy.to(bits.device)
+        _each_once(_bits_of(alias)).copy_(self._copy, non_blocking=True)
 
     def is_in(self, tensor: torch.Tensor) -> bool:
         alias = self._alias
@@ -164,20 +155,40 @@ class _OfMemory:
         if is_pinned(tensor):
             _await_copies()
         bits = _bits_of(tensor.detach())
-        copied = self._copy.to(bits.device)
-        if copied.shape == bits.shape:
-            return torch.equal(bits, copied)
-        return torch.equal(bits, self._spread(copied))
+        return torch.equal(bits, self._copy.to(bits.device).expand(bits.shape))
 
-    def _spread(self, copied: torch.Tensor) -> torch.Tensor:
-        """The copy of a tensor with several elements at one place: each with its value."""
-        bits = _bits_of(self._alias)
-        once, places = _each_once(bits)
-        if places is None:
-            return copied.expand(bits.shape)
-        flat = copied.new_zeros(once.shape)
-        flat[places] = copied
-        return flat.as_strided(bits.shape, bits.stride())
+
+class _OfDense:
+    """The same, of numbers that lie one after the other: nothing else is asked."""
+
+    __slots__ = ("_alias", "_copy")
+
+    def __init__(self, tensor: torch.Tensor, host: bool) -> None:
+        if tensor.device.type == "cpu" and tensor.is_pinned():
+            _await_copies()
+        self._alias = tensor.detach()
+        self._copy = _to_host(self._alias) if host and tensor.device.type != "cpu" else self._alias.clone()
+
+    def put_back(self, tensor: torch.Tensor) -> None:
+        alias = self._alias
+        if alias.device.type == "cpu" and alias.is_pinned():
+            _await_copies()
+        moved = tensor.device != alias.device
+        if moved or alias.untyped_storage().nbytes() < alias.nbytes + alias.storage_offset() * alias.element_size():
+            if moved:
+                self._alias = alias = _like(tensor, alias)
+            else:
+                _make_room(alias)
+        alias.copy_(self._copy, non_blocking=True)
+        if tensor.shape != alias.shape or tensor.data_ptr() != alias.data_ptr() or tensor.stride() != alias.stride():
+            tensor.data = alias
+
+    def is_in(self, tensor: torch.Tensor) -> bool:
+        if type_of_memory(tensor) != type_of_memory(self._alias):
+            return False
+        if is_pinned(tensor):
+            _await_copies()
+        return torch.equal(_bits_of(tensor.detach()), _bits_of(self._copy.to(tensor.device)))
 
 
 def type_of_memory(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -211,30 +222,13 @@ def _make_room(alias: torch.Tensor) -> None:
             storage.resize_(int(reach * alias.element_size()))
 
 
-def _each_once(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A view that has each place in memory once, or memory and the places in it: none is written twice."""
-    if bits.is_contiguous():
-        return bits, None
+def _each_once(bits: torch.Tensor) -> torch.Tensor:
+    """A view without dimensions that stand still, which torch does not write. Others may still share their memory:
+    they are written several times, with what they all have held."""
+    if 0 not in bits.stride():
+        return bits
     sizes = [1 if stride == 0 else size for size, stride in zip(bits.shape, bits.stride(), strict=True)]
-    once = bits.as_strided(sizes, bits.stride(), bits.storage_offset())
-    if not _may_overlap(once):
-        return once, None
-    places = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for size, stride in zip(once.shape, once.stride(), strict=True):
-        places = places.unsqueeze(-1) + torch.arange(size, device=bits.device) * stride
-    places = places.unique()
-    return once.as_strided((int(places[-1]) + 1,), (1,), once.storage_offset()), places
-
-
-def _may_overlap(tensor: torch.Tensor) -> bool:
-    if tensor.numel() == 0:
-        return False
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            return True
-        reach += (size - 1) * stride
-    return False
+    return bits.as_strided(sizes, bits.stride(), bits.storage_offset())
 
 
 def _to_host(bits: torch.Tensor) -> torch.Tensor:
@@ -366,25 +360,13 @@ class _OfNested:
         return len(now) == len(self._parts) and all(p.is_in(part) for p, part in zip(self._parts, now, strict=True))
 
 
-def _inner_of(tensor: Any) -> list[tuple[str, torch.Tensor]]:
-    """The tensors in which one of a wrapper class has its values, by name."""
-    names = tensor.__tensor_flatten__()[0]
-    inner = [(name, getattr(tensor, name)) for name in names]
-    found = [(name, one) for name, one in inner if isinstance(one, torch.Tensor)]  # others: a mesh of devices, say
-    if not found or not all(getattr(tensor, name) is one for name, one in found):
-        raise TypeError(
-            f"a tensor of the class {type(tensor).__name__}, whose __tensor_flatten__ names no tensors that it keeps"
-        )
-    return found
-
-
 class _OfWrapper:
     """Of a tensor whose class keeps its values in others: those, and the numbers that it notes beside them."""
 
     __slots__ = ("_inner", "_noted")
 
     def __init__(self, tensor: Any, host: bool) -> None:
-        self._inner = [(name, inner, copy_of(inner, host)) for name, inner in _inner_of(tensor)]
+        self._inner = [(name, inner, copy_of(inner, host)) for name, inner in inner_of(tensor).items()]
         self._noted = _noted(tensor)
 
     def put_back(self, tensor: Any) -> None:
@@ -396,10 +378,10 @@ class _OfWrapper:
             setattr(tensor, name, number)
 
     def is_in(self, tensor: Any) -> bool:
-        if getattr(tensor, "__tensor_flatten__", None) is None:
+        if not is_wrapper(tensor):
             return False
         return (
-            [name for name, _ in _inner_of(tensor)] == [name for name, _, _ in self._inner]
+            list(inner_of(tensor)) == [name for name, _, _ in self._inner]
             and digest_of_value(_noted(tensor)) == digest_of_value(self._noted)
             and all(is_back(getattr(tensor, name), kept) for name, _, kept in self._inner)
         )
@@ -415,6 +397,7 @@ def _noted(tensor: torch.Tensor) -> dict[str, float]:
 
 Restore = Callable[[], Any]
 """Puts back what a value held. Returns the value, which is the same object."""
+_SIMPLE = frozenset({int, float, bool, str, type(None)})
 
 
 class Contents:
@@ -422,10 +405,12 @@ class Contents:
 
     Args:
         host: keep the copies of tensors in host memory, pinned where the tensors are on an accelerator.
+        copied: what is kept of a tensor.
     """
 
-    def __init__(self, host: bool) -> None:
+    def __init__(self, host: bool, copied: Callable[[torch.Tensor, bool], Kept] = copy_of) -> None:
         self._host = host
+        self._copy_of = copied
         self._known: dict[int, Restore] = {}
 
     def known(self, value: Any) -> None:
@@ -441,17 +426,14 @@ class Contents:
         known = self._known.get(id(value))
         if known is None:
             if isinstance(value, torch.Tensor):
-                known = self._of_tensor(value)
-            elif is_immutable(value):
+                known = partial(restore, value, self._copy_of(value, self._host))
+            elif type(value) in _SIMPLE or (type(value) is not dict and is_immutable(value)):
                 return lambda: value
             else:
                 self.known(value)  # while what it holds is copied, which may be itself
                 known = self._copied(value)
             self._known[id(value)] = known
         return known
-
-    def _of_tensor(self, value: torch.Tensor) -> Restore:
-        return partial(restore, value, copy_of(value, self._host))
 
     def _copied(self, value: Any) -> Restore:
         if isinstance(value, dict):
@@ -486,12 +468,12 @@ class Contents:
         return self.of(cell.cell_contents) if is_filled(cell) else None
 
 
-class _Questions(Contents):
-    """Asks whether contents could be copied, and copies no tensor."""
+def _no_copy(tensor: torch.Tensor, host: bool) -> Kept:
+    require_can_be_kept(tensor)
+    return _OfMeta(_NOTHING, host)
 
-    def _of_tensor(self, value: torch.Tensor) -> Restore:
-        require_can_be_kept(value)
-        return lambda: value
+
+_NOTHING = torch.empty(0, device="meta")
 
 
 def require_contents(value: Any, known: torch.Tensor) -> None:
@@ -500,7 +482,7 @@ def require_contents(value: Any, known: torch.Tensor) -> None:
     Args:
         known: what is put back by whoever says so.
     """
-    questions = _Questions(host=False)
+    questions = Contents(host=False, copied=_no_copy)
     questions.known(known)
     questions.of(value)
 
@@ -617,7 +599,7 @@ def digest_of(tensor: torch.Tensor) -> Digest:
 
 
 def _digest_of_wrapper(tensor: torch.Tensor) -> Digest:
-    inner = tuple((name, digest_of(part)) for name, part in _inner_of(tensor))
+    inner = tuple((name, digest_of(part)) for name, part in inner_of(tensor).items())
     return type(tensor), tensor.dtype, digest_of_value(_noted(tensor)), inner
 
 

@@ -27,7 +27,7 @@ from instep._optim.values import (
 )
 from instep._torch.engine import as_default_device, default_device
 from instep._torch.versions import are_plain, versions_of
-from instep.errors import HyperparameterChangedError
+from instep.errors import HyperparameterChangedError, UnsupportedOptimizerError
 
 
 class SettingsGuard(Stage):
@@ -479,7 +479,20 @@ def remember_settings(optimizer: Optimizer) -> Callable[[], None]:
 
     Returns:
         A function that restores them: in the groups, in ``state`` and on the optimizer itself.
+
+    Raises:
+        UnsupportedOptimizerError: one could not be restored.
     """
+    try:
+        return _remembered(optimizer)
+    except TypeError as error:
+        raise UnsupportedOptimizerError(
+            f"{type(optimizer).__name__} keeps {error} in its groups, attributes or shared state, which could not be "
+            "put back where a step is left out. Keep it elsewhere, or use no undo and schedule='forward'"
+        ) from error
+
+
+def _remembered(optimizer: Optimizer) -> Callable[[], None]:
     places: list[tuple[Any, dict[Any, Restore]]] = [
         (group, {key: _kept(value) for key, value in group.items() if key not in PER_PARAMETER})
         for group in optimizer.param_groups

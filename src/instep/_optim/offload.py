@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 
 from instep._optim.local_shard import LocalShard, shard_of_entry, whole_of_entry
 from instep._optim.stages import Stage, Update
-from instep._optim.values import is_pinned, reachable_values
+from instep._optim.values import reachable_values
 from instep._torch.engine import is_captured, on_stream
-from instep._torch.versions import are_plain, memory_of, version_of
-from instep.errors import UnsupportedOptimizerError
+from instep._torch.versions import are_plain, is_pinned, memory_of, version_of
+from instep.errors import UnsupportedOptimizerError, class_name
 
 # Copies between pinned host memory and one accelerator, on two streams of their own: in and out.
 #
@@ -322,7 +322,7 @@ class HostState:
         return self._copies[device]
 
     def _bring(self, call: _Call, entries: Sequence[Entry | None], device: torch.device) -> _Ahead:
-        name = type(call.optimizer()).__name__
+        name = class_name(call.optimizer())
         found = [(tensor, version_of(tensor)) for tensor in tensors_in(entries)]
         lent, there = self._copies_of(device).bring(lambda: DeviceEntries(name, entries, device))
         return _Ahead(call, lent, there, found)
@@ -449,7 +449,7 @@ class OffloadedState(Stage):
 
     @property
     def _name(self) -> str:
-        return type(self._optimizer()).__name__
+        return class_name(self._optimizer())
 
     def _entries(self) -> Iterator[tuple[torch.Tensor, Entry, LocalShard | None]]:
         optimizer = self._optimizer()

@@ -172,11 +172,6 @@ class OwnObject:
         if len(optimizer.param_groups) != groups:
             raise depends_on_buckets(self._name, "the number of its param_groups")
 
-    def renew(self) -> "Beside":
-        """Begin anew. Returns what there was."""
-        beside, self.beside = self.beside, Beside(self._name)
-        return beside
-
     def forget(self) -> None:
         """The step is over."""
         self.beside.forget()

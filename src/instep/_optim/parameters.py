@@ -1,12 +1,12 @@
-"""The attached parameters, held weakly: buckets of them, and what one call of an optimizer can step of a bucket."""
+"""The attached parameters: buckets of them, and what one call of an optimizer can step of a bucket."""
 
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import repeat
-from operator import attrgetter, is_, is_not, methodcaller
+from operator import attrgetter, is_, is_not
 from typing import Any
 
 import torch
@@ -157,7 +157,7 @@ def fill_buckets(
     return tuple(Bucket(source, tuple(bucket)) for bucket in done)
 
 
-# The attached parameters, held weakly.
+# The attached parameters, and the modules that hold them.
 
 
 class Attribute:
@@ -184,8 +184,7 @@ class Attribute:
 
 
 class Homes:
-    """The modules that hold parameters, to be asked all at once. Held weakly, and so are the parameters: a model is
-    freed when the loop drops it."""
+    """The modules that hold parameters, to be asked all at once. Held weakly: a model goes when the loop drops it."""
 
     def __init__(self, places: Iterable[Sequence[Attribute]]) -> None:
         # By the id of the reference, of which Python makes one for each module: a module need not have a hash.
@@ -210,7 +209,11 @@ class Homes:
 
 
 class AttachedParameter:
-    """One parameter, held weakly, with the stepper of the optimizer it belongs to.
+    """One parameter, with the stepper of the optimizer it belongs to.
+
+    Not held weakly: ``torch.utils.swap_tensors``, by which torch converts a DTensor, another subclass of tensors, or
+    any parameter (``torch.__future__.set_swap_module_params_on_conversion``), takes no tensor that anybody refers to
+    weakly. So whoever has this lets go of it once model and optimizers, which hold the parameter, are gone.
 
     Attributes:
         shard: of one that is spread over ranks, and may be stepped by its shards.
@@ -218,7 +221,7 @@ class AttachedParameter:
             of several meshes, or plain ones beside them.
     """
 
-    __slots__ = ("_ref", "mesh", "places", "shard", "spec", "spent", "stepper")
+    __slots__ = ("_parameter", "mesh", "places", "shard", "spec", "spent", "stepper")
 
     def __init__(
         self,
@@ -230,9 +233,7 @@ class AttachedParameter:
         shard: LocalShard | None = None,
         mesh: Hashable = None,
     ) -> None:
-        # torch does not convert a DTensor in place (model.to) that anybody refers to weakly.
-        held = weakref.ref(parameter) if mesh is None else partial(_itself, parameter)
-        self._ref: Callable[[], torch.Tensor | None] = held
+        self._parameter: torch.Tensor | None = parameter
         self.spec = spec
         self.places = places
         self.stepper = stepper
@@ -246,19 +247,19 @@ class AttachedParameter:
         return self.shard is not None and self.shard.state_is_sharded
 
     def peek(self) -> torch.Tensor | None:
-        """The parameter, ``None`` if it is gone."""
-        return self._ref()
+        """The parameter, ``None`` once this has let go of it."""
+        return self._parameter
 
     def let_go(self) -> None:
-        """Refer to it no more, not even weakly: ``torch.utils.swap_tensors`` takes no tensor that anybody refers to."""
-        self._ref = _nothing
+        """Hold it no more: the model was detached, or is gone with its optimizers."""
+        self._parameter = None
 
     def get(self) -> torch.Tensor:
-        """The parameter; ``StaleAttachmentError`` if it is gone."""
-        parameter = self._ref()
+        """The parameter; ``StaleAttachmentError`` once this has let go of it."""
+        parameter = self._parameter
         if parameter is None:
             raise StaleAttachmentError(
-                f"parameter {self.spec.name!r} was replaced after attach and no longer exists{self.replaced('. ')}"
+                f"parameter {self.spec.name!r} is not attached any more: its model was detached, or is gone"
             )
         return parameter
 
@@ -269,7 +270,8 @@ class AttachedParameter:
             without_new: what comes next where the optimizer has not got the new one.
         """
         found = [new for place in self.places if (new := place.found()) is not None]
-        if any(map(self.stepper.has, found)):
+        held = {id(parameter) for group in self.stepper.groups for parameter in group["params"]}
+        if any(id(new) in held for new in found):
             return ", and the optimizer holds the new one. detach(), and attach again, with the same optimizer"
         again = "detach(), build the optimizer anew on the model's parameters, and attach again"
         if may_be_gathered() or any(map(is_sharded, found)):
@@ -288,8 +290,8 @@ class AttachedParameters(tuple[AttachedParameter, ...]):
         return parameters if isinstance(parameters, cls) else cls(parameters)
 
     def tensors(self) -> list[torch.Tensor]:
-        """The parameters; ``StaleAttachmentError`` if one is gone."""
-        found = list(map(_REFERENT, self))
+        """The parameters; ``StaleAttachmentError`` once they were let go of."""
+        found = list(map(_PARAMETER, self))
         if all(map(is_not, found, repeat(None))):  # a tensor must not be asked whether it equals another
             return found
         return [attached.get() for attached in self]
@@ -338,10 +340,11 @@ class AttachedParameters(tuple[AttachedParameter, ...]):
         return [attached.spec.shape for attached in self]
 
     @cached_property
-    def in_modules(self) -> "AttachedParameters":
-        """Those that modules hold all the time, and not only between the forwards of FSDP."""
+    def some_in_modules(self) -> "AttachedParameters | None":
+        """Those that modules hold all the time, and not only between the forwards of FSDP; ``None``: all of them. Not
+        this itself, which would refer to itself then, and keep the parameters."""
         found = [attached for attached in self if attached.places]
-        return self if len(found) == len(self) else AttachedParameters(found)
+        return None if len(found) == len(self) else AttachedParameters(found)
 
     @cached_property
     def leave_spent(self) -> tuple[bool, ...]:
@@ -357,7 +360,7 @@ class AttachedParameters(tuple[AttachedParameter, ...]):
 GRADIENT: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
 
 
-_REFERENT: Callable[[AttachedParameter], Any] = methodcaller("_ref")
+_PARAMETER: Callable[[AttachedParameter], Any] = attrgetter("_parameter")
 
 
 def all_there(values: Iterable[object]) -> bool:
@@ -368,14 +371,6 @@ def all_there(values: Iterable[object]) -> bool:
 def none_there(values: Iterable[object]) -> bool:
     """Whether all of ``values`` are ``None``."""
     return all(map(is_, values, repeat(None)))
-
-
-def _nothing() -> None:
-    return None
-
-
-def _itself(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter
 
 
 # Whether the attached parameters are still the model's, and as they were.
@@ -415,13 +410,14 @@ def require_unchanged(attached_parameters: Iterable[AttachedParameter]) -> None:
     """Raise ``StaleAttachmentError`` for the first parameter that is not the one that was attached."""
     parameters = AttachedParameters.of(attached_parameters)
     tensors = parameters.tensors()
-    held = parameters.in_modules
+    some = parameters.some_in_modules
     with torch._C.DisableTorchFunctionSubclass():  # instep's own question, about parameters that may be watched
         if (
             parameters.homes.hold(tensors)
             and list(map(_DTYPE, tensors)) == parameters.dtypes
             and list(map(_DEVICE, tensors)) == parameters.devices
-            and list(map(_SHAPE, tensors if held is parameters else held.tensors())) == held.shapes
+            and list(map(_SHAPE, tensors if some is None else some.tensors()))
+            == (parameters if some is None else some).shapes
         ):
             return
     for attached in parameters:

@@ -1,8 +1,8 @@
 """Classes of foreign optimizers that are known to update each parameter by itself.
 
-``proved.json`` is what ``python -m tests.sweep`` writes: each class that came out equal, bucket by bucket, on one device
-and on two ranks, with its version and its settings. The first updates of such an optimizer are not compared, so that
-they need no more memory than the others.
+``proved.json`` is what ``python -m tests.sweep`` writes: each class that came out equal, bucket by bucket, on one
+device and on two ranks, with its version and its settings. The first updates of such an optimizer are not compared, so
+that they need no more memory than the others.
 """
 
 import json

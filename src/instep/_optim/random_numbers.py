@@ -19,7 +19,7 @@ from instep._optim.values import reachable_values
 from instep._torch.engine import graph_task, is_captured, is_of_backward
 from instep._torch.versions import memory_of
 from instep._torch.worker import NAME
-from instep.errors import UnsupportedOptimizerError
+from instep.errors import UnsupportedOptimizerError, class_name
 
 # The keys of ``random="keyed"``: what each parameter's random numbers of one step are drawn from.
 
@@ -266,13 +266,13 @@ class KeyedDraws(Stage):
             for parameter in group["params"]:
                 if id(parameter) not in self._places and parameter.grad is not None:
                     raise UnsupportedOptimizerError(
-                        f"random='keyed': {type(optimizer).__name__}.param_groups[{index}] holds a parameter of shape "
+                        f"random='keyed': {class_name(optimizer)}.param_groups[{index}] holds a parameter of shape "
                         f"{tuple(parameter.shape)} that is not in the model. It has no name there, and so its draws no "
                         "key. Give it to an optimizer of its own, or put it into the model"
                     )
 
     def around(self, update: Update) -> AbstractContextManager[None]:
-        return self.drawing(type(update.optimizer).__name__, update.owned[0])
+        return self.drawing(class_name(update.optimizer), update.owned[0])
 
     def portions_of(self, tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
         yield from (slice(number, number + 1) for number in range(len(tensors)))

@@ -262,6 +262,12 @@ def autocast_of(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
+def autocast_here(optimizer: Optimizer) -> torch.dtype | None:
+    """The same, of the block for the parameters of ``optimizer``."""
+    first = next(parameters_of(optimizer), None)
+    return None if first is None else autocast_of(first.device.type)
+
+
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     """A block outside of autocast."""
     # backward() may be called inside an autocast block; optimizer.step() is not.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.autocast import UnderAutocast
+from instep._optim.autocast import autocast_matters
 from instep._optim.guards import Entries, SettingsGuard, StateGuard
 from instep._optim.kernels import Kernel, kernel_of
 from instep._optim.kinds import SCALES, STEPPED_WHOLE, has_usual_parameters, is_torchs_own
@@ -19,7 +19,7 @@ from instep._optim.offload import OffloadedState
 from instep._optim.own_object import Beside, OwnObject
 from instep._optim.proved import is_proved
 from instep._optim.random_numbers import KeyedDraws
-from instep._optim.shadow import CallUpdate, GroupLayout, how_to_step
+from instep._optim.shadow import CallUpdate, GroupLayout, autocast_here, how_to_step
 from instep._optim.stages import Begins, CopiedEntries, Stage, Update, step_shadow
 from instep._torch.hooks import is_in_step
 from instep._torch.versions import version_of
@@ -80,6 +80,7 @@ class Stepper:
     """Steps the parameters of one optimizer, which it holds weakly, and which stays as it is.
 
     Args:
+        kind: of the optimizer, where it is known.
         looks_back: whether anybody asks, after an update, if the state was written since.
 
     Attributes:
@@ -88,7 +89,7 @@ class Stepper:
         draws: with ``random="keyed"``: what each parameter's update draws from.
     """
 
-    def __init__(self, optimizer: Optimizer, *, looks_back: bool = True) -> None:
+    def __init__(self, optimizer: Optimizer, kind: _Kind | None = None, *, looks_back: bool = True) -> None:
         self.name = type(optimizer).__name__
         self.options: list[Stage] = []
         self.offloaded: OffloadedState | None = None
@@ -99,9 +100,9 @@ class Stepper:
         self._layout = GroupLayout(self.name, ())
         self._settings = SettingsGuard(self.name)
         self._own_object: OwnObject | None = None  # of a foreign optimizer, once it was stepped
-        self._autocast = UnderAutocast()
+        self._matters: dict[torch.dtype, bool] = {}  # whether it does that step() is called inside of autocast
         self._state_guard = StateGuard(self.name)
-        self._kind = _kind_of(optimizer)
+        self._kind = kind or _kind_of(optimizer)
         self._running: _RunningStep | None = None
 
     def optimizer(self) -> Optimizer:
@@ -114,15 +115,16 @@ class Stepper:
             )
         return optimizer
 
-    def has(self, parameter: torch.Tensor) -> bool:
-        """Whether ``parameter`` is in a group of the optimizer, if that is still there."""
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """Those of the optimizer, if that is still there."""
         optimizer = self._optimizer()
-        return optimizer is not None and any(p is parameter for g in optimizer.param_groups for p in g["params"])
+        return [] if optimizer is None else optimizer.param_groups
 
     def of_copy(self, copy: Optimizer) -> "Stepper":
         """For updates of this step that come later: the same options, over a copy of the optimizer. Nobody asks whether
         state was written since: whoever uses it waits for them."""
-        later = Stepper(copy, looks_back=False)
+        later = Stepper(copy, self._kind, looks_back=False)
         later.options, later.offloaded = self.options, self.offloaded
         return later
 
@@ -185,11 +187,11 @@ class Stepper:
         *,
         notes: bool = True,
     ) -> Any:
-        """``step``, to see what becomes of these parameters, which are put back: all of them in one call. Returns what
-        the optimizer's own update returns.
+        """``step`` in one call, to see what becomes of these parameters, which are put back. Returns what the update
+        returns.
 
         Args:
-            notes: whether what a foreign optimizer makes of other values is compared with what it makes in other parts.
+            notes: whether what it makes of other values is compared with what it makes in other parts.
         """
         optimizer = self.optimizer()
         running = self._running or self._begin(optimizer, in_parts=True)
@@ -208,10 +210,10 @@ class Stepper:
     def end_parts(self) -> Beside | None:
         """All parts were put back. Returns what they have left beside parameters and state, to be compared."""
         own = self._own_object
-        if own is None or self._running is None or not self._running.in_parts:
-            return None if own is None else own.beside
-        beside = own.renew()
-        self.abort()
+        beside = None if own is None else own.beside
+        if own is not None and self._running is not None and self._running.in_parts:
+            own.beside = Beside(self.name)
+            self.abort()
         return beside
 
     def look_at_settings(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -388,51 +390,28 @@ class Stepper:
     def steps_every_parameter(self) -> bool:
         """Whether the optimizer's own ``step()`` is to find no gradient: it could not step with the state where that
         is, or draws by another key."""
-        return self.offloaded is not None or self._is_keyed
+        return self.offloaded is not None or self.keyed is not None
 
     @property
-    def needs_loops_thread(self) -> bool:
-        """Whether its updates on a CPU must run on the loop's own thread, whose generators they seed."""
-        return self._is_keyed
-
-    @property
-    def _is_keyed(self) -> bool:
-        """Whether each parameter is stepped by a call of its own, which draws by its key. torch's own never draw."""
-        return self.draws is not None and self.is_foreign
+    def keyed(self) -> KeyedDraws | None:
+        """What each parameter's update draws from, by a call of its own; ``None``: torch's own never draw."""
+        return self.draws if self.is_foreign else None
 
     def autocast_matters(self) -> bool:
-        """Whether ``step()``, called in the autocast block that this thread is in, computes other numbers than
-        outside."""
-        return self._autocast.matters(self.optimizer(), foreign=self.is_foreign)
+        """Whether ``step()``, called in the autocast block that this thread is in, computes other numbers than outside;
+        a foreign optimizer's, as far as it was not compared there."""
+        optimizer = self.optimizer()
+        dtype = autocast_here(optimizer)
+        if dtype is None:
+            return False
+        if dtype not in self._matters and not self.is_foreign:
+            self._matters[dtype] = autocast_matters(optimizer, dtype)
+        return self._matters.get(dtype, True)
 
-    def compared(self) -> None:
-        """A step that was taken here came out as its parts, which are stepped outside of autocast."""
-        self._autocast.came_out_alike(self.optimizer())
-
-    def require_same_in_autocast(self) -> None:
-        """Raise ``HyperparameterChangedError`` if ``autocast_matters``: updates of buckets were, or are about to be,
-        computed outside of the block."""
-        if self.autocast_matters():
-            raise HyperparameterChangedError(
-                f"{self.name}.step() was called inside an autocast block, and computes other numbers there; instep's "
-                "updates run outside of it. Call optimizer.step() outside of the block, as PyTorch advises"
-            )
-
-    def before_step(self) -> None:
-        """``step()`` is called, and nothing is written yet: raise if it finds what no update of a bucket could step."""
-        if self.draws is not None and self._is_keyed:
-            self.draws.require_names(self.optimizer())
-
-    def begin_step(self, devices: Callable[[], set[torch.device]]) -> None:
-        """``step()`` is about to run, and finds no gradient where it ``steps_every_parameter``. What it draws even so,
-        on ``devices``, is no draw of the loop's."""
-        if self.draws is not None and self._is_keyed:
-            self.draws.keep(devices())
-
-    def end_step(self) -> None:
-        """``step()`` has returned, or raised."""
-        if self.draws is not None:
-            self.draws.give_back()
+    def came_out_alike(self) -> None:
+        """A ``step()`` that was called here came out as its parts, which are stepped outside of autocast."""
+        if (dtype := autocast_here(self.optimizer())) is not None:
+            self._matters[dtype] = False
 
     def require_unchanged(self) -> None:
         """Raise ``HyperparameterChangedError`` if groups or state are not those the buckets were stepped with."""

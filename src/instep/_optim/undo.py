@@ -9,7 +9,7 @@ import torch
 from torch.autograd import grad_mode
 from torch.optim import Optimizer
 
-from instep._optim.contents import Contents, Restore, copy_of, restore
+from instep._optim.contents import Contents, Restore, copy_of, require_contents, restore
 from instep._optim.kinds import is_torchs_own, read_by_update
 from instep._optim.own_object import reached_by
 from instep._optim.shadow import GroupLayout
@@ -17,7 +17,7 @@ from instep._optim.stages import Stage, Update
 from instep._optim.values import reachable_values, same_bits
 from instep._torch.engine import is_captured
 from instep._torch.versions import version_of
-from instep.errors import UnsupportedOptimizerError
+from instep.errors import UnsupportedOptimizerError, class_name
 
 # Gradients that are lent to an update on trial: some optimizers write or replace the gradient in their ``step()``.
 
@@ -90,6 +90,10 @@ class SavedParameter:
         self._entry = state
         self._entries: Restore | None = None if state is None else contents.of(state)
 
+    @property
+    def had_state(self) -> bool:
+        return self._entries is not None
+
     def restore(self) -> None:
         optimizer = self._optimizer()
         mapping = self._mapping if optimizer is None else optimizer.state
@@ -144,6 +148,20 @@ class KeptByParameter:
         return [mapping for mapping in found if any(isinstance(key, torch.Tensor) for key in mapping)]
 
 
+def _cannot_put_back(optimizer: Optimizer, parameter: torch.Tensor, error: TypeError) -> UnsupportedOptimizerError:
+    where = f"a parameter of the shape {tuple(parameter.shape)}"
+    for key, value in optimizer.state.get(parameter, {}).items():
+        try:
+            require_contents(value, parameter)
+        except TypeError:
+            where = f"state[{key!r}] of {where}"
+            break
+    return UnsupportedOptimizerError(
+        f"undo could not put back what {class_name(optimizer)} writes, {where}: {error}. Use schedule='forward', or "
+        "no undo"
+    )
+
+
 class UndoCopies(Stage):
     """Copies of the parameters and their state are taken before an update writes them, and of parameters that a foreign
     optimizer reaches in another way than by its groups.
@@ -156,6 +174,7 @@ class UndoCopies(Stage):
     def __init__(self, name: str, copies: "Undo") -> None:
         self._name = name
         self._copies = copies
+        self._cannot: str | None = None  # why the state cannot be put back, once it was met
         self._reached: list[torch.Tensor] = []
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
@@ -173,8 +192,25 @@ class UndoCopies(Stage):
                 "a CUDA graph is being recorded, and undo=True keeps copies that nothing has written before the graph "
                 "is replayed: they could not be put back. Attach without undo before you record"
             )
-        self._copies.save([*update.owned, *self._reached], update.optimizer)
+        if self._cannot is not None:
+            raise UnsupportedOptimizerError(self._cannot)
+        try:
+            self._copies.save([*update.owned, *self._reached], update.optimizer)
+        except UnsupportedOptimizerError as error:
+            # The next backward says so before anything is written: this step may be left to ``optimizer.step()``.
+            self._cannot = str(error)
+            raise
         yield
+        if not is_torchs_own(update.optimizer):
+            self._require_new_state(update)
+
+    def _require_new_state(self, update: Update) -> None:
+        """While this update can be put back: the next one could not."""
+        try:
+            self._copies.require_new_state(update.owned, update.optimizer)
+        except UnsupportedOptimizerError as error:
+            self._cannot = str(error)
+            raise
 
 
 class Undo:
@@ -200,16 +236,29 @@ class Undo:
 
     @torch.no_grad()
     def save(self, parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> None:
-        """Copy ``parameters`` and their state, on the current stream, those aside that are saved already."""
+        """Copy ``parameters`` and their state, on the current stream, those aside that are saved already.
+
+        Raises:
+            UnsupportedOptimizerError: some could not be put back. None of them is saved.
+        """
+        found: dict[int, SavedParameter] = {}
         for parameter in parameters:
             if id(parameter) not in self._saved:
                 try:
-                    self._saved[id(parameter)] = SavedParameter(parameter, optimizer, self._host)
+                    found[id(parameter)] = SavedParameter(parameter, optimizer, self._host)
                 except TypeError as error:
-                    raise UnsupportedOptimizerError(
-                        f"{type(optimizer).__name__} keeps in its state what cannot be copied ({error}), and so undo "
-                        "could not put back. Use schedule='forward', or no undo"
-                    ) from error
+                    raise _cannot_put_back(optimizer, parameter, error) from error
+        self._saved.update(found)
+
+    def require_new_state(self, parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> None:
+        """Raise ``UnsupportedOptimizerError`` if state that was made since ``save`` could not be put back later on."""
+        for parameter in parameters:
+            saved, entry = self._saved.get(id(parameter)), optimizer.state.get(parameter)
+            if entry is not None and saved is not None and not saved.had_state:
+                try:
+                    require_contents(entry, parameter)
+                except TypeError as error:
+                    raise _cannot_put_back(optimizer, parameter, error) from error
 
     @torch.no_grad()
     def restore(self, device: torch.device) -> None:

@@ -4,7 +4,7 @@ import logging
 import reprlib
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from instep._torch.versions import memory_of, version_of
+from instep._torch.versions import is_pinned, memory_of, version_of
 
 # What an update can get at beside what it is given: through the attributes, groups and state of its optimizer.
 
@@ -215,6 +215,30 @@ def alike(a: Any, b: Any) -> bool:
     return bool(a == b) or (a != a and b != b)
 
 
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's class, and not torch, knows where its values are."""
+    return type(tensor).__torch_dispatch__ is not _NO_DISPATCH
+
+
+def inner_of(tensor: Any) -> dict[str, torch.Tensor]:
+    """The tensors in which one of a wrapper class keeps its values, by name.
+
+    Raises:
+        TypeError: the class does not tell.
+    """
+    name = type(tensor).__name__
+    if getattr(tensor, "__tensor_flatten__", None) is None:
+        raise TypeError(f"a tensor of the class {name}, which has no __tensor_flatten__ to tell what it holds")
+    every = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+    found = {name: one for name, one in every.items() if isinstance(one, torch.Tensor)}  # others: a mesh of devices
+    if not found or not all(getattr(tensor, name) is one for name, one in found.items()):
+        raise TypeError(f"a tensor of the class {name}, whose __tensor_flatten__ names no tensors that it keeps")
+    return found
+
+
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two dense tensors have the same memory, byte by byte: NaN of another payload and -0.0 are other values.
     For what is put back, which must be what it was."""
@@ -226,14 +250,27 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are equal, and NaN where the other one is. For what was computed twice: which payload a NaN
     gets is up to the kernel, and a loop that diverges must diverge the same way."""
+    if is_wrapper(a) or is_wrapper(b):
+        return type(a) is type(b) and _same_inner(a, b)
+    if a.is_nested or b.is_nested:
+        return a.is_nested and b.is_nested and _all_same(a.unbind(), b.unbind())
     if a.dtype != b.dtype or a.shape != b.shape or a.device != b.device:
         return False
-    if a.is_sparse and b.is_sparse:
+    if a.layout is not torch.strided and a.layout is b.layout:
         a, b = a.to_dense(), b.to_dense()
     if torch.equal(a, b):
         return True
     can_be_nan = a.is_floating_point() or a.is_complex()
     return can_be_nan and bool(torch.all((a == b) | ((a != a) & (b != b))))
+
+
+def _same_inner(a: torch.Tensor, b: torch.Tensor) -> bool:
+    first, second = inner_of(a), inner_of(b)
+    return first.keys() == second.keys() and _all_same(list(first.values()), list(second.values()))
+
+
+def _all_same(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
+    return len(first) == len(second) and all(map(same_numbers, first, second))
 
 
 def same(a: Any, b: Any, *, others: bool = False) -> bool:
@@ -245,9 +282,13 @@ def same(a: Any, b: Any, *, others: bool = False) -> bool:
     """
     if a is b:
         return True
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        try:
+            return same_numbers(memory_of(a), memory_of(b))
+        except TypeError:  # of a class that does not tell what it holds
+            return others and type(a) is type(b)
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        tensors = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-        return tensors and same_numbers(memory_of(a), memory_of(b))
+        return False
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(same(a[key], b[key], others=others) for key in a)
     if type(a) is not type(b):
@@ -326,17 +367,6 @@ def waits_for_host(value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or not _is_small(value) or value.is_meta:
         return False
     return not _can_be_read(value) and not is_pinned(value)
-
-
-def is_pinned(tensor: torch.Tensor) -> bool:
-    """Whether its memory is pinned. A torch that is built for the CPU alone knows without asking the tensor; any other
-    asks its class, and ``DTensor`` knows nothing of it, nor need another one."""
-    if tensor.device.type != "cpu":
-        return False
-    try:
-        return tensor.is_pinned() if type(tensor) is torch.Tensor else memory_of(tensor).is_pinned()
-    except NotImplementedError:
-        return False
 
 
 def _address(tensor: torch.Tensor) -> int:

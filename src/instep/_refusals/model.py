@@ -13,6 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from instep._optim.dtensor import is_sharded
 from instep.errors import AttachError
 from instep.options import Options
 from instep.sources.ddp.instance import bucket_parameters
@@ -250,14 +251,17 @@ def on_meta(target: Target, options: Options) -> None:
 def gradients_of_another_dtype(target: Target, options: Options) -> None:
     """What stands in ``.grad`` beside the gradient itself, and the aliases that later updates write, have the
     parameter's dtype."""
-    if options.undo or (options.schedule == "forward" and options.defer is False):
+    if options.schedule == "forward" and options.defer is False:
         return
     for given in (one for one in _given(target) if one.parameter.is_leaf):
         dtype, of_gradient = given.parameter.dtype, getattr(given.parameter, "grad_dtype", given.parameter.dtype)
-        if of_gradient != dtype:
+        # Of FSDP2, which keeps it since torch 2.15, a trial would put gradients of the parameter's dtype there.
+        is_fsdp2s = bool(target.fsdp2) and is_sharded(given.parameter)
+        if of_gradient != dtype and not (options.undo and not is_fsdp2s):
+            also = "" if is_fsdp2s else ", or undo=True"
             raise AttachError(
                 f"parameter {given.name or given.where!r} has grad_dtype={of_gradient}, and is {dtype}: its update "
-                "runs in step() alone. Use schedule='forward' with defer=False, or undo=True"
+                f"runs in step() alone. Use schedule='forward' with defer=False{also}"
             )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.kinds import is_torchs_own, replaced_step, steps_one, takes_hooks
-from instep.errors import AttachError, UnsupportedOptimizerError
+from instep.errors import AttachError, UnsupportedOptimizerError, class_name
 from instep.options import Options
 from instep.target import Target
 
@@ -20,7 +20,7 @@ from instep.target import Target
 def given_twice(target: Target, options: Options) -> None:
     optimizers = target.optimizers
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
-        raise AttachError(f"the same {type(optimizers[0]).__name__} is given twice in optimizer")
+        raise AttachError(f"the same {class_name(optimizers[0])} is given twice in optimizer")
 
 
 def unlike_torchs(target: Target, options: Options) -> None:
@@ -36,10 +36,11 @@ def unsupported(target: Target, options: Options) -> None:
     if not options.splits_steps:
         return
     for optimizer in target.optimizers:
-        kind = type(optimizer).__name__
         for refuse in (_refuse_second_evaluation, _refuse_wrapper, _refuse_replaced_step):
-            refuse(optimizer, kind, options.way_to_step_whole())
-        _refuse_differentiable(optimizer, kind)
+            refuse(optimizer, options.way_to_step_whole())
+        _refuse_differentiable(optimizer)
+        if options.schedule == "backward":
+            _refuse_without_constructor(optimizer, options.way_to_step_whole())
 
 
 def without_calls_around_the_step(target: Target, options: Options) -> None:
@@ -47,30 +48,32 @@ def without_calls_around_the_step(target: Target, options: Options) -> None:
     evaluated again within ``step()`` makes gradients that those hooks do not see."""
     if options.clip is not None or options.nonfinite != "allow":
         for optimizer in target.optimizers:
-            kind = type(optimizer).__name__
-            _refuse_second_evaluation(optimizer, kind, options.way_to_step_whole("clip", "nonfinite"))
+            _refuse_second_evaluation(optimizer, options.way_to_step_whole("clip", "nonfinite"))
             if not takes_hooks(optimizer):
+                kind = class_name(optimizer)
                 raise UnsupportedOptimizerError(
                     f"{kind} was made without torch.optim.Optimizer.__init__: torch calls no hook around its step(), "
                     "which clip and nonfinite need. Leave them out, or clip in the loop"
                 )
 
 
-def _refuse_second_evaluation(optimizer: Optimizer, kind: str, otherwise: str) -> None:
+def _refuse_second_evaluation(optimizer: Optimizer, otherwise: str) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
+        kind = class_name(optimizer)
         raise UnsupportedOptimizerError(
             f"{kind} evaluates the loss again within a step, and every update depends on all parameters: no part of "
             f"the step can run apart from it. {otherwise}"
         )
 
 
-def _refuse_wrapper(optimizer: Optimizer, kind: str, otherwise: str) -> None:
+def _refuse_wrapper(optimizer: Optimizer, otherwise: str) -> None:
     # Lookahead, SAM, ZeroRedundancyOptimizer and their like.
     inner = next(_inner_optimizers(optimizer), None)
     if inner is not None:
         attribute, wrapped = inner
+        kind = class_name(optimizer)
         raise UnsupportedOptimizerError(
-            f"{kind} holds another optimizer ({attribute}: {type(wrapped).__name__}), so its step is more than an "
+            f"{kind} holds another optimizer ({attribute}: {class_name(wrapped)}), so its step is more than an "
             f"update per parameter. {otherwise}. Attach the inner optimizer only if the wrapper adds nothing to "
             "step()"
         )
@@ -86,10 +89,11 @@ def _inner_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
                 yield attribute, candidate
 
 
-def _refuse_replaced_step(optimizer: Optimizer, kind: str, otherwise: str) -> None:
+def _refuse_replaced_step(optimizer: Optimizer, otherwise: str) -> None:
     # A patch that also steps single parameters can be followed, as fused optimizers of trainers have it.
     patch = replaced_step(optimizer)
     if patch is not None and steps_one(optimizer) is None:
+        kind = class_name(optimizer)
         raise UnsupportedOptimizerError(
             f"the step method of this {kind} object was replaced (by {getattr(patch, '__qualname__', patch)!r}), and "
             "no method step_param(p, group) or step_parameter(p, group, index) beside it steps one parameter. "
@@ -97,18 +101,30 @@ def _refuse_replaced_step(optimizer: Optimizer, kind: str, otherwise: str) -> No
         )
 
 
-def _refuse_differentiable(optimizer: Optimizer, kind: str) -> None:
+def _refuse_differentiable(optimizer: Optimizer) -> None:
     if any(group.get("differentiable", False) for group in optimizer.param_groups):
+        kind = class_name(optimizer)
         raise UnsupportedOptimizerError(
             f"{kind}(differentiable=True) keeps the step in the autograd graph, which backward is just leaving. "
             "Use differentiable=False, or no instep"
         )
 
 
+def _refuse_without_constructor(optimizer: Optimizer, otherwise: str) -> None:
+    """It may lack what every optimizer has (``state``, ``defaults``), and nobody would be told of its ``step()``."""
+    if not takes_hooks(optimizer):
+        kind = class_name(optimizer)
+        raise UnsupportedOptimizerError(
+            f"{kind} was made without torch.optim.Optimizer.__init__: torch calls no hook around its step(), by which "
+            f"instep knows that a step is complete. {otherwise}. If the class is yours, call "
+            "super().__init__(params, defaults) in its constructor"
+        )
+
+
 def keyed_without_hooks(target: Target, options: Options) -> None:
     for optimizer in drawing_by_key(target, options):
         if not takes_hooks(optimizer):
-            kind = type(optimizer).__name__
+            kind = class_name(optimizer)
             raise UnsupportedOptimizerError(
                 f"{kind} was made without torch.optim.Optimizer.__init__: torch calls no hook before its step(), where "
                 "random='keyed' takes its place. Leave out random and seed"

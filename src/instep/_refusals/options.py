@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from instep._arguments import require_flag
 from instep._gradients.clipping import ClipNorm, ClipValue
 from instep._gradients.scaling import Policy
-from instep.errors import AttachError
+from instep.errors import AttachError, class_name
 from instep.options import Options
 from instep.target import Target
 
@@ -48,7 +48,7 @@ def invalid_accumulation_steps(target: Target, options: Options) -> None:
 def invalid_scaler(target: Target, options: Options) -> None:
     scaler = options.scaler
     if scaler is not None and not isinstance(scaler, GradScaler):
-        raise AttachError(f"scaler must be a torch.amp.GradScaler or None, not {type(scaler).__name__}")
+        raise AttachError(f"scaler must be a torch.amp.GradScaler or None, not {class_name(scaler, in_full=True)}")
 
 
 def invalid_undo(target: Target, options: Options) -> None:

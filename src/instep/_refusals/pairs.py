@@ -16,7 +16,7 @@ from instep._optim.kinds import is_elementwise
 from instep._refusals.model import kind_of
 from instep._refusals.optimizers import drawing_by_key
 from instep._torch.versions import memory_of
-from instep.errors import AttachError
+from instep.errors import AttachError, class_name
 from instep.options import BY_ENVIRONMENT, Communication, Options
 from instep.sources.replicate.source import Replicated
 from instep.target import Target, reduced_by
@@ -235,7 +235,7 @@ OFFLOAD_ON_CPU = Pair(
 
 def _not_elementwise(target: Target) -> list[str]:
     """The classes of the optimizers whose update is not known to be elementwise: ranks step whole parameters then."""
-    return [type(optimizer).__name__ for optimizer in target.optimizers if not is_elementwise(optimizer)]
+    return [class_name(optimizer) for optimizer in target.optimizers if not is_elementwise(optimizer)]
 
 
 def _found_on_cpu(target: Target) -> str | None:
@@ -614,7 +614,7 @@ RANDOM_WITH_DISABLE = Pair(
     _DISABLED,
     "the plain loop draws other numbers",
     lambda t, o: (
-        f"INSTEP_DISABLE is set, and random='keyed' changes what {type(drawing_by_key(t, o)[0]).__name__} draws: the "
+        f"INSTEP_DISABLE is set, and random='keyed' changes what {class_name(drawing_by_key(t, o)[0])} draws: the "
         "plain loop cannot have these numbers. Leave out random and seed, or unset INSTEP_DISABLE"
     ),
 )

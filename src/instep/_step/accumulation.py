@@ -15,6 +15,7 @@ class Syncing(Protocol):
 
     require_backward_grad_sync: bool
 
+    # FSDP's have ``asks_in_backward``, too: no_sync() around backward is enough.
     def no_sync(self) -> AbstractContextManager[None]: ...
 
 
@@ -91,10 +92,13 @@ class Accumulation:
         return self.is_in_hold or self.is_partial
 
     @contextmanager
-    def hold(self) -> Iterator[None]:
+    def hold(self, *, forward: bool = False) -> Iterator[None]:
+        """Around forward and backward of a micro-batch whose gradients only add up; ``forward``: around the forward
+        alone, in which the loop may say to those that ask in backward how they are to reduce."""
         with ExitStack() as stack:
             for ddp in self._wrapped():
-                stack.enter_context(ddp.no_sync())
+                if not (forward and getattr(ddp, "asks_in_backward", False)):
+                    stack.enter_context(ddp.no_sync())
             self._held += 1
             try:
                 yield

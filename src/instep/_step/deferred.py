@@ -37,6 +37,7 @@ from instep._step.schedule import InFlightBucket, Schedule
 from instep._step.state import Event, State
 from instep._step.step import Agreement, RunningStep, finds_gradient, gradients_in
 from instep._step.step_calls import StepCalls
+from instep._step.writes import require_same_in_autocast
 from instep._torch.engine import is_captured
 from instep._torch.lifetime import weakly
 from instep._torch.placeholders import HeldGradient
@@ -148,9 +149,8 @@ class UpdateDeferral:
         """The step is taken: put off all that can wait, and leave the rest to ``optimizer.step()``."""
         step, mine = self._step, self._step.members.of(stepper)
         if stepper.steps_every_parameter or (not with_gradient.are_plain and any(a.is_divided for a in with_gradient)):
-            stepper.require_same_in_autocast()  # these are updated by instep, put off or not
-            if step.judge.has_foreign:
-                step.judge.before_update(stepper, with_gradient)
+            require_same_in_autocast(stepper)  # these are updated by instep, put off or not
+            step.before_update(stepper, with_gradient)
         in_flight = _in_flight_of(mine, self.in_flight())
         may_wait = in_loop and self._can_be_put_off(stepper)
         waiting = dict.fromkeys(with_gradient, False)
@@ -257,10 +257,6 @@ class UpdateDeferral:
             and not stepper.autocast_matters()
             and self._reading.is_alike()
             and not is_captured(self._step.members.all[0].spec.device)
-            # On a CPU another thread would step, and draw from the loop's generator, which it has seeded.
-            and not (
-                stepper.needs_loops_thread and any(a.spec.device.type == "cpu" for a in self._step.members.of(stepper))
-            )
         )
 
     def _gains(self, stepper: Stepper) -> bool:
@@ -456,14 +452,15 @@ class ForwardCalls(StepCalls):
             step.round.takes_step = None
             step.round.drop_call()
             self._update_deferral.forget_call()
-            step.judge.forget()
+            if step.judge is not None:
+                step.judge.forget()
 
     def returned(self, stepper: Stepper) -> None:
         super().returned(stepper)
         self._observed.step_returned(is_last=not self._step.round.steppers_left)
 
     def _finish(self, stepper: Stepper) -> None:
-        if self._step.judge.has_foreign:
+        if self._step.judge is not None:
             self._step.judge.after_update(stepper)
         self._deferred.returned(self._step.number, stepper)
         self._give_stand_ins()
@@ -512,8 +509,10 @@ class ForwardCalls(StepCalls):
         been written in part."""
         rest, round_, ledger = self._update_deferral.left_to_step, self._step.round, self._step.ledger
         handed_over = [attached.spec.name for attached, _ in round_.hidden]
-        self._step.judge.forget()
-        stepper.end_step()
+        if self._step.judge is not None:
+            self._step.judge.forget()
+        if stepper.draws is not None:
+            stepper.draws.give_back()
         stepper.abort()
         self._give_stand_ins()
         round_.restore_settings()
@@ -781,7 +780,8 @@ class ForwardSchedule(Schedule):
         deferred.met_in_step = []
         step.round.forget()
         step.ledger.give_up()
-        step.judge.forget()
+        if step.judge is not None:
+            step.judge.forget()
         self._update_deferral.forget_call()
         self._update_deferral.begin_norms()
         step.accumulation.stepped()

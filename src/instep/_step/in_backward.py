@@ -1,7 +1,7 @@
 """``schedule="backward"``: sources offer final gradients, buckets are stepped, and ``optimizer.step()`` commits."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from time import perf_counter
 from typing import Any
@@ -22,6 +22,7 @@ from instep._optim.undo import Undo
 from instep._ranks.votes import error_of
 from instep._step.beside_backward import MOST, HandedOver, UpdatesBeside
 from instep._step.deferral import Deferring
+from instep._step.judging import Judge
 from instep._step.norms import Losses
 from instep._step.on_trial import TrialWrites
 from instep._step.remedies import KEEP_ALL, after_update, never_cleared, several_backwards, while_measuring
@@ -31,15 +32,17 @@ from instep._step.step import Agreement, RunningStep
 from instep._step.step_calls import StepCalls
 from instep._step.writes import FinalWrites, Writes, owed_steps
 from instep._torch.engine import (
+    Run,
     as_default_device,
     default_device,
     graph_task,
     is_captured,
+    is_of_written,
     profiled,
     set_default_device,
 )
 from instep._torch.lifetime import WeakMethod, owe, settled
-from instep._torch.placeholders import ACCUMULATE, CONVERSION, DETACH, ZERO, ZeroedGradient
+from instep._torch.placeholders import ACCUMULATE, CONVERSION, DETACH, NEW_LIKE, ZERO, ZeroedGradient
 from instep.errors import AccumulationError, InstepError, UncommittedStepError
 
 # ``schedule="backward"``, as sources of gradients see it: they offer final gradients, and hand over full buckets.
@@ -79,7 +82,8 @@ class BucketSink(Schedule):
             # Before the step is looked at: a gradient that only adds up opens none. Where several of the engine's
             # threads may count, they are in hooks of ``LocalSource``, which hold the lock already.
             step.has_gradients = True
-            if step.accumulation.count() or self.keeps_gradients:
+            leaves_all = step.accumulation.kept or (step.judge is not None and step.judge.leaves_all)
+            if step.accumulation.count() or (leaves_all and not step.members.applied):
                 return False
         with step.lock:
             if step.ledger.torn is not None:
@@ -102,7 +106,7 @@ class BucketSink(Schedule):
         if self._clips and self._step.passes.running is None:
             self._step.passes.clipping.begin()
         self._writes.begin()
-        if self._step.judge.has_foreign:
+        if self._step.judge is not None:
             self._step.judge.step_opens()
         for begin in self.at_open:
             if (call := begin()) is not None:
@@ -139,7 +143,7 @@ class BucketSink(Schedule):
                 self._note_updates()  # one thread at a time steps with an optimizer
             if step.ledger.torn is not None or self._failure.error is not None or step.ledger.redoes:
                 return False
-            if step.judge.has_foreign and step.judge.leaves(bucket, step.number):
+            if step.judge is not None and step.judge.leaves(bucket, step.number):
                 return False
             writes.begun = AttachedParameters()
             try:
@@ -281,8 +285,7 @@ class BucketSink(Schedule):
     @property
     def keeps_gradients(self) -> bool:
         """Whether all of the running step is left to ``optimizer.step()``. Not where backward has begun to apply it."""
-        leaves_all = self._step.accumulation.kept > 0 or self._step.judge.leaves_all
-        return leaves_all and not self._step.members.applied
+        return self._step.leaves_all and not self._step.members.applied
 
     @property
     def only_adds(self) -> bool:
@@ -440,7 +443,7 @@ class BackwardSchedule(BucketSink):
                 f"{several_backwards()}, or add the losses and call backward() once. {KEEP_ALL}"
             )
         step.backwards.begins_step()
-        step.judge.backward_begins()
+        step.meet_foreign()
         self._begin_beside()
 
     def backward_failed(self) -> None:
@@ -449,6 +452,23 @@ class BackwardSchedule(BucketSink):
         members = self._step.members
         if members.offered and not members.applied and self._step.ledger.torn is None:
             self.backward_raised()
+
+    def run_raised(self, run: Run, error: BaseException) -> BaseException | None:
+        """Any backward, or ``torch.autograd.grad``, has raised: one that may write has been heard of in its hooks. Half
+        a step is not to be committed: what a later one has left out, the loop must not step without."""
+        step = self._step
+        step.backwards.drain_failed()
+        with step.lock:
+            is_refused = is_of_written(error) or isinstance(error, AccumulationError)
+            members = step.members
+            if step.ledger.torn is not None or not members.applied or not step.backwards.is_loops():
+                return None
+            gives = run.accumulates and (not run.inputs or not _ids(run.inputs).isdisjoint(_ids(members.living())))
+            if not (gives or is_refused) or not run.comes_to(members.living()):
+                return None  # as in the plain loop, whose gradients it has not changed
+            instead = _met_written(run, step) if is_of_written(error) else None
+            self._stop(error if instead is None else instead)
+            return instead
 
     def stop(self, error: InstepError) -> None:
         """The backward that has just ended did not compute the plain loop's step: put it back, or it is torn."""
@@ -630,7 +650,7 @@ class BackwardSchedule(BucketSink):
         # clears before they count. Where it does not, optimizer.step() finds a spent gradient. But DDP's reducer and
         # FSDP would take the sum at once.
         adds = operation in ACCUMULATE and graph_task() is not None and not wrapped and attached.mesh is None
-        return adds or operation in (*ZERO, CONVERSION, DETACH)
+        return adds or operation in (*ZERO, CONVERSION, DETACH) or operation in NEW_LIKE
 
     @property
     def deferral(self) -> str | None:
@@ -652,6 +672,18 @@ class BackwardSchedule(BucketSink):
         """FSDP is about to gather these parameters: raise, or roll back, if backward has updated one of them."""
         if self.state == "open" and any(map(self.is_applied, parameters)):
             self.before_forward()
+
+
+def _met_written(run: Run, step: RunningStep) -> AccumulationError:
+    what = "a second backward()" if run.accumulates else run.call
+    return AccumulationError(
+        f"{what} came, before {owed_steps(step)}, to weights that the first backward has already updated. "
+        f"{several_backwards()}, or add the losses and call backward() once. {KEEP_ALL}"
+    )
+
+
+def _ids(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return set(map(id, tensors))
 
 
 def _zeros(attached: AttachedParameter, *, lasting: bool) -> torch.Tensor:
@@ -736,12 +768,13 @@ class BackwardCalls(StepCalls):
             )
 
     def _finish(self, stepper: Stepper) -> None:
-        if self._step.judge.has_foreign:
-            self._judge(stepper)
+        if self._step.judge is not None:
+            self._require_in_parts(self._step.judge, stepper)
         self._writes.require_at_rest(stepper)
 
-    def _judge(self, stepper: Stepper) -> None:
-        error = self._step.judge.after_update(stepper)
+    def _require_in_parts(self, judge: Judge, stepper: Stepper) -> None:
+        """Raise, and tear the step, if parts of it were taken in backward, and should not have been."""
+        error = judge.after_update(stepper)
         try:
             if error is not None:
                 self._step.round.stepper = None
@@ -765,7 +798,7 @@ class BackwardCalls(StepCalls):
             return
         try:
             judge = self._step.judge
-            self._step.ledger.votes.committed(step_count, objects=judge.has_foreign and judge.committed())
+            self._step.ledger.votes.committed(step_count, objects=judge is not None and judge.committed())
         except Exception as error:
             self._writes.tear_last(error)
             raise

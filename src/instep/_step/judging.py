@@ -21,7 +21,7 @@ itself stepped together with the next one.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -126,7 +126,11 @@ class PartsOfUpdate:
 
     def _take_part(self, part: AttachedParameters, *, twice: bool) -> None:
         optimizer, tensors = self._optimizer, part.tensors()
-        kept = _Kept(optimizer, tensors, self._reached)
+        try:
+            kept = _Kept(optimizer, tensors, self._reached)
+        except TypeError as error:
+            self.reason = f"what it keeps of {_names(part)} could not be put back ({error})"
+            return
         try:
             returned = self._step(part)
             mine = set(map(id, tensors))
@@ -152,6 +156,8 @@ class PartsOfUpdate:
             for call in calls_of(part, gradients, alias=False):
                 returned = self._stepper.step_part(call.tensors, call.parameters, call.shards, notes=notes)
         except UnsupportedOptimizerError as error:
+            if self._stepper.wrote_in_place:
+                raise  # the plain loop would go on from other values than these
             self.reason = self.reason or str(error).removesuffix(f". {STEPPED_WHOLE}").removeprefix(f"{name} ")
         except Exception as error:
             self.reason = f"its step() raises on {_names(part)} alone ({in_short(error)})"
@@ -292,36 +298,32 @@ class Judge:
         in_parts: whether buckets are stepped in backward.
 
     Attributes:
-        buckets: those of the plan, by the indices of their parameters.
         verdict: why every step is left to ``optimizer.step()``; ``None``: buckets are stepped.
         leaves_all: whether all of the running step is left to ``optimizer.step()``.
-        has_foreign: whether there is anything to judge.
+        due: of each foreign optimizer, how many updates are still to be compared.
     """
 
     def __init__(self, steppers: Sequence[Stepper], *, in_parts: bool) -> None:
-        self.buckets: Callable[[], Iterable[Sequence[int]] | None] = tuple
         self.verdict: str | None = None
         self._in_parts = in_parts
-        self._steppers = tuple(steppers)
-        # Of each foreign optimizer, how many updates are still to be compared.
-        self._due = {stepper: 0 if stepper.is_proved else FIRST for stepper in steppers if stepper.is_foreign}
-        self.leaves_all = in_parts and any(self._due.values())
-        self.has_foreign = bool(self._due)
+        self.due: dict[Stepper, int] = {}
+        self.leaves_all = False
         self._running: dict[Stepper, PartsOfUpdate] = {}
         self._has_begun: set[Stepper] = set()  # to be judged: its first update was compared, one by one
         self._is_warm: set[Stepper] = set()  # those that have taken a step
         self._apart: list[AttachedParameters] = []  # buckets of the running step that are left, to be compared
         self._count = self._last_count = 0  # buckets of the running step, and of the last one
         self._objects = False
+        for stepper in steppers:
+            if stepper.is_foreign:
+                self.meet(stepper)
 
     # In backward.
 
-    def backward_begins(self) -> None:
-        """One that may give a step. A trainer may have replaced an optimizer's ``step`` since."""
-        for stepper in self._steppers:
-            if stepper not in self._due and stepper.is_foreign:
-                self._due[stepper] = 0 if stepper.is_proved else FIRST
-                self.has_foreign, self.leaves_all = True, self.leaves_all or self._due[stepper] > 0
+    def meet(self, stepper: Stepper) -> None:
+        """An optimizer is foreign."""
+        self.due[stepper] = 0 if stepper.is_proved else FIRST
+        self.leaves_all = self.verdict is not None or (self._in_parts and any(self.due.values()))
 
     def step_opens(self) -> None:
         """The first final gradient of a step that is taken in backward has come."""
@@ -341,18 +343,23 @@ class Judge:
 
     # Around ``optimizer.step()``.
 
-    def before_update(self, stepper: Stepper, left: Iterable[AttachedParameter]) -> None:
+    def before_update(
+        self, stepper: Stepper, left: Iterable[AttachedParameter], buckets: Iterable[Sequence[int]]
+    ) -> None:
         """``step()`` is about to update all of ``left`` that have a gradient.
+
+        Args:
+            buckets: those of the plan, by the indices of their parameters.
 
         Raises:
             UnsupportedOptimizerError: the optimizer keeps what cannot be put back, or, where nobody but instep can take
                 its steps, couples parameters. Nothing of the step is written.
         """
-        if self.verdict is not None or not (self._due.get(stepper) or self._apart):
+        if self.verdict is not None or not (self.due.get(stepper) or self._apart):
             return
         there = [a for a in left if gradient_of(a) is not None and (a.shard is None or a.shard.is_owner)]
-        is_first = bool(self._due.get(stepper)) and stepper not in self._has_begun
-        parts = [part for part in (_one_by_one(stepper, there) if is_first else self.in_buckets(there)) if part]
+        is_first = bool(self.due.get(stepper)) and stepper not in self._has_begun
+        parts = _one_by_one(stepper, there) if is_first else self._apart_in(there) or in_buckets(there, buckets)
         if not parts:
             return
         in_pairs = stepper.steps_every_parameter or any(a.is_divided for a in there)
@@ -364,14 +371,10 @@ class Judge:
             running.only_counts()
         self._running[stepper] = running
 
-    def in_buckets(self, there: Sequence[AttachedParameter]) -> list[AttachedParameters]:
-        if self._apart:
-            return [AttachedParameters(a for a in bucket if a in set(there)) for bucket in self._apart]
-        by_index = {attached.spec.index: attached for attached in there}
-        parts = [
-            AttachedParameters(by_index.pop(i) for i in bucket if i in by_index) for bucket in self.buckets() or ()
-        ]
-        return [*parts, AttachedParameters(by_index.values())]
+    def _apart_in(self, there: Iterable[AttachedParameter]) -> list[AttachedParameters]:
+        """The buckets of this step that were left, to be compared."""
+        known = set(there)
+        return _filled(AttachedParameters(a for a in bucket if a in known) for bucket in self._apart)
 
     def after_update(self, stepper: Stepper) -> UnsupportedOptimizerError | None:
         """``step()`` has returned. The error that tears the step, where a part of it was taken in backward, and should
@@ -389,10 +392,10 @@ class Judge:
                     f"of this step. Load a checkpoint. {STEPPED_WHOLE}"
                 )
         elif running.counts:
-            stepper.compared()
+            stepper.came_out_alike()
             self._has_begun.add(stepper)
-            self._due[stepper] = max(0, self._due.get(stepper, 0) - 1)
-            self.leaves_all = self._in_parts and any(self._due.values())
+            self.due[stepper] = max(0, self.due.get(stepper, 0) - 1)
+            self.leaves_all = self._in_parts and any(self.due.values())
         return None
 
     def committed(self) -> bool:
@@ -419,11 +422,22 @@ class Judge:
     def __str__(self) -> str:
         if self.verdict is not None:
             return f"left to optimizer.step(): {self.verdict}"
-        due = max(self._due.values(), default=0)
-        names = " and ".join(stepper.name for stepper, left in self._due.items() if left)
+        due = max(self.due.values(), default=0)
+        names = " and ".join(stepper.name for stepper, left in self.due.items() if left)
         return (
             f"{names}: the next {due} steps are taken in optimizer.step(), and compared with their parts" if due else ""
         )
+
+
+def in_buckets(there: Sequence[AttachedParameter], buckets: Iterable[Sequence[int]]) -> list[AttachedParameters]:
+    """``there`` in the buckets of the plan, which are given by the indices of their parameters."""
+    by_index = {attached.spec.index: attached for attached in there}
+    found = [AttachedParameters(by_index.pop(i) for i in bucket if i in by_index) for bucket in buckets]
+    return _filled([*found, AttachedParameters(by_index.values())])
+
+
+def _filled(parts: Iterable[AttachedParameters]) -> list[AttachedParameters]:
+    return [part for part in parts if part]
 
 
 def _one_by_one(stepper: Stepper, there: Iterable[AttachedParameter]) -> list[AttachedParameters]:

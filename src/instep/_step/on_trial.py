@@ -191,7 +191,8 @@ class Rollback:
         self.settled()
         self._kept.forget_outcomes()
         step.passes.clipping.forget_norms()
-        step.judge.forget()
+        if step.judge is not None:
+            step.judge.forget()
         step.ledger.happened(Event.ROLLED_BACK)
         self.stop_watching()
         found, self._found = self._found, None
@@ -624,8 +625,7 @@ class TrialWrites(Writes):
         except InstepError as error:
             self.tear(error)
             raise
-        if step.judge.has_foreign:
-            step.judge.before_update(stepper, left)
+        step.before_update(stepper, left)
         rest = self._rest_of(stepper, left)
         self._save_rest(stepper, left)
         return rest
@@ -636,8 +636,13 @@ class TrialWrites(Writes):
             return  # again, most likely: what it then leaves is the plain loop's
         if stepper.is_foreign:
             self._step.round.remember_settings(stepper)
-        # On the stream that step() will write on.
-        self._rollback.copies.save([a.get() for a in left if gradient_of(a) is not None], stepper.optimizer())
+        try:
+            # On the stream that step() will write on.
+            self._rollback.copies.save([a.get() for a in left if gradient_of(a) is not None], stepper.optimizer())
+        except UnsupportedOptimizerError:
+            if self._step.members.applied:
+                raise
+            # Nothing stands on trial, and backward says so. What an error leaves of step() is the plain loop's.
 
     def _hide(self, gradients: Sequence[tuple[AttachedParameter, torch.Tensor]]) -> None:
         self._watch_in_step.start(attached.get() for attached, _ in gradients)

@@ -31,6 +31,21 @@ def several_backwards() -> str:
     return f"{in_loop}, or give the schedule of torch.distributed.pipelining that runs them to attach(…, pipeline=…)"
 
 
+def several_losses(optimizers: int) -> str:
+    """For losses that have a step each."""
+    if optimizers == 1:
+        return (
+            "For a loss that only passes through this model, as an actor's through its critic: "
+            "model.requires_grad_(False) around it; or, if the model's own loss comes first, zero_grad() before its "
+            "backward() and not after step()"
+        )
+    return (
+        f"Where each of the {optimizers} optimizers has a loss, as in a GAN: freeze the others' parameters around its "
+        "forward (requires_grad_(False); in Lightning toggle_optimizer()), and call its step() behind its backward(), "
+        "before the next loss's forward"
+    )
+
+
 # Errors for uses of a gradient that backward has applied and freed.
 
 

@@ -1,13 +1,14 @@
 """The step that runs in one attachment, with those who take part in it."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch.optim import Optimizer
 
 from instep._gradients.clipping import Clipping
 from instep._gradients.scaling import Named, Policy, ask_if_finite, nonfinite_error
+from instep._optim.parameters import AttachedParameter
 from instep._optim.shadow import asks_for_state
 from instep._optim.stepper import Stepper
 from instep._ranks.votes import StepVotes
@@ -75,7 +76,8 @@ class RunningStep:
         accumulation: its micro-batches.
         streams: on which buckets are stepped.
         backwards: those that were seen to begin.
-        judge: of foreign optimizers, whether they may be stepped in parts.
+        judge: of foreign optimizers, whether they may be stepped in parts; ``None``: there are none.
+        buckets: those of the plan, by the indices of their parameters.
         times: how long it takes the loop.
         freed_bytes: of gradients that backward has freed before ``optimizer.step()``, in all steps.
         has_gradients: whether sources have offered gradients since the last step, or, with ``schedule="forward"``, a
@@ -91,7 +93,7 @@ class RunningStep:
         votes: StepVotes,
         accumulation: Accumulation,
         clipping: Clipping,
-        judge: Judge,
+        judge: Judge | None,
     ) -> None:
         self.members = members
         self.ledger = Ledger(votes)
@@ -101,6 +103,7 @@ class RunningStep:
         self.streams = StepStreams()
         self.backwards = Backwards()
         self.judge = judge
+        self.buckets: Callable[[], Iterable[Sequence[int]] | None] = tuple
         self.times = StepTimes()
         self.freed_bytes = 0
         self.has_gradients = False
@@ -125,7 +128,7 @@ class RunningStep:
             wait: until they have said it.
         """
         error = self.ledger.votes.heard(wait=wait)
-        if self.ledger.votes.objected_on is not None:
+        if self.judge is not None and self.ledger.votes.objected_on is not None:
             self.judge.object(
                 f"rank {self.ledger.votes.objected_on} has found parameters to be coupled: its log says how"
             )
@@ -138,6 +141,24 @@ class RunningStep:
                 self.ledger.require_whole()
         finally:
             del error  # or it would refer to itself, by way of this frame
+
+    def meet_foreign(self) -> None:
+        """A backward begins that may give a step: a trainer may have replaced the ``step`` of an optimizer since."""
+        for stepper in self.members.steppers:
+            if stepper.is_foreign and (self.judge is None or stepper not in self.judge.due):
+                self.judge = self.judge or Judge((), in_parts=True)
+                self.judge.meet(stepper)
+
+    @property
+    def leaves_all(self) -> bool:
+        """Whether all of this step is left to ``optimizer.step()``."""
+        return self.accumulation.kept > 0 or (self.judge is not None and self.judge.leaves_all)
+
+    def before_update(self, stepper: Stepper, left: Iterable[AttachedParameter]) -> None:
+        """``step()`` is about to update ``left``: an update that is judged is taken in parts before, which are put
+        back."""
+        if self.judge is not None:
+            self.judge.before_update(stepper, left, self.buckets() or ())
 
     def is_in_loop(self, optimizer: Optimizer, gradients: Iterable[torch.Tensor]) -> bool:
         """Whether a ``step()`` with these gradients is one of a training loop: else whoever made them wants the state
@@ -175,7 +196,7 @@ class RunningStep:
         self.round.forget()
         self.has_gradients = False
         self.passes.forget()
-        if self.judge.has_foreign:
+        if self.judge is not None:
             self.judge.forget()
         for stepper in self.members.steppers:
             stepper.abort()

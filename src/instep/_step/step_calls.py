@@ -74,10 +74,12 @@ class StepCalls:
         """``optimizer.step()`` is about to update, after its closure."""
         if self._step.round.stepper is stepper:
             return  # a closure that is called more than once
-        stepper.before_step()
+        if stepper.keyed is not None:
+            stepper.keyed.require_names(stepper.optimizer())  # nothing is written yet
         try:
             self._prepare(stepper)
-            stepper.begin_step(lambda: {a.spec.device for a in self._step.members.of(stepper)})
+            if stepper.keyed is not None:
+                stepper.keyed.keep({a.spec.device for a in self._step.members.of(stepper)})
         except BaseException:
             self._refused()
             raise
@@ -99,7 +101,8 @@ class StepCalls:
         round_ = self._step.round
         if round_.stepper is stepper and not round_.has_returned_unnoted:
             self._finish(stepper)
-            stepper.end_step()
+            if stepper.draws is not None:
+                stepper.draws.give_back()
             round_.note_return(stepper, self._step.ledger)
         self.end_commit()
 

@@ -12,8 +12,9 @@ import torch
 from instep._gradients.scaling import Policy, all_finite, kernel_scale, nonfinite_error
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, calls_of
 from instep._optim.stepper import Stepper, writes_state_without_gradient, writes_without_gradient
+from instep._step.judging import in_buckets
 from instep._step.norms import changed_after_measuring
-from instep._step.remedies import ANY_LOOP, KEEP_ALL, WRITE_LATER, never_cleared, several_backwards
+from instep._step.remedies import ANY_LOOP, KEEP_ALL, WRITE_LATER, never_cleared, several_backwards, several_losses
 from instep._step.state import Event, Gathered, first_written, gradient_of
 from instep._step.step import RunningStep
 from instep._torch.engine import graph_task, is_compiled
@@ -22,6 +23,7 @@ from instep._torch.versions import versions_of
 from instep._torch.watch import Watch
 from instep.errors import (
     AccumulationError,
+    HyperparameterChangedError,
     InstepError,
     NonFiniteGradientError,
     SpentGradientError,
@@ -220,8 +222,8 @@ class Writes(ABC):
                 passes.clipping.forget_norms()  # the loop may change these gradients, and call step() again
             raise
         there = [a for a in left if gradient_of(a) is not None]
-        if passes.clipping.clips_buckets and self._step.judge.leaves_all:
-            for bucket in self._step.judge.in_buckets(there):
+        if passes.clipping.clips_buckets and self._step.judge is not None and self._step.judge.leaves_all:
+            for bucket in in_buckets(there, self._step.buckets() or ()):
                 passes.clipping.clip(bucket.tensors())
         else:
             passes.clipping.clip([a.get() for a in there])
@@ -263,7 +265,7 @@ class Writes(ABC):
         divided = [a for a in rest if a.is_divided]
         if not divided and not stepper.steps_every_parameter and not self._is_mixed(stepper, rest):
             return []
-        stepper.require_same_in_autocast()
+        require_same_in_autocast(stepper)
         return rest
 
     def _step_rest(self, stepper: Stepper, rest: Sequence[AttachedParameter]) -> None:
@@ -332,9 +334,19 @@ class Writes(ABC):
         self.forget()
 
 
+def require_same_in_autocast(stepper: Stepper) -> None:
+    """Raise ``HyperparameterChangedError`` if ``step()`` was called in an autocast block that matters to it: updates of
+    buckets were, or are about to be, computed outside of the block."""
+    if stepper.autocast_matters():
+        raise HyperparameterChangedError(
+            f"{stepper.name}.step() was called inside an autocast block, and may compute other numbers there; instep's "
+            "updates run outside of it. Call optimizer.step() outside of the block, as PyTorch advises"
+        )
+
+
 def require_settings_as_left(stepper: Stepper) -> None:
     """Raise if ``step()`` would update in another way than backward has."""
-    stepper.require_same_in_autocast()
+    require_same_in_autocast(stepper)
     stepper.require_unchanged()
 
 
@@ -457,10 +469,8 @@ class FinalWrites(Writes):
             raise UncommittedStepError(
                 f"backward has updated {len(self._step.members.applied)} parameters, and {owed_steps(self._step)} has "
                 "not been called since: the plain loop would still read the old weights here. Call step() of every "
-                f"attached optimizer after each backward. To accumulate: {several_backwards()}. For a loss that only "
-                "passes through this model, as an actor's through its critic: model.requires_grad_(False) around it; "
-                "or, if the model's own loss comes first, zero_grad() before its backward() and not after step(). "
-                f"{KEEP_ALL}. {GIVE_UP}"
+                f"attached optimizer after each backward. To accumulate: {several_backwards()}. "
+                f"{several_losses(len(self._step.members.steppers))}. {KEEP_ALL}. {GIVE_UP}"
             )
 
     def before_state(self, stepper: Stepper) -> None:
@@ -540,8 +550,7 @@ class FinalWrites(Writes):
                 self.tear(error)
             raise
         self.clip_rest(left)
-        if self._step.judge.has_foreign:
-            self._step.judge.before_update(stepper, left)
+        self._step.before_update(stepper, left)
         rest = self._rest_of(stepper, left)
         self._step.round.begins(stepper, self._step.ledger)
         self._step_rest(stepper, rest)

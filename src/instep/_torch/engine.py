@@ -5,8 +5,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 from pathlib import Path
 from types import CodeType, FrameType
@@ -147,10 +148,10 @@ def _tell(*_: object) -> None:
         one.before_compile()
 
 
-# The five things instep asks of the autograd engine that have no public name.
+# The six things instep asks of the autograd engine that have no public name.
 #
 # torch's own code (DDP, FSDP, ``register_multi_grad_hook``) uses three; the fourth is the name of the engine's threads,
-# the fifth says whether it runs what torch has compiled.
+# the fifth says whether it runs what torch has compiled, and the sixth is the function that all its runs go through.
 # ``tests/unit/test_engine.py``, for the names ``tests/accelerator/test_host.py``, fail clearly when torch changes them.
 
 
@@ -237,7 +238,7 @@ class Backwards:
     def is_new(self) -> bool:
         """An output of the model is about to get its gradient. Whether that is the first one in the running backward,
         and the backward is none that has been in this step before."""
-        task = graph_task()
+        task = torch._C._current_graph_task_id()  # as ``graph_task``, which is asked for less often
         if task == self.running:
             return False
         self.running = task
@@ -360,6 +361,110 @@ def call_at_end(callback: Callable[[], None]) -> None:
     """
     queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
     queue_callback(callback)
+
+
+# What leaves the engine with an error, also where no hook was called: a graph that has saved a weight that was written
+# since raises at its first node.
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run of the engine that Python has asked for, and that has raised.
+
+    Attributes:
+        call: what the user has called: ``"backward()"`` or ``"torch.autograd.grad()"``.
+        accumulates: whether it accumulates gradients in ``.grad``.
+        inputs: the only tensors that it computes the gradients of; empty: all leaves.
+    """
+
+    call: str
+    accumulates: bool
+    inputs: Sequence[Any]
+    _outputs: Sequence[Any]
+
+    def comes_to(self, leaves: Iterable[torch.Tensor]) -> bool:
+        """Whether one of ``leaves`` is in its graph. A segment that is checkpointed with ``use_reentrant=True`` hides
+        its own: there may be some."""
+        known = {id(leaf) for leaf in leaves}
+        if not known.isdisjoint(map(id, self._outputs)):
+            return True
+        found = (getattr(one, "node", None) or getattr(one, "grad_fn", None) for one in self._outputs)
+        due, seen = [node for node in found if node is not None], set[Any]()
+        while due:
+            node: Any = due.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if id(getattr(node, "variable", None)) in known or node.name().startswith("CheckpointFunction"):
+                return True
+            due.extend(following for following, _ in node.next_functions if following is not None)
+        return False
+
+
+class HearsErrors(Protocol):
+    """Something that must know of every backward that raises."""
+
+    def run_raised(self, run: Run, error: BaseException) -> BaseException | None:
+        """The outermost ``run`` of the engine on this thread has raised ``error``. Returns what is to be raised in its
+        place; ``None``: the same."""
+
+
+_RUN = "_engine_run_backward"
+"""What ``torch.autograd.backward`` and ``torch.autograd.grad`` call in the module that they are in."""
+
+
+class RunErrors:
+    """Tells ``listener`` of every run of the engine that raises, until it is removed. Held weakly."""
+
+    def __init__(self, listener: HearsErrors) -> None:
+        global _engine_run
+        self._listener = weakref.ref(listener, _tell_no_more)
+        _told.append(self._listener)
+        found = getattr(torch.autograd, _RUN)
+        if found is not _run:
+            _engine_run = found
+            setattr(torch.autograd, _RUN, _run)
+
+    def remove(self) -> None:
+        _tell_no_more(self._listener)
+
+
+_told: "list[weakref.ref[HearsErrors]]" = []
+_engine_run: Callable[..., Any] = getattr(torch.autograd, _RUN)
+
+
+def _tell_no_more(ref: "weakref.ref[HearsErrors]") -> None:
+    _told[:] = [one for one in _told if one is not ref]
+    if not _told and getattr(torch.autograd, _RUN) is _run:  # else somebody else's stands before this one
+        setattr(torch.autograd, _RUN, _engine_run)
+
+
+def _run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return _engine_run(outputs, *args, **kwargs)
+    except BaseException as error:
+        instead = None if graph_task() is not None else _tell_of_error(error, outputs, args, kwargs)
+        try:
+            if instead is not None:
+                raise instead from error
+            raise
+        finally:
+            del instead  # or it would refer to itself, by way of this frame
+
+
+def _tell_of_error(
+    error: BaseException, outputs: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> BaseException | None:
+    accumulates = bool(kwargs.get("accumulate_grad"))
+    inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
+    run = Run("backward()" if accumulates else "torch.autograd.grad()", accumulates, tuple(inputs or ()), outputs)
+    found = [listener.run_raised(run, error) for ref in list(_told) if (listener := ref()) is not None]
+    return next((instead for instead in found if instead is not None), None)
+
+
+def is_of_written(error: BaseException) -> bool:
+    """Whether autograd has found that a tensor which a graph has saved was written since: it has no class of error."""
+    return isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error)
 
 
 # The running backward: in which order everything that waits for its end is called.

@@ -20,6 +20,11 @@ ACCUMULATE = ("add_", "add")
 """What autograd does to the gradient that is there when another arrives: in place, or not with ``create_graph``."""
 ZERO = ("zero_", "_foreach_zero_")
 """What ``zero_grad(set_to_none=False)`` does to each gradient, or to all of a device and dtype at once."""
+NEW_LIKE = frozenset(
+    [f"{name}_like" for name in ("zeros", "ones", "full", "empty", "rand", "randn", "randint")]
+    + [f"new_{name}" for name in ("zeros", "ones", "full", "empty", "empty_strided")]
+)
+"""What makes a tensor of the gradient's shape, dtype and device, with values of its own."""
 
 Explain = Callable[[str], InstepError | None]
 BeforeUse = Callable[[str, Sequence[Any]], None]
@@ -29,11 +34,28 @@ class Placeholder(torch.Tensor):
     """A tensor of the gradient's shape, dtype and device without storage. What any use of its values means, the
     subclass says."""
 
+    _class: "_OwnClass | None"
+
     def __init__(self, *_: Any) -> None: ...
 
     def _use(self, operation: str, args: Sequence[Any], dtype: Any, device: Any) -> torch.Tensor:
         """The tensor to use in its place; or an error is raised."""
         raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        """What torch's own tensors have not: a gradient may be of another class, such as a DTensor."""
+        found = vars(self).get("_class")
+        if found is None or not found.has(name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        try:
+            real = self._use(f"{found.name}.{name}", (), None, None)
+        except InstepError as error:
+            raise _of_missing_attribute(error) from None
+        return getattr(real, name)
+
+    def _without_memory(self) -> torch.Tensor:
+        """A tensor of the same form, of torch's own class, that has no memory, and so no values."""
+        return torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
 
     @classmethod
     def __torch_function__(
@@ -54,12 +76,47 @@ class Placeholder(torch.Tensor):
         operation = func.overloadpacket.__name__
         args, kwargs = _used(operation, args, kwargs or {})
         if args and isinstance(args[0], Placeholder):
-            return args[0]  # which has done what there was to do
+            if operation not in NEW_LIKE:
+                return args[0]  # which has done what there was to do
+            kwargs.setdefault("device", args[0].device)
+            args = (args[0]._without_memory(), *args[1:])
         if operation == "_foreach_zero_":
             args = ([gradient for gradient in args[0] if not isinstance(gradient, Placeholder)],)
             if not args[0]:
                 return None  # torch takes no empty list
         return func(*args, **kwargs)
+
+
+class _OwnClass:
+    """What a tensor of a class that is none of torch's own two has beyond these."""
+
+    __slots__ = ("_attributes", "_class")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._class = type(tensor)
+        self._attributes = frozenset(vars(tensor))
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> "_OwnClass | None":
+        """``None``: it is of one of torch's own two classes."""
+        if isinstance(tensor, Placeholder):
+            return vars(tensor).get("_class")
+        return None if type(tensor) in (torch.Tensor, torch.nn.Parameter) else _OwnClass(tensor)
+
+    @property
+    def name(self) -> str:
+        return self._class.__name__
+
+    def has(self, name: str) -> bool:
+        return name in self._attributes or hasattr(self._class, name)
+
+
+def _of_missing_attribute(error: InstepError) -> InstepError:
+    """The same error, and an ``AttributeError``: who asks whether there is an attribute (``hasattr``) finds none, as of
+    any other tensor."""
+    cls = type(error)
+    both: type[InstepError] = type(cls.__name__, (cls, AttributeError), {"__module__": cls.__module__})
+    return both(*error.args)
 
 
 class SpentGradient(Placeholder):
@@ -93,6 +150,7 @@ class SpentGradient(Placeholder):
         )
         spent._of = name
         spent._explain = explain
+        spent._class = _OwnClass.of(like)
         return spent
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
@@ -100,8 +158,7 @@ class SpentGradient(Placeholder):
 
     def _use(self, operation: str, args: Sequence[Any], dtype: Any, device: Any) -> torch.Tensor:
         error = self._explain(operation)
-        is_changed = bool(args) and (args[0] is self or isinstance(args[0], (list, tuple)))
-        if error is None and not (is_changed and operation in _WITHOUT_VALUES):
+        if error is None and not self._can_do_without_values(operation, args):
             error = SpentGradientError(
                 f"{operation} met the gradient of {self._of!r}: applied during backward, and freed"
             )
@@ -112,6 +169,12 @@ class SpentGradient(Placeholder):
             del error  # or it would refer to itself, by way of this frame
         makes_another = operation in (CONVERSION, DETACH)
         return SpentGradient(self, self._of, self._explain, dtype, device) if makes_another else self
+
+    def _can_do_without_values(self, operation: str, args: Sequence[Any]) -> bool:
+        if not args or (args[0] is not self and not isinstance(args[0], (list, tuple))):
+            return False
+        # A new tensor would be of another class than the gradient is.
+        return operation in _WITHOUT_VALUES or (operation in NEW_LIKE and self._class is None)
 
 
 class HeldGradient(Placeholder):
@@ -135,6 +198,7 @@ class HeldGradient(Placeholder):
         held._real = real
         held._before_use = before_use
         held._form = _form_of(real)
+        held._class = _OwnClass.of(real)
         return held
 
     @property
@@ -231,6 +295,7 @@ class WaitingGradient(Placeholder):
         )
         waiting.is_zeroed = False
         waiting._explain = explain
+        waiting._class = _OwnClass.of(like)
         return waiting
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types

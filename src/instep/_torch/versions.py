@@ -10,6 +10,8 @@ from operator import attrgetter
 
 import torch
 
+from instep._torch.placeholders import Placeholder
+
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 VERSION: Callable[[torch.Tensor], int] = attrgetter("_version")
 """Of a plain tensor whose writes are counted. ``RuntimeError`` for an inference tensor."""
@@ -17,10 +19,21 @@ VERSION: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that has the memory: of a ``DTensor`` its local tensor."""
-    if type(tensor) in _PLAIN:
+    if type(tensor) in _PLAIN or isinstance(tensor, Placeholder):  # which would be used by what comes next
         return tensor
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
+
+
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """Whether its memory is pinned. A torch that is built for the CPU alone knows without asking the tensor; any other
+    asks its class, and ``DTensor`` knows nothing of it, nor need another one."""
+    if tensor.device.type != "cpu":
+        return False
+    try:
+        return tensor.is_pinned() if type(tensor) is torch.Tensor else memory_of(tensor).is_pinned()
+    except NotImplementedError:
+        return False
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -1,6 +1,7 @@
 """Makes it known when somebody uses a parameter, or asks an optimizer for its ``state``, whoever holds a reference."""
 
 import copy
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,6 +36,7 @@ _ABOUT_GRAD = frozenset({GET_GRAD, SET_GRAD, _DELETE_GRAD})
 
 _PROPERTIES = (
     "_backward_hooks",
+    "_cdata",
     "_grad_fn",
     "_post_accumulate_grad_hooks",
     "_version",
@@ -137,6 +139,11 @@ class Watch:
             plain = other._made.get(type(parameter))
             if plain is not None:
                 parameter.__class__ = self._classes.get(plain) or self._watched(plain)
+
+    @property
+    def is_of_values(self) -> bool:
+        """Whether anybody wants to know of uses of values."""
+        return self._values is not None
 
     def used(self, parameter: torch.Tensor, func: Any, about_grad: bool) -> None:
         ref = self._gradient if about_grad else self._values
@@ -278,10 +285,11 @@ class _Watched(torch.Tensor):
         for parameter in watched:
             _unwatch(parameter)
         try:
-            return func(*args, **kwargs)
+            found = func(*args, **kwargs)
         finally:
             for parameter, as_watched in still:
                 parameter.__class__ = as_watched
+        return _of_its_class(args[0], found) if func is torch.Tensor.detach else found
 
     def _tell_of_grad(self, func: Any) -> None:
         if not torch._C._is_torch_function_enabled():
@@ -308,6 +316,26 @@ class _Watched(torch.Tensor):
 def plain_type(parameter: torch.Tensor) -> type:
     """Its class, as it is when nobody watches."""
     return parameter._plain if isinstance(parameter, _Watched) else type(parameter)
+
+
+def _of_its_class(parameter: torch.Tensor, detached: torch.Tensor) -> torch.Tensor:
+    """What ``detach()`` returns. ``nn.Parameter(parameter)``, which sees that it is none of torch's own two classes,
+    asks for a tensor of the same class as the parameter has then."""
+    frame, depth = sys._getframe(2), 0  # of who has called ``detach()``, or of a mode of torch's in between
+    while frame.f_code is not _NEW_PARAMETER:
+        if frame.f_back is None or depth == _MODES:
+            return detached
+        frame, depth = frame.f_back, depth + 1
+    if isinstance(parameter, _Watched) and (watch := parameter._watch()) is not None and not watch.is_of_values:
+        _unwatch(parameter)  # nobody wants to know of this use, nor much of what comes after it
+    made: torch.Tensor = detached
+    if type(parameter) is torch.nn.Parameter:
+        made = torch.Tensor._make_subclass(torch.nn.Parameter, detached)
+    return made
+
+
+_NEW_PARAMETER = torch.nn.Parameter.__new__.__code__
+_MODES = 3  # that may be on at once: more than a loop has
 
 
 def _unwatch(parameter: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ from instep._step.schedule import Schedule
 from instep._step.state import StepTimes
 from instep._wiring.ranks import in_join
 from instep._wiring.weak_refs import WeakRefs
-from instep.errors import StaleAttachmentError
+from instep.errors import StaleAttachmentError, class_name
 from instep.options import Options
 from instep.sources.ddp.instance import exposed_communication
 from instep.sources.replicate.source import Replicated
@@ -41,7 +41,7 @@ def deferring_of(options: Options, refs: WeakRefs, others: Others | None, times:
         return _beside_backward(options, refs, seen)
     own = [optimizer for optimizer in refs.optimizers() if steps_inside_step(optimizer, options)]
     if own and len(own) == len(refs.optimizers()):
-        return Never(f"{type(own[0]).__name__}.step() is of a class of your own: it runs where the loop calls it")
+        return Never(f"{class_name(own[0])}.step() is of a class of your own: it runs where the loop calls it")
     if options.always_puts_off:
         return Always(alone=options.defer is True and not options.puts_off_unasked)
     if options.defer is False:

@@ -34,7 +34,7 @@ from instep._step.plain import PlainSchedule
 from instep._step.schedule import InFlightBucket, Schedule
 from instep._step.state import StepMembers
 from instep._step.step import Agreement, RunningStep
-from instep._torch.engine import Traced, graph_task
+from instep._torch.engine import RunErrors, Traced, graph_task
 from instep._torch.hooks import BoundHook, PlainPickles, UntracedHook, first_of_post_hooks, last_of_pre_hooks
 from instep._torch.lifetime import Owners, weakly
 from instep._torch.mixed_precision import LowPrecision
@@ -241,15 +241,15 @@ class Planned:
     """The plan of an attachment: its buckets, and the optimizers that are not proven.
 
     Args:
-        judge: of the optimizers that are not torch's own.
+        step: the running one, which has the judge of foreign optimizers.
     """
 
-    def __init__(self, options: Options, schedule: Schedule, sources: Sequence[Source], judge: Judge) -> None:
+    def __init__(self, options: Options, schedule: Schedule, sources: Sequence[Source], step: RunningStep) -> None:
         # Else the sources' buckets are those in which norms are taken, or gradients sent: not those that are stepped.
         self._sources_step = options.schedule == "backward" or options.communication.cross_iteration
         self._schedule = schedule
         self._sources = sources
-        self._judge = judge
+        self._step = step
         self._last: Plan | None = None
 
     def now(self) -> Plan:
@@ -265,7 +265,8 @@ class Planned:
 
     def said(self) -> tuple[str, ...]:
         """What keeps foreign optimizers from being stepped in backward, or how many steps are still compared."""
-        return tuple(filter(None, [str(self._judge)]))
+        judge = self._step.judge
+        return () if judge is None else tuple(filter(None, [str(judge)]))
 
     def buckets(self) -> Iterator[Sequence[int]]:
         """Those of the sources, by the indices of their parameters."""
@@ -317,6 +318,8 @@ class Parts:
     def abandon(self) -> None:
         """Model and optimizers are gone: whoever keeps this keeps nothing of them."""
         self.planned.keep()
+        for attached in self.schedule.parameters:
+            attached.let_go()
         self.sources.clear()
         self.schedule.crosses(tuple, bool)
 
@@ -328,7 +331,8 @@ def build(target: Target, options: Options) -> Parts:
     in_pipeline = options.communication.pipeline is not None
     synced = _synced(refs.wrapped, target, in_pipeline=in_pipeline)
     accumulation = Accumulation(options.accumulation_steps, synced, votes, sharded=is_sharded)
-    judge = Judge(() if options.disabled else refs.steppers, in_parts=options.schedule == "backward")
+    foreign = [] if options.disabled else [stepper for stepper in refs.steppers if stepper.is_foreign]
+    judge = Judge(foreign, in_parts=options.schedule == "backward") if foreign else None
     ranks = ranks_of(target, options)
     votes.ranks, votes.voting = ranks, ranks if options.votes else None
     step = RunningStep(StepMembers(refs.steppers), votes, accumulation, clipping, judge)
@@ -374,8 +378,8 @@ def build(target: Target, options: Options) -> Parts:
             refs, schedule, sources, accumulation, threads, late, backwards, votes, is_sharded=is_sharded
         )
     _tell_of_runs(sources, forwards)
-    planned = Planned(options, schedule, sources, judge)
-    judge.buckets = weakly(planned.buckets)
+    planned = Planned(options, schedule, sources, step)
+    step.buckets = weakly(planned.buckets)
     return Parts(
         refs,
         schedule,
@@ -438,6 +442,8 @@ def connect(parts: Parts, target: Target, options: Options) -> None:
         _connect_plainly(parts, target, options)
         return
     model, handles = target.model, parts.handles
+    if isinstance(parts.schedule, BackwardSchedule):
+        handles.append(RunErrors(parts.schedule))
     for source in parts.sources:
         source.connect()
     sharding = parts.sharding

@@ -674,15 +674,7 @@ class StepHooks:
 
     def before_load(self, module: nn.Module, *_: object) -> None:
         """The model's ``load_state_dict()`` is called."""
-        name = type(module).__name__
-        if torch.__future__.get_swap_module_params_on_conversion():
-            # torch writes a parameter, and then fails to swap it, since instep refers to it weakly.
-            raise StaleAttachmentError(
-                f"{name}.load_state_dict() would put other tensors into the parameters that are attached "
-                "(torch.__future__.set_swap_module_params_on_conversion(True)). Nothing was loaded into it. detach() "
-                "before it, and attach again after"
-            )
-        self._schedule.before_load(name)
+        self._schedule.before_load(type(module).__name__)
 
     def before_model_state(self, *_: object) -> None:
         """The model's ``state_dict()`` is called."""

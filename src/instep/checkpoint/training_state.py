@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from instep._arguments import models_of, optimizers_of
 from instep._torch.pipelining import Pipeline
 from instep.attachment import Attachment, attached_parameters
-from instep.errors import CheckpointError
+from instep.errors import CheckpointError, class_name
 from instep.naming import buffers_of, modules_of, parameters_of
 from instep.sources.fsdp.modules import fsdp1_in, put_shards_in_place
 from instep.target import Models, as_one
@@ -104,15 +104,16 @@ def _refuse_optimizers(optimizers: Sequence[Any]) -> None:
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise CheckpointError(
-                f"optimizer must be a torch.optim.Optimizer or a list of them, not {type(optimizer).__name__}"
+                "optimizer must be a torch.optim.Optimizer or a list of them, not "
+                f"{class_name(optimizer, in_full=True)}"
             )
         if type(optimizer).state_dict is not Optimizer.state_dict:
             raise CheckpointError(
-                f"{type(optimizer).__name__} has a state_dict() of its own, which may hold more than its state and "
+                f"{class_name(optimizer)} has a state_dict() of its own, which may hold more than its state and "
                 "param_groups. Save the optimizer that it wraps, or its state_dict() with extra="
             )
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
-        raise CheckpointError(f"the same {type(optimizers[0]).__name__} is given twice in optimizer")
+        raise CheckpointError(f"the same {class_name(optimizers[0])} is given twice in optimizer")
 
 
 def _refuse_modules(model: nn.Module) -> None:

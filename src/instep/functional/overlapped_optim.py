@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from instep._optim.dtensor import is_sharded
 from instep.attaching import attach_stepping_itself
-from instep.errors import AttachError
+from instep.errors import AttachError, class_name
 from instep.sources.fsdp.modules import fsdp1_in
 
 
@@ -194,7 +194,7 @@ class OverlappedStandardOptimizer(OverlappedOptimizer):
             AttachError: ``ddp`` is no ``DistributedDataParallel``, has a communication hook, or is registered already.
         """
         if not isinstance(ddp, DistributedDataParallel):
-            raise AttachError(f"register_ddp takes a DistributedDataParallel, not {type(ddp).__name__}")
+            raise AttachError(f"register_ddp takes a DistributedDataParallel, not {class_name(ddp, in_full=True)}")
         self._register(ddp)
 
     def register_fsdp(self, fsdp: nn.Module) -> None:

@@ -224,7 +224,7 @@ class InstepCallback(Callback):
             raise AttachError(
                 f"accumulate_grad_batches={trainer.accumulate_grad_batches}: with {type(strategy).__name__} Lightning "
                 "reduces the gradients of every micro-batch, and schedule='backward' would step each of them. Use "
-                "InstepCallback(schedule='forward') or InstepCallback(undo=True)"
+                "InstepCallback(schedule='forward') or InstepCallback(schedule='backward', undo=True)"
             )
 
     def _refuse_precision(self, trainer: Trainer) -> None:
@@ -238,7 +238,7 @@ class InstepCallback(Callback):
             raise AttachError(
                 f"precision={trainer.precision!r} scales the loss, and schedule='backward' updates weights before the "
                 "scaler has seen whether a gradient is infinite. Use InstepCallback(schedule='forward') or "
-                "InstepCallback(undo=True), or precision='bf16-mixed'"
+                "InstepCallback(schedule='backward', undo=True), or precision='bf16-mixed'"
             )
 
     def _refuse_clipping(self, trainer: Trainer) -> None:
@@ -249,17 +249,24 @@ class InstepCallback(Callback):
                 "one of them out"
             )
         if value is not None and self._writes_in_backward:
-            by_value = trainer.gradient_clip_algorithm == "value"
-            instead = (
-                f"InstepCallback(clip=instep.ClipValue({value})) in place of gradient_clip_val"
-                if by_value
-                else f"in place of gradient_clip_val InstepCallback(clip=instep.ClipNorm({value}), undo=True), or "
-                f"InstepCallback(clip=instep.ClipNorm({value}, mode='two_pass')): backward runs twice"
-            )
             raise AttachError(
                 f"gradient_clip_val={value}: Lightning clips after backward, and schedule='backward' has applied the "
-                f"gradients by then. Use InstepCallback(schedule='forward'), or {instead}"
+                f"gradients by then. Use {self._instead_of(trainer, value)}; or InstepCallback(schedule='forward')"
             )
+
+    def _instead_of(self, trainer: Trainer, value: float) -> str:
+        """What clips in place of ``gradient_clip_val``. First what frees gradients of several batches, where they add
+        up."""
+        count = trainer.accumulate_grad_batches
+        together, cost = "", ""
+        if self._together or (count > 1 and not isinstance(trainer.strategy, DDPStrategy)):
+            together, cost = "together=True, ", f", and activations of all {count} batches are kept"
+        if trainer.gradient_clip_algorithm == "value":
+            line = f"InstepCallback(schedule='backward', {together}clip=instep.ClipValue({value}))"
+            return f"in place of gradient_clip_val {line}{cost}"
+        lines = [f"InstepCallback(schedule='backward', {together}clip=instep.ClipNorm({value}, mode='two_pass'))"]
+        lines.append(f"InstepCallback(schedule='backward', clip=instep.ClipNorm({value}), undo=True)")
+        return f"in place of gradient_clip_val {lines[0]}: backward runs twice{cost}; {lines[1]}"
 
     def _refuse_backward(self, module: LightningModule) -> None:
         own = type(module).backward is not LightningModule.backward or "backward" in vars(module)

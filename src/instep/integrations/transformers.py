@@ -7,6 +7,7 @@ of logs after those that write them. Apart from that, only documented names of b
 """
 
 import gc
+import logging
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -35,6 +36,8 @@ from instep.integrations.callbacks import named_stats, require_backward
 from instep.options import Defer, Schedules
 
 __all__ = ["InstepCallback"]
+
+_logger = logging.getLogger("instep")
 
 
 class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not follow this import
@@ -132,6 +135,12 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
         )
         self.overlap = overlap
         self._accelerator = accelerator
+        if self._keeps_gradients(args):
+            _logger.info(
+                "gradient_accumulation_steps=%d: all gradients are kept until a step's last micro-batch. "
+                "InstepCallback(schedule='backward', together=True, …) frees them, and keeps activations instead",
+                args.gradient_accumulation_steps,
+            )
         if clip is not None:
             self._replace(accelerator, "clip_grad_norm_", self._norm_after_step)
         if self._runs_backward(clip):
@@ -222,12 +231,35 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
             raise AttachError(
                 f"TrainingArguments(max_grad_norm={limit}) needs every gradient before the first update, and "
                 "schedule='backward' updates during backward. (max_grad_norm is 1.0 unless told.) Write "
-                "InstepCallback(schedule='forward'), exact; InstepCallback(schedule='backward', undo=True), exact: a "
-                "step that turns out to need clipping is put back and done again; "
-                f"InstepCallback(schedule='backward', clip=ClipNorm({limit}, mode='two_pass')), exact: backward runs "
-                "twice; or, not to clip, TrainingArguments(max_grad_norm=0)"
+                f"{'; '.join(self._exact_lines(args))}; or, not to clip, TrainingArguments(max_grad_norm=0)"
             )
         return ClipNorm(math.inf, mode="per_bucket")  # clips nothing, and knows the norm, which the Trainer logs
+
+    def _exact_lines(self, args: TrainingArguments) -> list[str]:
+        """The lines that clip as the ``Trainer`` does, with what each costs: first those that free gradients."""
+        clip = f"clip=instep.ClipNorm({args.max_grad_norm}, mode='two_pass')"
+        kept, together = "", "together=True, " if self._together else ""
+        lines = []
+        if self._keeps_gradients(args):
+            count = args.gradient_accumulation_steps
+            kept = f"; keeps all gradients until the last of {count} micro-batches"
+            lines.append(
+                f"InstepCallback(schedule='backward', together=True, {clip}), exact, and frees gradients: one backward "
+                f"for all {count} micro-batches, whose activations are kept until then, runs twice"
+            )
+        twice = f"InstepCallback(schedule='backward', {together}{clip}), exact: backward runs twice{kept}"
+        undo = (
+            f"InstepCallback(schedule='backward', {together}undo=True), exact: a step that turns out to need clipping "
+            f"is put back and done again{kept}"
+        )
+        return [*lines, twice, undo, "InstepCallback(schedule='forward'), exact: frees nothing"]
+
+    def _keeps_gradients(self, args: TrainingArguments) -> bool:
+        """Whether gradients of several micro-batches add up, and need not. DDP's buckets keep them in any case."""
+        by_ddp = args.world_size > 1 and not args.fsdp
+        return (
+            self._schedule == "backward" and not self._together and args.gradient_accumulation_steps > 1 and not by_ddp
+        )
 
     def _refuse_settings(self, args: TrainingArguments) -> None:
         if args.optim in ("lomo", "adalomo"):

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from instep._optim.kinds import is_in_torch_optim
+from instep.errors import class_name
 from instep.planning.job import Job, PlanError
 
 MakeOptimizer = Callable[[Iterable[torch.Tensor]], Optimizer]
@@ -53,8 +54,8 @@ class PlannedModel:
             built, self._inputs = built[0], self.fakes.put_inputs(built[1])
         if not isinstance(built, nn.Module):
             raise PlanError(
-                f"{job.build} returned a {type(built).__name__}: let it return a torch.nn.Module, or the model and its "
-                "inputs as a pair"
+                f"{job.build} returned a {class_name(built, in_full=True)}: let it return a torch.nn.Module, or the "
+                "model and its inputs as a pair"
             )
         for name, parameter in built.named_parameters():
             if is_lazy(parameter):
@@ -148,7 +149,9 @@ def _maker(job: Job, make: Callable[..., Optimizer], options: dict[str, Any]) ->
             said = f"{type(error).__name__}: {error}".splitlines()[0]
             raise PlanError(f"--optimizer {job.optimizer} with {options} raised {said}") from error
         if not isinstance(optimizer, Optimizer):
-            raise PlanError(f"--optimizer {job.optimizer} made a {type(optimizer).__name__}, not a torch optimizer")
+            raise PlanError(
+                f"--optimizer {job.optimizer} made a {class_name(optimizer, in_full=True)}, not a torch optimizer"
+            )
         if callable(train := getattr(optimizer, "train", None)):
             train()  # schedule-free optimizers refuse to step otherwise
         return optimizer

@@ -31,13 +31,12 @@ from instep._optim.parameters import (
     fill_buckets,
     none_there,
 )
-from instep._optim.values import is_pinned
 from instep._step.state import gradient_of
 from instep._torch.engine import Phase, current, graph_task
 from instep._torch.hooks import UntracedHook
 from instep._torch.lifetime import weakly
 from instep._torch.placeholders import Placeholder, ZeroedGradient
-from instep._torch.versions import versions_of
+from instep._torch.versions import is_pinned, versions_of
 from instep.errors import InstepError
 from instep.sources import Sink, deliver
 
@@ -95,6 +94,10 @@ class LocalSource:
         return ()
 
     def refresh(self) -> None:
+        if list(map(_IMPLEMENTATION, self._hooks.tensors)) != self._hooks.called_by:
+            self._hooks.remove()  # torch has swapped one of these: nobody calls its hook
+            self._one_per_bucket = False
+            self._listen_to_all()
         if self._layout.refresh():
             self._missing = list(map(len, self._layout.members))
             self._listen_to_all()
@@ -369,6 +372,7 @@ def _writes(parameters: AttachedParameters) -> list[int]:
 
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_IMPLEMENTATION = attrgetter("_cdata")  # which has no public name: tests/unit/test_swapped.py fails without it
 
 
 class LocalLayout:
@@ -442,17 +446,32 @@ class GradientHooks:
 
     Attributes:
         parameters: those with a hook, by index: a hook must not hold its parameter.
+        tensors: the same.
+        called_by: of each of these, by number: what it is to torch, which calls its hook. ``torch.utils.swap_tensors``
+            puts another one in, without hooks.
     """
 
     def __init__(self) -> None:
         self.parameters: dict[int, AttachedParameter] = {}
+        self.tensors: list[torch.Tensor] = []
+        self.called_by: list[int] = []
+        self._called_by: dict[int, int] = {}  # by index, of each that has had a hook
         self._handles: list[RemovableHandle] = []
 
     def add(self, attached: AttachedParameter, call: Callable[[torch.Tensor], None]) -> None:
         """Have ``call`` called with the parameter whenever a backward has accumulated its gradient. For parameters
         without a hook."""
-        self._handles.append(attached.get().register_post_accumulate_grad_hook(UntracedHook(call)))
-        self.parameters[attached.spec.index] = attached
+        index = attached.spec.index
+        parameter: Any = attached.get()
+        called_by = _IMPLEMENTATION(parameter)
+        if self._called_by.setdefault(index, called_by) != called_by:
+            # Python goes on to show a table of hooks that nobody calls, and would put this one there.
+            parameter._post_accumulate_grad_hooks = None
+        self._handles.append(parameter.register_post_accumulate_grad_hook(UntracedHook(call)))
+        self.parameters[index] = attached
+        self.tensors.append(parameter)
+        self.called_by.append(called_by)
+        self._called_by[index] = called_by
 
     def remove(self) -> None:
         """Take off all hooks."""
@@ -460,6 +479,8 @@ class GradientHooks:
             handle.remove()
         self._handles.clear()
         self.parameters.clear()
+        self.tensors.clear()
+        self.called_by.clear()
 
 
 class WritingBackwards:

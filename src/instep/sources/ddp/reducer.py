@@ -66,7 +66,7 @@ def _connect_listener(
             group.connect()
             _slots[ddp] = group
             return
-        if comm_hook is None:
+        if comm_hook is None and not _has_hook(ddp):  # else that hook is the reason
             _refuse_lazy_views(ddp)
         slot = _HookSlot(ddp)
         try:
@@ -152,7 +152,7 @@ class ReducerGroup(dist.ProcessGroup):
     @staticmethod
     def fits(ddp: DistributedDataParallel) -> bool:
         """Whether the reducer of ``ddp`` divides by itself, and shows its buckets: not with sparse gradients."""
-        if not hasattr(ddp, "reducer") or ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"):
+        if not hasattr(ddp, "reducer") or _has_hook(ddp):
             return False
         try:
             buckets_of(ddp)
@@ -360,6 +360,11 @@ def _communicate(slot: _HookSlot, bucket: GradBucket) -> torch.futures.Future[to
     return slot.reduce(bucket)
 
 
+def _has_hook(ddp: DistributedDataParallel) -> bool:
+    """Whether the loop has registered a communication hook: one in Python, or one of torch's in C++."""
+    return bool(ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"))
+
+
 def _divides_at_once(ddp: DistributedDataParallel) -> bool:
     """Whether the reducer fills a bucket first, and then divides all of it: with an option of torch 2.13."""
     return bool(getattr(ddp, "batched_grad_copy", False))
@@ -371,7 +376,7 @@ def _refuse_lazy_views(ddp: DistributedDataParallel) -> None:
         raise AttachError(
             "DistributedDataParallel(lazy_bucket_allocation=True, gradient_as_bucket_view=True) computes the mean in a "
             "way that is not known here, and shard_state, mixed_precision and sparse gradients need to compute it. "
-            "Build it without one of the two"
+            "Build it without one of the two, or say how to reduce: attach(…, comm_hook=(state, hook))"
         )
 
 

@@ -47,6 +47,11 @@ def fsdp2_groups(state: Any) -> Sequence[Any]:
     return groups
 
 
+def defers_all_reduce(group: Any) -> bool:
+    """Whether the next backward reduces a group of HSDP's over the shards, and not yet over the replicas."""
+    return bool(group.reduce_grads and not group.all_reduce_grads and group.mesh_info.replicate_mesh_dim is not None)
+
+
 def fsdp1_in(model: nn.Module) -> list[Any]:
     """The ``FullyShardedDataParallel`` instances in ``model``."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -107,9 +112,14 @@ def put_shards_in_place(model: nn.Module) -> None:
 
 
 class _Sync:
-    """Whether the next backward of a model reduces gradients, in the terms of ``DistributedDataParallel``."""
+    """Whether the next backward of a model reduces gradients, in the terms of ``DistributedDataParallel``.
+
+    Attributes:
+        asks_in_backward: whether that is asked in backward alone, and a forward may be outside of ``no_sync``.
+    """
 
     require_backward_grad_sync: bool
+    asks_in_backward = False
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
@@ -127,6 +137,8 @@ class _Sync:
 class FSDP2Sync(_Sync):
     """Whether the next backward of an FSDP2 model reduces gradients."""
 
+    asks_in_backward = True
+
     @property
     def require_backward_grad_sync(self) -> bool:
         # FSDP2 has a public way to set it, and none to ask for it.
@@ -136,7 +148,7 @@ class FSDP2Sync(_Sync):
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
         for module in self._modules():
-            module.set_requires_gradient_sync(value, recurse=False)
+            set_reduces(module, value)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -147,11 +159,46 @@ class FSDP2Sync(_Sync):
             yield
         finally:
             for module, value in before:
-                module.set_requires_gradient_sync(value, recurse=False)
+                set_reduces(module, value)
 
     def _modules(self) -> Sequence[Any]:
         model = self._model()
         return [] if model is None else fsdp2_in(model)
+
+
+def set_reduces(module: Any, value: bool) -> None:
+    """Set whether the module's groups reduce their gradients. Whether over HSDP's replicas, too, stays what it is:
+    ``set_requires_gradient_sync`` alone sets both."""
+    over_replicas = all(group.all_reduce_grads for group in fsdp2_groups(module._get_fsdp_state()))
+    module.set_requires_gradient_sync(value, recurse=False)
+    module.set_requires_all_reduce(over_replicas, recurse=False)
+
+
+class DeferredAllReduce:
+    """The switches of a model of HSDP whose gradients are reduced over the replicas with a step's last micro-batch:
+    before it the loop calls ``set_requires_all_reduce(False)``."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._modules: list[Any] = [] if model is None else fsdp2_in(model)
+
+    @property
+    def is_set(self) -> bool:
+        """Whether each group whose gradients the next backward reduces leaves the replicas out."""
+        groups = [group for module in self._modules for group in fsdp2_groups(module._get_fsdp_state())]
+        reduced = [group for group in groups if group.reduce_grads]
+        return bool(reduced) and all(map(defers_all_reduce, reduced))
+
+    @contextmanager
+    def ended(self) -> Iterator[None]:
+        """Around the backward of the last one."""
+        modules = [m for m in self._modules if any(map(defers_all_reduce, fsdp2_groups(m._get_fsdp_state())))]
+        try:
+            for module in modules:
+                module.set_requires_all_reduce(True, recurse=False)
+            yield
+        finally:
+            for module in modules:
+                module.set_requires_all_reduce(False, recurse=False)
 
 
 class FSDP1Sync(_Sync):

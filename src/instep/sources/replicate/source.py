@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from instep._optim.parameters import AttachedParameter, AttachedParameters, Bucket
 from instep._ranks.collectives import broadcast, require_the_same
 from instep._torch.engine import Phase, current, graph_task
-from instep.errors import AttachError, InstepError
+from instep.errors import AttachError, InstepError, class_name
 from instep.sources import Sink, WrappedParameters, as_bucket, deliver, record_arrival, step_all
 from instep.sources.replicate.buckets import TransientBuckets
 from instep.sources.replicate.layout import BucketSizes
@@ -142,7 +142,7 @@ def _group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 def _refuse(module: nn.Module, bucket_cap_mb: Any) -> None:
     """Raise ``AttachError`` for what ``replicate`` does not take, before anything is sent."""
     if not isinstance(module, nn.Module):
-        raise AttachError(f"replicate takes a torch.nn.Module, not {type(module).__name__}")
+        raise AttachError(f"replicate takes a torch.nn.Module, not {class_name(module, in_full=True)}")
     is_number = isinstance(bucket_cap_mb, (int, float)) and not isinstance(bucket_cap_mb, bool)
     if bucket_cap_mb is not None and not (is_number and bucket_cap_mb > 0):
         raise AttachError(f"replicate: bucket_cap_mb must be a positive number of MiB or None, not {bucket_cap_mb!r}")

@@ -29,7 +29,7 @@ from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
 from instep._torch.hooks import BoundHook
 from instep.comm_hooks import cast_mean_allreduce
-from instep.errors import AccumulationError, InstepError
+from instep.errors import AccumulationError, InstepError, class_name
 from instep.sources import ErrorsKept, Sink, WrappedParameters, deliver, drain
 from instep.sources.ddp.buckets import (
     GradBucketLike,
@@ -141,7 +141,7 @@ class Zero:
                 _logger.warning(
                     "the state of %s stays divided among the ranks (shard_state), because they have attached in "
                     "different ways: load it again",
-                    type(optimizer).__name__,
+                    class_name(optimizer),
                 )
 
 
