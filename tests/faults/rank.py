@@ -27,8 +27,8 @@ from tests.faults import program
 from tests.faults.cases import STEPS, TIMEOUT, Case
 from tests.faults.inject import SEAMS, Trigger
 from tests.inside import before_forward
-from tests.pace import Pace
 from tests.judged import own_steps_are_proved
+from tests.pace import Pace
 
 QUIET = 1.0
 """Seconds after an error in which nothing may be written."""

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.contents import Contents, Restore
+from instep._optim.contents import Contents, Restore, put_in_order
 from instep._optim.given_back import StorageAddresses
 from instep._optim.kinds import (
     NO_SETTINGS,
@@ -322,6 +322,7 @@ def _put_items(held: dict[Any, Any], items: dict[Any, Restore]) -> dict[Any, Any
     held.update((key, item()) for key, item in items.items())
     for key in [key for key in held if key not in items and not isinstance(key, torch.Tensor)]:
         del held[key]
+    put_in_order(held, items)
     return held
 
 
