@@ -90,8 +90,9 @@ def _of_thread(name: str) -> Callable[..., Any]:
 
 for _name in ("__iter__", "__len__", "__getitem__", "__contains__", "__reversed__", "__eq__", "__add__", "__repr__"):
     setattr(_Params, _name, _of_thread(_name))
-for _name in ("copy", "count", "index"):
+for _name in ("__mul__", "__rmul__", "copy", "count", "index"):
     setattr(_Params, _name, _of_thread(_name))
+_Params.__radd__ = lambda self, other: other + list(self)  # type: ignore[attr-defined]
 
 
 _OF_ALL = ("state_dict", "load_state_dict", "add_param_group", "zero_grad", "__getstate__")
