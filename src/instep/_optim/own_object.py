@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.contents import Contents, Restore
+from instep._optim.contents import Contents, Restore, put_in_order
 from instep._optim.given_back import StorageAddresses
 from instep._optim.kinds import (
     NO_SETTINGS,
@@ -91,8 +91,9 @@ def _of_thread(name: str) -> Callable[..., Any]:
 
 for _name in ("__iter__", "__len__", "__getitem__", "__contains__", "__reversed__", "__eq__", "__add__", "__repr__"):
     setattr(_Params, _name, _of_thread(_name))
-for _name in ("copy", "count", "index"):
+for _name in ("__mul__", "__rmul__", "copy", "count", "index"):
     setattr(_Params, _name, _of_thread(_name))
+_Params.__radd__ = lambda self, other: other + list(self)  # type: ignore[attr-defined]
 
 
 _OF_ALL = ("state_dict", "load_state_dict", "add_param_group", "zero_grad", "__getstate__")
@@ -314,6 +315,7 @@ def _put_items(held: dict[Any, Any], items: dict[Any, Restore]) -> dict[Any, Any
     held.update((key, item()) for key, item in items.items())
     for key in [key for key in held if key not in items and not isinstance(key, torch.Tensor)]:
         del held[key]
+    put_in_order(held, items)
     return held
 
 

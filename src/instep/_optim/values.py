@@ -157,6 +157,7 @@ class _Held:
         return (
             self._kind is other._kind
             and mine.keys() == others.keys()
+            and (not issubclass(self._kind, dict) or list(mine) == list(others))
             and all(alike(value, others[key]) for key, value in mine.items())
         )
 
