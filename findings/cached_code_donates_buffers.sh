@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Question: torch says of a compiled model that backward with retain_graph=True needs
-# torch._functorch.config.donated_buffer = False. With that, are two backwards of one graph the same, whatever ran before?
+# torch._functorch.config.donated_buffer = False. With that, are two backwards of one graph the same, whatever ran
+# before?
 # A good guess: yes. The option is a part of what compiled code is cached by.
-# What happens: only where the cache is empty. If an earlier process has compiled the model in the usual way, its code,
-# which writes over saved activations, is taken from the cache on disk, and most gradients of the second backward are
-# wrong, without an error. With an empty TORCHINDUCTOR_CACHE_DIR, or TORCHINDUCTOR_FORCE_DISABLE_CACHES=1, they are right.
+# What happens: only where the cache is empty. If an earlier process has compiled the model in the usual way, its
+# code, which writes over saved activations, is taken from the cache on disk, and most gradients of the second
+# backward are wrong, without an error. With an empty TORCHINDUCTOR_CACHE_DIR, or
+# TORCHINDUCTOR_FORCE_DISABLE_CACHES=1, they are right.
 # Version: torch 2.13.0.
 # Source: torch/_functorch/config.py, donated_buffer; torch/_inductor/codecache.py, FxGraphHashDetails, which does not
 # have it.

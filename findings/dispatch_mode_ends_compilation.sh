@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Question: a function of torch.compile is called once under a TorchDispatchMode, as a FLOP counter is one. Are the calls
-# after it, without the mode, compiled?
+# Question: a function of torch.compile is called once under a TorchDispatchMode, as a FLOP counter is one. Are the
+# calls after it, without the mode, compiled?
 # A good guess: yes. What runs under the mode is not compiled, and the mode is over.
-# What happens: no. From that call on the function runs uncompiled, and without a word: what was compiled before is not
-# used any more, and neither a new shape nor another torch.compile() of the function compiles it. torch._dynamo.reset()
-# ends that.
+# What happens: no. From that call on the function runs uncompiled, and without a word: what was compiled before is
+# not used any more, and neither a new shape nor another torch.compile() of the function compiles it.
+# torch._dynamo.reset() ends that.
 # Version: torch 2.13.0.
-# Source: torch/_dynamo/convert_frame.py, catch_errors_wrapper, which skips the frame where a mode is on the stack; the
-# frame's code stays skipped.
+# Source: torch/_dynamo/convert_frame.py, catch_errors_wrapper, which skips the frame where a mode is on the stack;
+# the frame's code stays skipped.
 # Who meets it: whoever measures the FLOPs or the memory of one step by a mode, and then trains.
 set -euo pipefail
 folder=$(mktemp -d)

@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
-# Question: t is a sparse tensor, as the gradient of nn.Embedding(sparse=True) is. Does t.detach().copy_(other) write t?
-# A good guess: yes. detach() shares its memory with t, and for a dense tensor this is how one writes without autograd.
-# What happens: no. t is as before, without an error, and so after detach().mul_() and .add_(): each puts new indices and
-# values into the object that detach() has made. t.copy_(other) writes t, and so does detach().copy_() in the CSR layout.
+# Question: t is a sparse tensor, as the gradient of nn.Embedding(sparse=True) is. Does t.detach().copy_(other) write
+# t?
+# A good guess: yes. detach() shares its memory with t, and for a dense tensor this is how one writes without
+# autograd.
+# What happens: no. t is as before, without an error, and so after detach().mul_() and .add_(): each puts new indices
+# and values into the object that detach() has made. t.copy_(other) writes t, and so does detach().copy_() in the CSR
+# layout.
 # Version: torch 2.13.0.
 # Source: aten/src/ATen/native/sparse, copy_sparse_ and mul_out_sparse: the implementation of the object that they are
-# called on gets new indices and values. Documentation: torch.Tensor.detach, which speaks of in-place changes of either.
+# called on gets new indices and values. Documentation: torch.Tensor.detach, which speaks of in-place changes of
+# either.
 # Who meets it: whoever restores, or scales, gradients by .detach() or .data and has sparse ones.
 set -euo pipefail
 folder=$(mktemp -d)

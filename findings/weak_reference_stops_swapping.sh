@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Question: somebody holds a weakref.ref to a parameter, as caches, profilers and tools do. Does model.to(torch.float64)
-# still work?
+# Question: somebody holds a weakref.ref to a parameter, as caches, profilers and tools do. Does
+# model.to(torch.float64) still work?
 # A good guess: yes. A weak reference keeps nothing alive, and is no use of the parameter.
-# What happens: with plain parameters yes. Where torch swaps parameters, which it does for parameters of a tensor subclass
-# (quantized and sharded weights are such), and for all after
+# What happens: with plain parameters yes. Where torch swaps parameters, which it does for parameters of a tensor
+# subclass (quantized and sharded weights are such), and for all after
 # torch.__future__.set_swap_module_params_on_conversion(True), it raises RuntimeError: "_apply(): Couldn't swap
 # Linear.weight".
 # Version: torch 2.13.0.
