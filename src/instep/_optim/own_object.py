@@ -147,14 +147,20 @@ class OwnObject:
         Raises:
             UnsupportedOptimizerError: another bucket has left other values, or random numbers were drawn.
         """
-        optimizer, tensors, state = update.optimizer, update.tensors, update.optimizer.state
+        optimizer, tensors, state = update.optimizer, update.owned, update.optimizer.state
+        # With ``shard_state`` a rank steps whole parameters by aliases, whose gradients are its own.
+        lent = [(p, p.grad, alias.grad) for p, alias in zip(tensors, update.tensors, strict=True) if alias is not p]
         # Of a CPU nobody reads later what was given back.
         on_cpu = memory_of(tensors[0]).device.type == "cpu"
         places = None if on_cpu else StorageAddresses(tensors, map(state.get, tensors))
         try:
+            for parameter, _, gradient in lent:
+                parameter.grad = gradient
             with held(self._signals), self._lock:
                 self._step(optimizer, update.members, tensors, call)
         finally:
+            for parameter, gradient, _ in lent:
+                parameter.grad = gradient
             if places is not None:
                 self.gave_back |= places.were_left(map(state.get, tensors))
 
