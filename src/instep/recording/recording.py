@@ -533,7 +533,7 @@ class Weights:
             found.update(f"{tuple(local.shape)} {local.dtype}".encode())
             # Of a copy: once NumPy has had a parameter's own memory, nobody can tell any more whether others have it,
             # and its updates are no longer put off.
-            found.update(bytes_of(local.detach().clone().to("cpu")).numpy())
+            found.update(bytes_of(local.detach().clone().to("cpu")).numpy().data)
         return found.hexdigest()
 
 
