@@ -216,8 +216,8 @@ class Together:
 
 
 _HAS_HOOKS = "post-hooks on the producing autograd node"
-"""In torch's message (2.15) where a function asks for ``ctx.input_grad_buffers`` and a node has a hook, as all that give
-a parameter its gradient have here."""
+"""In torch's message (2.15) where a function asks for ``ctx.input_grad_buffers`` and a node has a hook, as those have
+here that give a parameter its gradient."""
 
 
 def _reads_buffers() -> AccumulationError:

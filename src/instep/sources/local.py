@@ -466,7 +466,7 @@ class GradientHooks:
         called_by = _IMPLEMENTATION(parameter)
         if self._called_by.setdefault(index, called_by) != called_by:
             # Python goes on to show a table of hooks that nobody calls, and would put this one there.
-            parameter._post_accumulate_grad_hooks = None
+            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # torch takes it
         self._handles.append(parameter.register_post_accumulate_grad_hook(UntracedHook(call)))
         self.parameters[index] = attached
         self.tensors.append(parameter)
