@@ -56,7 +56,7 @@ first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
 second = torch.autograd.grad(loss, list(model.parameters()))
 print(sum(not torch.equal(one, other) for one, other in zip(first, second)))
 END
-cached() { TORCHINDUCTOR_CACHE_DIR="$folder/$1" environment/bin/python program.py "$2"; }
+cached() { TORCHINDUCTOR_CACHE_DIR="$folder/$1" environment/bin/python -W ignore program.py "$2"; }
 empty=$(cached one twice)
 cached two usual
 filled=$(cached two twice)

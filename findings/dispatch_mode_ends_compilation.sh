@@ -6,8 +6,8 @@
 # not used any more, and neither a new shape nor another torch.compile() of the function compiles it.
 # torch._dynamo.reset() ends that.
 # Version: torch 2.13.0.
-# Source: torch/_dynamo/convert_frame.py, catch_errors_wrapper, which skips the frame where a mode is on the stack;
-# the frame's code stays skipped.
+# Source: torch/_dynamo/convert_frame.py, CatchErrorsWrapper, which skips the frame where a mode is on the stack;
+# torch/_dynamo/types.py, ConvertFrameReturn.apply_to_code, by which the code is skipped from then on.
 # Who meets it: whoever measures the FLOPs or the memory of one step by a mode, and then trains.
 set -euo pipefail
 folder=$(mktemp -d)

@@ -7,9 +7,8 @@
 # and values into the object that detach() has made. t.copy_(other) writes t, and so does detach().copy_() in the CSR
 # layout.
 # Version: torch 2.13.0.
-# Source: aten/src/ATen/native/sparse, copy_sparse_ and mul_out_sparse: the implementation of the object that they are
-# called on gets new indices and values. Documentation: torch.Tensor.detach, which speaks of in-place changes of
-# either.
+# Source: aten/src/ATen/native/sparse/SparseTensor.cpp, copy_sparse_, which gives the object that it is called on new
+# indices and values. The documentation of torch.Tensor.detach says that a change of either is seen in the other.
 # Who meets it: whoever restores, or scales, gradients by .detach() or .data and has sparse ones.
 set -euo pipefail
 folder=$(mktemp -d)
