@@ -429,22 +429,6 @@ class KeepsSlotted(Apart):
         return self.helper.values[-1]
 
 
-@apart("__slots__ of the optimizer")
-class HasSlots(Apart):
-    __slots__ = ("calls", "values")
-
-    def made(self) -> None:
-        self.calls = 0
-        self.values: list[int] = []
-
-    def after(self) -> None:
-        self.calls += 1
-        self.values.append(self.calls)
-
-    def scale(self) -> float:
-        return 1.0 / (1 + self.calls)
-
-
 @apart("a property with a hidden name")
 class KeepsHidden(Apart):
     def made(self) -> None:

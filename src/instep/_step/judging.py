@@ -154,7 +154,7 @@ class PartsOfUpdate:
         returned, name = None, self._stepper.name
         try:
             for call in calls_of(part, gradients, alias=False):
-                returned = self._stepper.step_part(call.tensors, call.parameters, call.shards, notes=notes)
+                returned = self._stepper.step_part(call.tensors, call.parameters, notes=notes)
         except UnsupportedOptimizerError as error:
             if self._stepper.wrote_in_place:
                 raise  # the plain loop would go on from other values than these
@@ -188,7 +188,7 @@ class PartsOfUpdate:
         for tensor in tensors:
             tensor.grad = None
         try:
-            nothing = self._stepper.step_part(tensors, tensors, None, notes=False)
+            nothing = self._stepper.step_part(tensors, tensors, notes=False)
         except Exception as error:
             self.reason = f"its step() raises when no parameter has a gradient ({in_short(error)})"
             return

@@ -33,6 +33,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.hooks import RemovableHandle
 
 from instep._arguments import require_count
+from instep._optim.values import bytes_of
 from instep._ranks.collectives import gather_json
 from instep._torch.engine import Backward, Phase, current
 from instep._torch.hooks import BoundHook, PlainPickles, is_called_by_step, nodes_of
@@ -532,7 +533,7 @@ class Weights:
             found.update(f"{tuple(local.shape)} {local.dtype}".encode())
             # Of a copy: once NumPy has had a parameter's own memory, nobody can tell any more whether others have it,
             # and its updates are no longer put off.
-            found.update(local.detach().clone().to("cpu").flatten().view(torch.uint8).numpy())
+            found.update(bytes_of(local.detach().clone().to("cpu")).numpy().data)
         return found.hexdigest()
 
 

@@ -1,0 +1,956 @@
+"""What a foreign optimizer is asked before it is stepped in backward, and what it finds there: one question a test."""
+
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import instep
+from instep._optim import proved
+from instep._optim.autocast import UnderAutocast
+from instep._step import judging
+from instep._torch.held_signals import heard, held
+from instep.errors import HyperparameterChangedError, TornStepError, UnsupportedOptimizerError
+from instep.verification import first_difference, training_state
+from tests.judged import own_steps_are_judged
+
+WAYS: dict[str, dict[str, Any]] = {
+    "backward": {"schedule": "backward"},
+    "undo": {"schedule": "backward", "undo": True},
+}
+each_way = pytest.mark.parametrize("way", WAYS)
+Make = Callable[[nn.Module], Any]
+
+
+class Plain(torch.optim.Optimizer):
+    """Gradient descent. A class that inherits from it says what else an update does."""
+
+    def __init__(self, model: nn.Module, lr: float = 0.05) -> None:
+        super().__init__(model.parameters(), {"lr": lr})
+        self.made(model)
+
+    def made(self, model: nn.Module) -> None:
+        """What it holds from the beginning."""
+
+    def those(self) -> list[Any]:
+        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    def update(self, those: list[Any]) -> Any:
+        for p in those:
+            p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        return self.update(self.those())
+
+
+def norm_of(those: Sequence[Any]) -> float:
+    return sum(p.grad.square().sum().item() for p in those) ** 0.5
+
+
+class Coupled(Plain):
+    """Divides by the norm of all gradients from step ``begins`` on, counted from 1."""
+
+    begins = 1
+
+    def made(self, model: nn.Module) -> None:
+        self.steps = 0
+
+    def update(self, those: list[Any]) -> Any:
+        self.steps += bool(those)
+        scale = 1 / (1 + norm_of(those)) if self.steps >= self.begins else 1.0
+        for p in those:
+            p.sub_(p.grad, alpha=0.05 * scale)
+
+
+# The two loops.
+
+
+@dataclass
+class Found:
+    """What has become of an attached loop.
+
+    Attributes:
+        freed: of each step, the indices of the parameters that were updated in backward.
+    """
+
+    freed: list[set[int]] = field(default_factory=list)
+    verdict: str = ""
+    model: Any = None
+    optimizer: Any = None
+
+
+def layers(depth: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(depth)))
+
+
+def seed(i: int) -> None:
+    random.seed(i)
+    np.random.seed(i)
+    torch.manual_seed(i)
+
+
+def backward(model: nn.Module, i: int) -> None:
+    seed(i)
+    model(torch.randn(3, 4)).square().sum().backward()
+
+
+def both(
+    make: Make,
+    steps: int = 4,
+    way: str = "backward",
+    each: int = 64,
+    around: Callable[[], Any] = nullcontext,
+    **options: Any,
+) -> Found:
+    """A plain loop, and one that is attached. They are equal after each step, in what ``step()`` returns, too.
+
+    Args:
+        each: the bytes of a bucket: 64 are those of one weight.
+        around: a block for ``step()``.
+    """
+    plain, model = layers(), layers()
+    seed(0)
+    expected = make(plain)
+    seed(0)
+    optimizer = make(model)
+    found = Found(model=model, optimizer=optimizer)
+    with instep.attach(model, optimizer, bucket_bytes=each, **{**WAYS[way], **options}) as overlap:
+        for i in range(steps):
+            backward(plain, i)
+            with around():
+                returned = expected.step()
+            backward(model, i)
+            found.freed.append({n for n, p in enumerate(model.parameters()) if "Spent" in repr(p.grad)})
+            with around():
+                also = optimizer.step()
+            states = (training_state(plain, expected), training_state(model, optimizer))
+            assert (difference := first_difference(*states)) is None, f"step {i + 1}: {difference}"
+            assert returned == also or returned is also, f"step {i + 1}"
+            for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+                assert way != "undo" or torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+            expected.zero_grad()
+            optimizer.zero_grad()
+        found.verdict = "\n".join(overlap.plan.judged)
+    return found
+
+
+def judged(make: Make, steps: int = 4, way: str = "backward", each: int = 64, **options: Any) -> Found:
+    with own_steps_are_judged():
+        return both(make, steps, way, each, **options)
+
+
+def refused(make: Make, match: str, way: str = "backward", **options: Any) -> None:
+    """In the first step, of which nothing is written."""
+    model = layers()
+    optimizer = make(model)
+    with own_steps_are_judged(), instep.attach(model, optimizer, bucket_bytes=64, **{**WAYS[way], **options}):
+        before = [p.detach().clone() for p in model.parameters()]
+        backward(model, 0)
+        with pytest.raises(UnsupportedOptimizerError, match=match):
+            optimizer.step()
+        assert all(map(torch.equal, before, model.parameters()))
+
+
+ALL = {0, 1, 2, 3}
+
+
+# What is asked of the first updates.
+
+
+@each_way
+def test_two_updates_are_compared_and_then_buckets_are_stepped(way: str) -> None:
+    found = judged(Plain, way=way)
+    assert not found.verdict
+    assert way == "undo" or found.freed == [set(), set(), ALL, ALL]
+
+
+@each_way
+def test_values_that_depend_on_the_others(way: str) -> None:
+    assert "other values when it is stepped without the others" in judged(Coupled, way=way).verdict
+
+
+@each_way
+def test_state_that_depends_on_the_others(way: str) -> None:
+    class Counts(Plain):
+        def update(self, those: list[Any]) -> Any:
+            super().update(those)
+            for p in those:
+                self.state[p]["together"] = len(those)
+
+    assert "another state when it is stepped without the others" in judged(Counts, way=way).verdict
+
+
+def test_an_attribute_that_depends_on_how_many_step_together() -> None:
+    class Counts(Plain):
+        count = 0
+
+        def update(self, those: list[Any]) -> Any:
+            super().update(those)
+            if those:
+                self.count = len(those)
+
+    assert "'count' depends on which parameters step together" in judged(Counts).verdict
+
+
+def test_an_attribute_that_each_parameter_leaves_otherwise() -> None:
+    class Notes(Plain):
+        norm = 0.0
+
+        def update(self, those: list[Any]) -> Any:
+            super().update(those)
+            if those:
+                self.norm = norm_of(those)
+
+    assert "'norm'" in judged(Notes).verdict
+
+
+def test_a_counter_of_steps_couples_nothing() -> None:
+    class Counts(Plain):
+        def made(self, model: nn.Module) -> None:
+            self.count, self.steps = 0, [0]
+
+        def update(self, those: list[Any]) -> Any:
+            super().update(those)
+            if those:
+                self.count += 1
+                self.steps[0] += 1
+
+    found = judged(Counts)
+    assert not found.verdict
+    assert found.freed[-1] == ALL
+    assert (found.optimizer.count, found.optimizer.steps) == (4, [4])
+
+
+CALLS = [0]
+
+
+@each_way
+def test_a_counter_that_nobody_can_put_back(way: str) -> None:
+    class Hidden(Plain):
+        def update(self, those: list[Any]) -> Any:
+            for p in those:
+                CALLS[0] += 1
+                p.sub_(p.grad, alpha=0.05 / CALLS[0])
+
+    refused(Hidden, "other values when the same step is taken again", way)
+
+
+def test_parameters_without_a_gradient_that_are_changed() -> None:
+    class DecaysAll(Plain):
+        def update(self, those: list[Any]) -> Any:
+            super().update(those)
+            for p in self.param_groups[0]["params"]:
+                p.mul_(0.99)
+
+    assert "changes parameters that have no gradient" in judged(DecaysAll).verdict
+
+
+def test_a_step_without_gradients_that_raises() -> None:
+    class NeedsOne(Plain):
+        def update(self, those: list[Any]) -> Any:
+            assert those, "no gradient"
+            super().update(those)
+
+    assert "raises when no parameter has a gradient (AssertionError: no gradient" in judged(NeedsOne).verdict
+
+
+def test_a_value_that_is_returned() -> None:
+    class Returns(Plain):
+        def update(self, those: list[Any]) -> Any:
+            super().update(those)
+            return norm_of(those)
+
+    assert "returns a value that depends on what it updates" in judged(Returns).verdict
+
+
+def test_an_update_that_raises_on_less_than_all() -> None:
+    class NeedsAll(Plain):
+        def update(self, those: list[Any]) -> Any:
+            assert len(those) in (0, 4)
+            super().update(those)
+
+    assert "its step() raises on '0.weight' alone" in judged(NeedsAll).verdict
+
+
+WEIGHTS: list[Any] = []
+
+
+def test_a_parameter_that_is_written_through_a_global() -> None:
+    class Writes(Plain):
+        def made(self, model: nn.Module) -> None:
+            WEIGHTS[:] = [next(model.parameters())]
+
+        def update(self, those: list[Any]) -> Any:
+            super().update(those)
+            if those:
+                WEIGHTS[0].mul_(0.99)
+
+    model = layers()
+    optimizer = Writes(model)
+    with own_steps_are_judged(), instep.attach(model, optimizer, schedule="backward", bucket_bytes=64):
+        backward(model, 0)
+        with pytest.raises(UnsupportedOptimizerError, match="writes 1 parameters, too, where its groups hold others"):
+            optimizer.step()
+    WEIGHTS.clear()
+
+
+def test_a_parameter_that_is_written_through_an_attribute() -> None:
+    class Writes(Plain):
+        def made(self, model: nn.Module) -> None:
+            self.first = next(model.parameters())
+
+        def update(self, those: list[Any]) -> Any:
+            super().update(those)
+            if those:
+                self.first.mul_(0.99)
+
+    assert "writes parameters, too, that its groups do not hold" in judged(Writes).verdict
+
+
+@each_way
+def test_what_is_kept_by_parameter_in_an_attribute(way: str) -> None:
+    class Momentum(Plain):
+        def made(self, model: nn.Module) -> None:
+            self.buffers: dict[Any, torch.Tensor] = {}
+
+        def update(self, those: list[Any]) -> Any:
+            for p in those:
+                buffer = self.buffers.setdefault(p, torch.zeros_like(p))
+                p.sub_(buffer.mul_(0.9).add_(p.grad), alpha=0.05)
+
+    assert not judged(Momentum, 5, way).verdict
+
+
+@each_way
+@pytest.mark.parametrize("replaced", [True, False])
+def test_gradients_that_an_update_writes(way: str, replaced: bool) -> None:
+    class Writes(Plain):
+        def update(self, those: list[Any]) -> Any:
+            for p in those:
+                p.grad = p.grad * 0.5 if replaced else p.grad.mul_(0.5)
+                p.sub_(p.grad, alpha=0.05)
+
+    judged(Writes, way=way)
+
+
+class Finalized:
+    """What must be given back once."""
+
+    def __init__(self) -> None:
+        self.number = 1
+
+    def __del__(self) -> None:
+        self.number = 0
+
+
+def test_an_attribute_with_a_finalizer_cannot_be_put_back() -> None:
+    class Holds(Plain):
+        def made(self, model: nn.Module) -> None:
+            self.handle = Finalized()
+
+    assert "attribute 'handle' cannot be put back (TypeError: a Finalized, which" in judged(Holds).verdict
+
+
+@each_way
+@pytest.mark.parametrize("draw", [random.random, lambda: float(np.random.uniform()), lambda: torch.rand(()).item()])
+def test_numbers_that_are_drawn(way: str, draw: Callable[[], float]) -> None:
+    class Draws(Plain):
+        def update(self, those: list[Any]) -> Any:
+            for p in those:
+                p.sub_(p.grad, alpha=0.05 * draw())
+
+    assert "draws random numbers in step()" in judged(Draws, way=way).verdict
+
+
+def test_numbers_of_a_generator_of_its_own() -> None:
+    class Draws(Plain):
+        def made(self, model: nn.Module) -> None:
+            self.numbers = random.Random(0)
+
+        def update(self, those: list[Any]) -> Any:
+            for p in those:
+                p.sub_(p.grad, alpha=0.05 * self.numbers.random())
+
+    assert "draws random numbers in step()" in judged(Draws).verdict
+
+
+def test_a_generator_from_which_nobody_draws_is_no_draw() -> None:
+    class Holds(Plain):
+        def made(self, model: nn.Module) -> None:
+            self.numbers = np.random.default_rng(0)
+            self.others = torch.Generator().manual_seed(0)
+
+    found = judged(Holds)
+    assert not found.verdict
+    assert found.freed[-1] == ALL
+
+
+def descended(p: Any, gradient: Any) -> None:
+    p.sub_(gradient, alpha=0.05)
+
+
+def descended_all(weights: list[Any], gradients: list[Any]) -> None:
+    for p, gradient in zip(weights, gradients, strict=True):
+        p.sub_(gradient, alpha=0.05)
+
+
+def test_what_is_compiled_for_one_parameter_is_compared_from_the_second_update_on() -> None:
+    class Compiled(Plain):
+        def made(self, model: nn.Module) -> None:
+            self.one = torch.compile(descended, backend="eager")
+
+        def update(self, those: list[Any]) -> Any:
+            for p in those:
+                self.one(p, p.grad)
+
+    torch._dynamo.reset()
+    model = layers()
+    optimizer = Compiled(model)
+    freed = []
+    # Alone: a plain loop would have compiled it.
+    with own_steps_are_judged(), instep.attach(model, optimizer, schedule="backward", bucket_bytes=64):
+        for i in range(4):
+            backward(model, i)
+            freed.append(sum("Spent" in repr(p.grad) for p in model.parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert freed == [0, 0, 0, 4]
+
+
+def test_what_is_compiled_for_each_list_is_left_whole() -> None:
+    class Compiled(Plain):
+        def made(self, model: nn.Module) -> None:
+            self.all = torch.compile(descended_all, backend="eager")
+
+        def update(self, those: list[Any]) -> Any:
+            if those:
+                self.all(those, [p.grad for p in those])
+
+    torch._dynamo.reset()
+    assert "is compiled (torch.compile) anew" in judged(Compiled, 4, each=128).verdict
+
+
+def test_a_coupling_of_two_that_step_in_one_bucket() -> None:
+    """Each one alone comes out as in the whole, a bucket does not."""
+
+    class Pairs(Plain):
+        def update(self, those: list[Any]) -> Any:
+            super().update(those)
+            if len(those) == 2:
+                those[0].mul_(0.99)
+
+    assert judged(Pairs, each=128).verdict
+    assert not judged(Pairs).verdict
+
+
+def test_a_verdict_leaves_every_step_whole() -> None:
+    found = judged(Coupled, 6)
+    assert not any(found.freed)
+
+
+def test_buckets_are_clipped_by_themselves_while_steps_are_left_whole() -> None:
+    weights = []
+    for make in (Plain, lambda model: torch.optim.SGD(model.parameters(), 0.05)):
+        model = layers()
+        optimizer = make(model)
+        clip = instep.ClipNorm(0.1, mode="per_bucket")
+        with own_steps_are_judged(), instep.attach(model, optimizer, schedule="backward", bucket_bytes=64, clip=clip):
+            for i in range(3):
+                backward(model, i)
+                optimizer.step()
+                optimizer.zero_grad()
+        weights.append([*model.parameters()])
+    assert all(map(torch.equal, *weights))
+
+
+# Later updates.
+
+
+def test_other_buckets_are_left_and_compared_from_time_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judging, "EVERY", 4)
+    found = judged(Plain, 16)
+    left = [ALL - freed for freed in found.freed[3::4]]
+    assert all(len(two) == 2 for two in left)
+    assert set().union(*left) == ALL
+    assert all(freed == ALL for n, freed in enumerate(found.freed[2:], 3) if n % 4)
+
+
+def test_a_coupling_that_begins_late_tears_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judging, "EVERY", 4)
+
+    class Late(Coupled):
+        begins = 4
+
+    model = layers()
+    optimizer = Late(model)
+    with own_steps_are_judged(), instep.attach(model, optimizer, schedule="backward", bucket_bytes=64) as overlap:
+        for i in range(3):
+            backward(model, i)
+            optimizer.step()
+            optimizer.zero_grad()
+        backward(model, 3)
+        with pytest.raises(UnsupportedOptimizerError, match="has begun to couple parameters"):
+            optimizer.step()
+        with pytest.raises(TornStepError):
+            backward(model, 4)
+        overlap.accept_torn()
+        optimizer.zero_grad()
+        assert "left to optimizer.step()" in repr(overlap)
+
+
+@pytest.mark.parametrize("schedule", ["backward", "forward"])
+def test_what_is_drawn_by_keys_is_compared_in_pairs(schedule: str) -> None:
+    refused(Coupled, "'0.weight' gets other values together with '1.weight'", schedule=schedule, random="keyed", seed=1)
+
+
+def test_what_couples_nothing_is_drawn_by_keys() -> None:
+    model = layers()
+    optimizer = Plain(model)
+    options: Any = {"schedule": "backward", "random": "keyed", "seed": 1}
+    with own_steps_are_judged(), instep.attach(model, optimizer, bucket_bytes=64, **options):
+        for i in range(3):
+            backward(model, i)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+# What the object finds while it steps a bucket. These classes count as proved.
+
+
+def test_hooks_of_the_object_run_once_in_a_step() -> None:
+    class Inherits(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            super().step(closure)
+
+    calls: list[int] = []
+
+    def make(model: nn.Module) -> Any:
+        optimizer = Inherits(model.parameters(), 0.05)
+        optimizer.register_step_post_hook(lambda *_: calls.append(len(optimizer.param_groups[0]["params"])))
+        return optimizer
+
+    found = both(make, 2)
+    assert found.freed == [ALL, ALL]
+    each = len(calls) // 4
+    assert calls == [4] * 4 * each
+
+
+class Raises(Plain):
+    """On the weight at one place, in the second step."""
+
+    def made(self, model: nn.Module) -> None:
+        self.count, self.bad = 0, [*model.parameters()][1]
+        self.steps = [0]
+
+    def update(self, those: list[Any]) -> Any:
+        if those:
+            self.count += 1
+            self.steps[0] += 1
+        super().update(those)
+        if self.count == 2 and any(p is self.bad for p in those):
+            raise ArithmeticError("no such update")
+
+
+def test_an_update_that_raises_leaves_the_object_as_it_was() -> None:
+    model = layers()
+    optimizer = Raises(model)
+    with instep.attach(model, optimizer, schedule="backward", bucket_bytes=64) as overlap:
+        backward(model, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(ArithmeticError, match="no such update"):
+            backward(model, 1)
+        assert len(optimizer.param_groups[0]["params"]) == 4
+        assert type(optimizer.param_groups[0]["params"]) is list
+        assert (optimizer.count, optimizer.steps) == (1, [1])
+        assert "state_dict" not in vars(optimizer)
+        overlap.accept_torn()
+        optimizer.zero_grad()
+
+
+def test_two_buckets_that_leave_other_attributes() -> None:
+    class Notes(Plain):
+        norm = 0.0
+
+        def update(self, those: list[Any]) -> Any:
+            super().update(those)
+            if those:
+                self.norm = norm_of(those)
+
+    model = layers()
+    optimizer = Notes(model)
+    with instep.attach(model, optimizer, schedule="backward", bucket_bytes=64) as overlap:
+        with pytest.raises(UnsupportedOptimizerError, match="'norm' in a way that depends on which parameters step"):
+            backward(model, 0)
+        overlap.accept_torn()
+        optimizer.zero_grad()
+
+
+class Slotted:
+    __slots__ = ("slot",)
+
+
+class Holder(Slotted):
+    def __init__(self) -> None:
+        self.number = self.slot = 0
+
+
+@each_way
+def test_what_a_step_leaves_is_what_its_buckets_have_left(way: str) -> None:
+    class Counts(Plain):
+        def made(self, model: nn.Module) -> None:
+            self.steps, self.idle, self.once, self.window = 0, 0, True, [0.0]
+            self.moving, self.object = torch.zeros(2), Holder()
+
+        def update(self, those: list[Any]) -> Any:
+            super().update(those)
+            if not those:
+                self.idle += 1
+                return
+            self.steps += 1
+            self.window.append(float(self.steps))
+            self.moving.add_(1)
+            self.object.number += 1
+            self.object.slot += 1
+            vars(self).pop("once", None)
+            self.param_groups[0]["k"] = self.steps
+            self.state["shared"] = self.steps
+
+    optimizer = both(Counts, 3, way).optimizer
+    assert (optimizer.steps, optimizer.idle, hasattr(optimizer, "once")) == (3, 0, False)
+    assert optimizer.window == [0.0, 1.0, 2.0, 3.0]
+    assert optimizer.moving.tolist() == [3.0, 3.0]
+    assert (optimizer.object.number, optimizer.object.slot) == (3, 3)
+    assert (optimizer.param_groups[0]["k"], optimizer.state["shared"]) == (3, 3)
+
+
+def test_an_attribute_that_was_changed_between_backward_and_step() -> None:
+    class Scaled(Plain):
+        scale = 1.0
+
+        def made(self, model: nn.Module) -> None:
+            self.scale = 0.5
+
+    model = layers()
+    optimizer = Scaled(model)
+    with instep.attach(model, optimizer, schedule="backward", bucket_bytes=64) as overlap:
+        backward(model, 0)
+        optimizer.scale = 0.25
+        with pytest.raises(HyperparameterChangedError, match="'scale' of Scaled was changed"):
+            optimizer.step()
+        overlap.accept_torn()
+        optimizer.zero_grad()
+
+
+def test_a_group_that_an_update_adds() -> None:
+    extra = nn.Parameter(torch.zeros(2))
+
+    class Adds(Plain):
+        def update(self, those: list[Any]) -> Any:
+            super().update(those)
+            if those and len(self.param_groups) == 1:
+                self.add_param_group({"params": [extra]})
+
+    model = layers()
+    optimizer = Adds(model)
+    with instep.attach(model, optimizer, schedule="backward", bucket_bytes=64) as overlap:
+        with pytest.raises(UnsupportedOptimizerError, match="the number of its param_groups in a way that depends"):
+            backward(model, 0)
+        overlap.accept_torn()
+        optimizer.zero_grad()
+
+
+def test_large_tensors_that_an_update_writes() -> None:
+    class Averages(Plain):
+        def made(self, model: nn.Module) -> None:
+            self.average = torch.zeros(1 << 21)
+
+        def update(self, those: list[Any]) -> Any:
+            super().update(those)
+            if those:
+                self.average.add_(1)
+
+    model = layers()
+    optimizer = Averages(model)
+    with instep.attach(model, optimizer, schedule="backward", bucket_bytes=64) as overlap:
+        with pytest.raises(UnsupportedOptimizerError, match="writes large tensors to which its attributes refer"):
+            backward(model, 0)
+        overlap.accept_torn()
+        optimizer.zero_grad()
+
+
+def test_a_module_that_an_update_writes() -> None:
+    class Averages(Plain):
+        def made(self, model: nn.Module) -> None:
+            self.average = nn.Linear(2, 2).requires_grad_(False)
+
+        @torch.no_grad()
+        def update(self, those: list[Any]) -> Any:
+            super().update(those)
+            if those:
+                self.average.weight.add_(1)
+
+    model = layers()
+    optimizer = Averages(model)
+    with instep.attach(model, optimizer, schedule="backward", bucket_bytes=64) as overlap:
+        with pytest.raises(UnsupportedOptimizerError, match="or those of a module"):
+            backward(model, 0)
+        overlap.accept_torn()
+        optimizer.zero_grad()
+
+
+def in_thread(ask: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(ask()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_another_thread_sees_all_parameters() -> None:
+    seen: list[Any] = []
+
+    class Looks(Plain):
+        def update(self, those: list[Any]) -> Any:
+            super().update(those)
+            params = self.param_groups[0]["params"]
+            if those:
+                seen.append((len(params), in_thread(lambda: len(params)), in_thread(lambda: len([*params]))))
+
+    model = layers()
+    optimizer = Looks(model)
+    with instep.attach(model, optimizer, schedule="backward", bucket_bytes=64):
+        backward(model, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert seen == [(1, 4, 4)] * 4
+
+
+def test_an_update_may_ask_for_all_state() -> None:
+    seen: list[int] = []
+
+    class Saves(Plain):
+        def update(self, those: list[Any]) -> Any:
+            super().update(those)
+            if those:
+                seen.append(len(self.state_dict()["param_groups"][0]["params"]))
+                seen.append(len(self.param_groups[0]["params"]))
+
+    model = layers()
+    optimizer = Saves(model)
+    with instep.attach(model, optimizer, schedule="backward", bucket_bytes=64):
+        backward(model, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert seen == [4, 1] * 4
+
+
+def test_another_thread_waits_with_what_needs_all_parameters() -> None:
+    class Saved(Plain):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            entered.set()
+
+        def update(self, those: list[Any]) -> Any:
+            super().update(those)
+            if those and not threads:
+                threads.append(threading.Thread(target=self.zero_grad))
+                threads[0].start()
+                early.append(entered.wait(0.3))
+
+    entered, threads, early = threading.Event(), list[threading.Thread](), list[bool]()
+    model = layers()
+    optimizer = Saved(model)
+    with instep.attach(model, optimizer, schedule="backward", bucket_bytes=64):
+        backward(model, 0)
+        threads[0].join()
+        optimizer.step()
+        model.zero_grad()
+    assert early == [False]
+    assert entered.is_set()
+
+
+# Signals.
+
+
+@contextmanager
+def handled(handler: Any) -> Iterator[None]:
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_handler_of_a_signal_finds_all_parameters() -> None:
+    class Signals(Plain):
+        def update(self, those: list[Any]) -> Any:
+            if those:
+                signal.raise_signal(signal.SIGUSR1)
+            super().update(those)
+
+    seen: list[int] = []
+    model = layers()
+    optimizer = Signals(model)
+    with (
+        handled(lambda *_: seen.append(len([*optimizer.param_groups[0]["params"]]))),
+        instep.attach(model, optimizer, schedule="backward", bucket_bytes=64),
+    ):
+        backward(model, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert seen == [4] * 4
+
+
+def test_handlers_run_after_the_block_and_are_put_back() -> None:
+    seen: list[int] = []
+
+    def handler(*_: Any) -> None:
+        seen.append(1)
+
+    with handled(handler):
+        with suppress(ArithmeticError), held(heard()):
+            signal.raise_signal(signal.SIGUSR1)
+            assert not seen
+            raise ArithmeticError
+        assert seen == [1]
+        assert signal.getsignal(signal.SIGUSR1) is handler
+
+
+def test_on_another_thread_no_signal_is_held() -> None:
+    with handled(lambda *_: None):
+        numbers = heard()
+        assert signal.SIGUSR1 in numbers
+
+        def hold() -> list[int]:
+            with held(numbers):
+                return heard()
+
+        assert in_thread(hold) == []
+
+
+# Classes that are proved.
+
+
+class Swept(Plain):
+    """A class that the sweep has found, as ``proved`` names it."""
+
+    def made(self, model: nn.Module) -> None:
+        self.mode = "usual"
+
+
+def swept(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> Any:
+    optimizer = Swept(layers())
+    found = {"distribution": "torch", "version": "1", "settings": proved.settings_of(optimizer), **changed}
+    monkeypatch.setattr(proved, "_proved", lambda: {f"{__name__}.Swept": found})
+    monkeypatch.setattr(proved, "_version_of", {"torch": "1"}.get)
+    return optimizer
+
+
+def test_a_class_is_proved_in_one_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert proved.is_proved(swept(monkeypatch))
+    assert not proved.is_proved(swept(monkeypatch, version="2"))
+    assert not proved.is_proved(swept(monkeypatch, distribution="none", version="1"))
+
+
+def test_a_class_is_proved_with_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = swept(monkeypatch)
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert proved.is_proved(optimizer)
+    optimizer.param_groups[0]["clip"] = 1.0
+    assert not proved.is_proved(optimizer)
+    del optimizer.param_groups[0]["clip"]
+    optimizer.mode = "another"
+    assert not proved.is_proved(optimizer)
+
+
+def test_a_step_that_was_replaced_is_not_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = swept(monkeypatch)
+    optimizer.step = lambda closure=None: None
+    assert not proved.is_proved(optimizer)
+
+
+def test_a_proved_class_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(model: nn.Module) -> Any:
+        return Swept(model)
+
+    swept(monkeypatch)
+    assert judged(make, 2).freed == [ALL, ALL]
+
+
+# Inside of an autocast block.
+
+
+@contextmanager
+def in_bfloat16() -> Iterator[None]:
+    with torch.autocast("cpu", torch.bfloat16):
+        yield
+
+
+class Multiplies(Plain):
+    """Its update has a product, which autocast rounds."""
+
+    def update(self, those: list[Any]) -> Any:
+        for p in those:
+            p.sub_(p.grad @ p.grad.T @ p.grad, alpha=0.05)
+
+
+def test_a_foreign_step_that_was_compared_inside_of_a_block_matters_there_no_more() -> None:
+    found = judged(Plain, 4, around=in_bfloat16)
+    assert not found.verdict
+    assert found.freed[-1] == ALL
+
+
+def test_a_foreign_step_that_computes_other_numbers_inside_of_a_block() -> None:
+    assert "gets other values" in judged(Multiplies, 4, around=in_bfloat16).verdict
+
+
+def test_whether_the_block_matters() -> None:
+    known = UnderAutocast()
+    model = layers()
+    own, foreign = torch.optim.SGD(model.parameters(), 0.0), Multiplies(model)
+    assert not known.matters(foreign, foreign=True)
+    with in_bfloat16():
+        assert UnderAutocast().matters(foreign, foreign=True)
+        assert not UnderAutocast().matters(own, foreign=False)
+        known.came_out_alike(foreign)
+        assert not known.matters(foreign, foreign=True)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.parametrize("lr", [0.0, 0.1])
+def test_the_block_matters_where_an_update_multiplies(lr: float) -> None:
+    optimizer = torch.optim.Muon(layers().parameters(), lr)
+    with in_bfloat16():
+        before = torch.get_rng_state()
+        matters = UnderAutocast().matters(optimizer, foreign=False)
+        assert torch.equal(torch.get_rng_state(), before)
+    assert matters == _differs_by_hand()
+
+
+def _differs_by_hand() -> bool:
+    weights = []
+    for block in (nullcontext, in_bfloat16):
+        model = layers()
+        optimizer = torch.optim.Muon(model.parameters(), 0.1)
+        backward(model, 0)
+        with block():
+            optimizer.step()
+        weights.append([*model.parameters()])
+    return not all(map(torch.equal, *weights))
+
+
+def test_the_block_matters_where_nobody_can_try() -> None:
+    optimizer = torch.optim.SGD(layers().parameters(), 0.1)
+    with in_bfloat16(), patch("instep._optim.autocast._stepped", side_effect=TypeError):
+        assert UnderAutocast().matters(optimizer, foreign=False)
