@@ -4832,14 +4832,6 @@ MUTANTS = [
         "without_gradients_that_raises",
     ),
     Mutant(
-        "judge: gradients are not given back after a step without",
-        "PartsOfUpdate._step_without_gradient",
-        "                tensor.grad = gradient\n",
-        "                pass\n",
-        JUDGED_MORE,
-        "two_updates",
-    ),
-    Mutant(
         "judge: what step() returns is not compared",
         "PartsOfUpdate._step_without_gradient",
         "elif values_differ(nothing, returned):",

@@ -534,6 +534,7 @@ def test_hooks_of_the_object_run_once_in_a_step() -> None:
         def step(self, closure: Any = None) -> Any:  # type: ignore[override]
             super().step(closure)
 
+    torch.optim.SGD([torch.ones(1)])  # torch calls the hooks in its step() from now on, also where another calls it
     calls: list[int] = []
 
     def make(model: nn.Module) -> Any:
@@ -570,8 +571,10 @@ def test_an_update_that_raises_leaves_the_object_as_it_was() -> None:
         backward(model, 0)
         optimizer.step()
         optimizer.zero_grad()
+        hooks = vars(optimizer)["_optimizer_step_post_hooks"]
         with pytest.raises(ArithmeticError, match="no such update"):
             backward(model, 1)
+        assert vars(optimizer)["_optimizer_step_post_hooks"] is hooks
         assert len(optimizer.param_groups[0]["params"]) == 4
         assert type(optimizer.param_groups[0]["params"]) is list
         assert (optimizer.count, optimizer.steps) == (1, [1])
@@ -991,4 +994,5 @@ def test_a_class_of_torchs_that_gets_a_step_of_its_own_after_attach(monkeypatch:
         optimizer.zero_grad()
         assert calls == [0]
         overlap.synchronize()
+        assert calls == [0]
         assert not torch.equal(before, next(model.parameters()))
