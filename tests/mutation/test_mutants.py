@@ -344,7 +344,7 @@ MUTANTS = [
         "            and list(map(_SHAPE, tensors if some is None else some.tensors()))\n"
         "            == (parameters if some is None else some).shapes\n",
         "",
-        "tests/unit/test_refusals.py",
+        REFUSALS,
         "resized",
     ),
     Mutant(
@@ -1493,7 +1493,8 @@ MUTANTS = [
         "UpdateDeferral._can_be_put_off",
         "            and steps_as_known(optimizer)  #",
         "            #",
-        "tests/parity/test_own_steps.py",
+        JUDGED_MORE,
+        "gets_a_step_of_its_own",
     ),
     Mutant(
         "a recording leaves out the state that a deferred first step makes",
@@ -1894,7 +1895,8 @@ MUTANTS = [
         "Beside.begin",
         "[*large, *_in_modules(optimizer, layout)]",
         "[*large]",
-        ODD_OPTIMIZERS,
+        JUDGED_MORE,
+        "module_that_an_update_writes",
     ),
     Mutant(
         "put copies in the place of what state holds",
@@ -3244,7 +3246,8 @@ MUTANTS = [
         "attributes_of",
         "    return found or None\n",
         "    return None\n",
-        CHANGED,
+        JUDGED_MORE,
+        "step_leaves_is",
     ),
     Mutant(
         "do not look into slots",
@@ -3305,7 +3308,7 @@ MUTANTS = [
     Mutant(
         "update in backward whatever autocast block step() is in",
         "require_settings_as_left",
-        "    stepper.require_same_in_autocast()\n",
+        "    require_same_in_autocast(stepper)\n",
         "",
         AUTOCAST,
     ),
@@ -3319,7 +3322,7 @@ MUTANTS = [
     Mutant(
         "update parts that backward has left whatever autocast block step() is in",
         "Writes._rest_of",
-        "        stepper.require_same_in_autocast()\n",
+        "        require_same_in_autocast(stepper)\n",
         "",
         ZERO,
     ),
@@ -3333,7 +3336,7 @@ MUTANTS = [
     Mutant(
         "put off the update of parts whatever autocast block step() is in",
         "UpdateDeferral._take",
-        "            stepper.require_same_in_autocast()  # these are",
+        "            require_same_in_autocast(stepper)  # these are",
         "            pass  # these are",
         ZERO,
     ),
@@ -3454,7 +3457,8 @@ MUTANTS = [
         "Beside.note",
         "if self.wrote_unseen():",
         "if False:",
-        IN_TRAINING,
+        JUDGED_MORE,
+        "module_that_an_update_writes",
     ),
     Mutant(
         "an update waits for itself",
@@ -3531,7 +3535,8 @@ MUTANTS = [
         "_step_one_by_one",
         'zip(list(group["params"]), indices, strict=True)',
         '((p, number) for number, p in enumerate(list(group["params"])))',
-        PATCHED,
+        JUDGED_MORE,
+        "steps_one_parameter",
     ),
     Mutant(
         "leave a told step after detach",
@@ -3648,9 +3653,9 @@ MUTANTS = [
     ),
     Mutant(
         "a step whose gradients are kept is taken in backward",
-        "BucketSink.keeps_gradients",
-        "self._step.accumulation.kept > 0 or ",
-        "",
+        "BucketSink.arrive",
+        "leaves_all = step.accumulation.kept or (",
+        "leaves_all = (",
         KEEP,
     ),
     Mutant(
@@ -3947,9 +3952,9 @@ MUTANTS = [
     ),
     Mutant(
         "keyed: what step() draws without a gradient is the loop's",
-        "Stepper.begin_step",
-        "        if self.draws is not None and self._is_keyed:\n",
-        "        if False:\n",
+        "StepCalls.before_update",
+        "                stepper.keyed.keep(",
+        "                stepper.keyed and (",
         KEYED,
     ),
     Mutant(
@@ -3972,13 +3977,6 @@ MUTANTS = [
         "UpdateDeferral._step_here",
         "if not stepper.steps_every_parameter:",
         "if True:",
-        KEYED,
-    ),
-    Mutant(
-        "keyed: put off on a CPU",
-        "UpdateDeferral._can_be_put_off",
-        'a.spec.device.type == "cpu"',
-        "False",
         KEYED,
     ),
     Mutant(
@@ -4834,14 +4832,6 @@ MUTANTS = [
         "without_gradients_that_raises",
     ),
     Mutant(
-        "judge: gradients are not given back after a step without",
-        "PartsOfUpdate._step_without_gradient",
-        "                tensor.grad = gradient\n",
-        "                pass\n",
-        JUDGED_MORE,
-        "two_updates",
-    ),
-    Mutant(
         "judge: what step() returns is not compared",
         "PartsOfUpdate._step_without_gradient",
         "elif values_differ(nothing, returned):",
@@ -4980,7 +4970,7 @@ MUTANTS = [
     Mutant(
         "judge: buckets are compared in the first update alone",
         "Judge.before_update",
-        "is_first = bool(self._due.get(stepper)) and stepper not in self._has_begun",
+        "is_first = bool(self.due.get(stepper)) and stepper not in self._has_begun",
         "is_first = True",
         JUDGED_MORE,
         "coupling_of_two",
@@ -5011,7 +5001,7 @@ MUTANTS = [
     ),
     Mutant(
         "judge: an error of a part that was left does not tear the step",
-        "BackwardCalls._judge",
+        "BackwardCalls._require_in_parts",
         "                self._writes.tear(error)\n",
         "                pass\n",
         JUDGED_MORE,
@@ -5060,16 +5050,16 @@ MUTANTS = [
     Mutant(
         "judge: with undo nothing is compared",
         "TrialWrites._prepare",
-        "if step.judge.has_foreign:",
-        "if False:",
+        "        step.before_update(stepper, left)\n",
+        "",
         JUDGED_MORE,
         "values_that_depend",
     ),
     Mutant(
         "judge: in backward nothing is compared",
         "FinalWrites.before_step",
-        "if self._step.judge.has_foreign:",
-        "if False:",
+        "        self._step.before_update(stepper, left)\n",
+        "",
         JUDGED_MORE,
         "values_that_depend",
     ),
@@ -5084,14 +5074,14 @@ MUTANTS = [
     Mutant(
         "judge: a verdict is not told to the other ranks",
         "BackwardCalls._committed",
-        "objects=judge.has_foreign and judge.committed()",
+        "objects=judge is not None and judge.committed()",
         "objects=False",
         JUDGED_RANKS,
     ),
     Mutant(
         "judge: a verdict of another rank is not heard",
         "RunningStep.hear",
-        "if self.ledger.votes.objected_on is not None:",
+        "if self.judge is not None and self.ledger.votes.objected_on is not None:",
         "if False:",
         JUDGED_RANKS,
     ),
@@ -5129,7 +5119,7 @@ MUTANTS = [
     ),
     Mutant(
         "proved: what is proved is compared",
-        "Judge.__init__",
+        "Judge.meet",
         "0 if stepper.is_proved else FIRST",
         "FIRST",
         JUDGED_MORE,
@@ -5137,16 +5127,16 @@ MUTANTS = [
     ),
     Mutant(
         "autocast: a foreign step is the same in every block",
-        "UnderAutocast.matters",
-        "self._known.get(dtype, True)",
-        "self._known.get(dtype, False)",
+        "Stepper.autocast_matters",
+        "self._matters.get(dtype, True)",
+        "self._matters.get(dtype, False)",
         JUDGED_MORE,
         "whether_the_block_matters",
     ),
     Mutant(
         "autocast: a foreign step that was compared in a block matters there",
-        "UnderAutocast.came_out_alike",
-        "self._known[dtype] = False",
+        "Stepper.came_out_alike",
+        "self._matters[dtype] = False",
         "pass",
         JUDGED_MORE,
         "whether_the_block_matters",
@@ -5154,16 +5144,16 @@ MUTANTS = [
     Mutant(
         "autocast: nothing is said of what was compared in a block",
         "Judge.after_update",
-        "            stepper.compared()\n",
+        "            stepper.came_out_alike()\n",
         "",
         JUDGED_MORE,
         "compared_inside",
     ),
     Mutant(
         "autocast: what nobody can try is the same",
-        "UnderAutocast.matters",
-        "self._known[dtype] = True",
-        "self._known[dtype] = False",
+        "autocast_matters",
+        "            return True\n",
+        "            return False\n",
         JUDGED_MORE,
         "nobody_can_try",
     ),

@@ -16,7 +16,8 @@ from torch import nn
 
 import instep
 from instep._optim import proved
-from instep._optim.autocast import UnderAutocast
+from instep._optim.autocast import autocast_matters
+from instep._optim.stepper import Stepper
 from instep._step import judging
 from instep._torch.held_signals import heard, held
 from instep.errors import HyperparameterChangedError, TornStepError, UnsupportedOptimizerError
@@ -533,6 +534,7 @@ def test_hooks_of_the_object_run_once_in_a_step() -> None:
         def step(self, closure: Any = None) -> Any:  # type: ignore[override]
             super().step(closure)
 
+    torch.optim.SGD([torch.ones(1)])  # torch calls the hooks in its step() from now on, also where another calls it
     calls: list[int] = []
 
     def make(model: nn.Module) -> Any:
@@ -569,8 +571,10 @@ def test_an_update_that_raises_leaves_the_object_as_it_was() -> None:
         backward(model, 0)
         optimizer.step()
         optimizer.zero_grad()
+        hooks = vars(optimizer)["_optimizer_step_post_hooks"]
         with pytest.raises(ArithmeticError, match="no such update"):
             backward(model, 1)
+        assert vars(optimizer)["_optimizer_step_post_hooks"] is hooks
         assert len(optimizer.param_groups[0]["params"]) == 4
         assert type(optimizer.param_groups[0]["params"]) is list
         assert (optimizer.count, optimizer.steps) == (1, [1])
@@ -916,41 +920,79 @@ def test_a_foreign_step_that_computes_other_numbers_inside_of_a_block() -> None:
 
 
 def test_whether_the_block_matters() -> None:
-    known = UnderAutocast()
     model = layers()
-    own, foreign = torch.optim.SGD(model.parameters(), 0.0), Multiplies(model)
-    assert not known.matters(foreign, foreign=True)
+    sgd, foreign = torch.optim.SGD(model.parameters(), 0.0), Multiplies(model)
+    own, stepper = Stepper(sgd), Stepper(foreign)
+    assert not stepper.autocast_matters()
     with in_bfloat16():
-        assert UnderAutocast().matters(foreign, foreign=True)
-        assert not UnderAutocast().matters(own, foreign=False)
-        known.came_out_alike(foreign)
-        assert not known.matters(foreign, foreign=True)
+        assert stepper.autocast_matters()
+        assert not own.autocast_matters()
+        stepper.came_out_alike()
+        assert not stepper.autocast_matters()
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 @pytest.mark.parametrize("lr", [0.0, 0.1])
 def test_the_block_matters_where_an_update_multiplies(lr: float) -> None:
     optimizer = torch.optim.Muon(layers().parameters(), lr)
-    with in_bfloat16():
-        before = torch.get_rng_state()
-        matters = UnderAutocast().matters(optimizer, foreign=False)
-        assert torch.equal(torch.get_rng_state(), before)
-    assert matters == _differs_by_hand()
-
-
-def _differs_by_hand() -> bool:
-    weights = []
-    for block in (nullcontext, in_bfloat16):
-        model = layers()
-        optimizer = torch.optim.Muon(model.parameters(), 0.1)
-        backward(model, 0)
-        with block():
-            optimizer.step()
-        weights.append([*model.parameters()])
-    return not all(map(torch.equal, *weights))
+    before = torch.get_rng_state()
+    # In this block its products are rounded to eight bits.
+    assert autocast_matters(optimizer, torch.float16)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_block_matters_where_nobody_can_try() -> None:
     optimizer = torch.optim.SGD(layers().parameters(), 0.1)
-    with in_bfloat16(), patch("instep._optim.autocast._stepped", side_effect=TypeError):
-        assert UnderAutocast().matters(optimizer, foreign=False)
+    with patch("instep._optim.autocast._stepped", side_effect=TypeError):
+        assert autocast_matters(optimizer, torch.bfloat16)
+
+
+# Objects of torch's that have got another step.
+
+
+def test_an_object_that_steps_one_parameter_is_given_its_place_in_the_group() -> None:
+    def make(model: nn.Module) -> Any:
+        optimizer: Any = torch.optim.SGD(model.parameters(), 0.05)
+
+        @torch.no_grad()
+        def step_parameter(p: Any, group: dict[str, Any], index: int) -> None:
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=0.05 * (index + 1))
+
+        def step(closure: Any = None) -> None:
+            for group in optimizer.param_groups:
+                for index, p in enumerate(group["params"]):
+                    step_parameter(p, group, index)
+
+        optimizer.step_parameter, optimizer.step = step_parameter, step
+        return optimizer
+
+    found = judged(make)
+    assert not found.verdict
+    assert found.freed[-1] == ALL
+
+
+def test_a_class_of_torchs_that_gets_a_step_of_its_own_after_attach(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    plain = torch.optim.SGD.step
+
+    def step(self: Any, closure: Any = None) -> Any:
+        calls.append(len(calls))
+        return plain(self, closure)
+
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, fused=True)
+    with instep.attach(model, optimizer, schedule="forward", defer=True, bucket_bytes=64) as overlap:
+        backward(model, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        overlap.synchronize()
+        monkeypatch.setattr(torch.optim.SGD, "step", step)
+        backward(model, 1)
+        before = next(model.parameters()).detach().clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert calls == [0]
+        overlap.synchronize()
+        assert calls == [0]
+        assert not torch.equal(before, next(model.parameters()))
