@@ -51,7 +51,8 @@ class Spherical(Net):
 
         super().__init__()
         self.unused = nn.Linear(WIDTH, WIDTH)
-        for layer in (self.unused, *(block.up for block in self.blocks)):
+        layers: list[Any] = [self.unused, *(block.up for block in self.blocks if isinstance(block, Block))]
+        for layer in layers:
             sphere = geoopt.Sphere()
             layer.weight = geoopt.ManifoldParameter(sphere.projx(layer.weight.detach()), manifold=sphere)
 
