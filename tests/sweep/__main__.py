@@ -59,7 +59,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.list:
         print("\n".join(case.name for case in CASES))
-        print("\n".join(f"left out: {name}, which {why}" for name, why in LEFT_OUT.items()))
+        print("\n".join(f"left out: {name}: {why}" for name, why in LEFT_OUT.items()))
         return
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.environment or Path(temporary)).resolve()

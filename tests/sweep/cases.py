@@ -240,11 +240,6 @@ BY_NAME = [
         optimizer=grouped("galore_torch:GaLoreAdamW", LOW_RANK, {}, lr=1e-3),
     ),
     kind(
-        "galore-torch==1.0",
-        "galore_torch:GaLoreAdamW8bit",
-        optimizer=grouped("galore_torch:GaLoreAdamW8bit", LOW_RANK, {}, lr=1e-3),
-    ),
-    kind(
         "apollo-torch==1.0.3",
         "apollo_torch:APOLLOAdamW",
         optimizer=grouped(
@@ -262,7 +257,12 @@ BY_NAME = [
     kind("torch_optimizer==0.3.0", "torch_optimizer:Shampoo", {"lr": 1e-2}),
     kind("torch_optimizer==0.3.0", "torch_optimizer:Yogi"),
     kind("adam-mini==1.1.1", "adam_mini:Adam_mini", optimizer=_adam_mini),
-    kind("flashoptim==0.1.4", "flashoptim:FlashAdamW", {"lr": 1e-3, "fused": False}, environment=TRITON),
+    kind(
+        "flashoptim==0.1.4",
+        "flashoptim:FlashAdamW",
+        {"lr": 1e-3, "fused": False, "quantize": False},
+        environment=TRITON,
+    ),
     kind("sophia-opt==0.2.2", "sophia_opt:SophiaG"),
     kind("torchastic==0.1.2", "torchastic:AdamW", net=models.half, odd="draws from torch's generator"),
     kind("opteon==0.1.0", "opteon:Opteon", {"lr": 1e-2}),
@@ -277,7 +277,7 @@ BY_NAME = [
         "geoopt==0.5.1",
         "geoopt:optim.RiemannianAdam",
         {"lr": 1e-3, "stabilize": 3},
-        net=models.PartlyUsed,
+        net=models.Spherical,
         odd="makes an empty entry of state for a parameter that has no gradient",
     ),
     Case("peft: LoRA with torch's AdamW", PEFT, _adamw, models.adapted, ("peft",)),
@@ -322,8 +322,9 @@ MADE = [
 CASES = [*BY_NAME, *MADE]
 
 LEFT_OUT = {
-    "deepspeed 0.19.8 (DeepSpeedCPUAdam)": "compiles a kernel when it is made",
-    "distributed-shampoo": "is on no package index",
-    "q-galore-torch 1.0": "only steps weights that its own quantized layers hold, which need a GPU",
-    "dion": "its package is on no index",
+    "deepspeed 0.19.8 (DeepSpeedCPUAdam)": "it compiles a kernel when it is made",
+    "distributed-shampoo": "the index has no package of this name",
+    "q-galore-torch 1.0": "it steps weights that quantized layers of its own hold",
+    "galore-torch 1.0 (GaLoreAdamW8bit)": "it needs a GPU, as flashoptim's quantized state does",
+    "dion": "the index has no package of this name",
 }

@@ -43,12 +43,18 @@ class Net(nn.Module):
         return self.head(self.norm(y))
 
 
-class PartlyUsed(Net):
-    """Has a layer that no forward uses."""
+class Spherical(Net):
+    """Weights on geoopt's sphere, and a layer of them that no forward uses."""
 
     def __init__(self) -> None:
+        import geoopt
+
         super().__init__()
         self.unused = nn.Linear(WIDTH, WIDTH)
+        layers: list[Any] = [self.unused, *(block.up for block in self.blocks if isinstance(block, Block))]
+        for layer in layers:
+            sphere = geoopt.Sphere()
+            layer.weight = geoopt.ManifoldParameter(sphere.projx(layer.weight.detach()), manifold=sphere)
 
 
 def half() -> nn.Module:
