@@ -18,6 +18,7 @@ from instep.errors import AttachError, HyperparameterChangedError, InstepError, 
 from instep.verification import first_difference
 from tests.cases import Tied, batch
 from tests.devices import here, on_cpu_only
+from tests.judged import own_steps_are_judged
 from tests.parity.keyed import (
     RECIPES,
     SEED,
@@ -591,21 +592,30 @@ class Counting(Rounded):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (OfPython, "from Python's random, NumPy's generators or one of its own"),
-        (OfNumPy, "from Python's random, NumPy's generators or one of its own"),
-        (OfItsOwn, "from Python's random, NumPy's generators or one of its own"),
-        (Coupled, "couples parameters"),
+        (OfPython, "draws random numbers"),
+        (OfNumPy, "draws random numbers"),
+        (OfItsOwn, "draws random numbers"),
+        (Coupled, "together with"),
         (Counting, "returns a value that depends on what it updates"),
     ],
 )
 def test_what_no_key_reaches_is_refused(way: str, make: Make, words: str) -> None:
+    """By the first step, before anything of it is written."""
     model = Dropping(torch.float32)
-    before = random.getstate(), torch.get_rng_state()
-    with pytest.raises(UnsupportedOptimizerError, match=words) as raised:
-        instep.attach(model, make(groups_of(model)), **WAYS[way], **KEYED)
-    assert "random" in str(raised.value).split(". ", 1)[1] or "schedule='forward'" in str(raised.value)
-    assert random.getstate() == before[0]
-    assert torch.equal(torch.get_rng_state(), before[1])
+    optimizer = make(groups_of(model))
+    with own_steps_are_judged():
+        overlap = instep.attach(model, optimizer, **WAYS[way], **KEYED)
+    with overlap:
+        before = [p.detach().clone() for p in model.parameters()]
+        nn.functional.cross_entropy(model(batch(0)[0].to(here())), batch(0)[1].to(here())).backward()
+        drawn = random.getstate(), torch.get_rng_state()
+        with pytest.raises(UnsupportedOptimizerError, match=words) as raised:
+            optimizer.step()
+        assert "schedule='forward'" in str(raised.value)
+        assert random.getstate() == drawn[0]
+        assert torch.equal(torch.get_rng_state(), drawn[1])
+        assert all(map(torch.equal, before, model.parameters()))
+        optimizer.zero_grad()
 
 
 class LateDraw(Rounded):
