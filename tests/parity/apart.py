@@ -1,5 +1,5 @@
-"""Optimizers that update each parameter by itself, and hold something beside: functions over themselves, counters, lists,
-generators that nobody asks. Each is a function from a model to an optimizer."""
+"""Optimizers that update each parameter by itself, and hold something beside: functions over themselves, counters,
+lists, generators that nobody asks. Each is a function from a model to an optimizer."""
 
 import contextvars
 import functools
