@@ -1,5 +1,5 @@
-"""Optimizers of the user's own on several ranks: what couples nothing is stepped in backward, and what couples parameters
-goes on as in the plain loop, on all ranks, whichever of them has found it."""
+"""Optimizers of the user's own on several ranks: what couples nothing is stepped in backward, and what couples
+parameters goes on as in the plain loop, on all ranks, whichever of them has found it."""
 
 from collections.abc import Callable
 from typing import Any

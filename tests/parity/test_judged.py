@@ -1,5 +1,5 @@
 """Optimizers of the user's own that are judged by their first updates: those that couple parameters go on as in the
-plain loop, or are refused before anything is written. All others are stepped in backward, and keep all that they hold."""
+plain loop, or are refused before anything is written. All others are stepped in backward, and keep what they hold."""
 
 import ctypes
 import random
