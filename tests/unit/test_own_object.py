@@ -221,7 +221,7 @@ ACTIONS: dict[str, Callable[[Loop], Any]] = {
 
 @pytest.mark.parametrize(("name", "way"), [*((name, "judged") for name in ACTIONS), ("groups", "undo")])
 def test_another_thread_copies_a_whole(name: str, way: str) -> None:
-    """While an update is judged. In backward reading raises, as with any optimizer; on trial only the loop's own thread may."""
+    """While an update is judged. In backward reading raises; on trial only the loop's thread may."""
     attached, expected = Loop(Waits), Loop(Waits)
     with own_steps_are_judged() if way == "judged" else nullcontext():
         overlap = instep.attach(attached.model, attached.optimizer, **BUCKETED, undo=way == "undo")
