@@ -197,15 +197,18 @@ def raises_on_all(wrapper: str, cls: Any, every: int) -> tuple[int, str]:
     with patch.object(judging, "EVERY", every):
         pair = Pair(wrapper, cls, undo=False)
         del pair.models[0], pair.optimizers[0]  # where another rank raises, torch's own collectives would wait
-        try:
-            for i in range(STEPS + 1):
+        told = (STEPS, "")
+        for i in range(STEPS):
+            try:
                 pair.learn(i, pair.models[0], pair.optimizers[0])
-        except InstepError as error:
-            pair.overlap.accept_torn()
-            pair.overlap.detach()
-            return i, type(error).__name__
+            except InstepError as error:
+                told = min(told, (i, type(error).__name__))
+                pair.optimizers[0].zero_grad()
+                if i > told[0]:
+                    break  # the other rank has come to the same place: none waits for the other
+    pair.overlap.accept_torn()
     pair.overlap.detach()
-    return STEPS + 1, ""
+    return told
 
 
 @each_wrapper
@@ -217,9 +220,9 @@ def test_an_optimizer_that_is_refused_on_one_rank_is_refused_on_all(two_ranks: R
     two_ranks.stop()
 
 
-@each_wrapper
-def test_a_coupling_that_begins_later_on_one_rank_stops_all(two_ranks: RankPool, wrapper: str) -> None:
-    (first, told), (last, error) = two_ranks.run(raises_on_all, wrapper, LaterOnLast, 1)
+def test_a_coupling_that_begins_later_on_one_rank_stops_all(two_ranks: RankPool) -> None:
+    """Under FSDP2: DDP's buckets may be stepped together, and then there are no two to be compared."""
+    (first, told), (last, error) = two_ranks.run(raises_on_all, "fsdp2", LaterOnLast, 1)
     assert last == 3
     assert error
     assert told

@@ -173,7 +173,7 @@ class Stepper:
 
     def begin_parts(self) -> str | None:
         """Parts of an update are about to be stepped, and put back. What the optimizer holds that nobody could put
-        back, in words; ``None``: nothing that is known."""
+        back, in words; ``None``: nothing, as far as is known."""
         if self._running is None:
             self._begin(self.optimizer(), in_parts=True)
         own = self._own_object
