@@ -36,7 +36,8 @@ class Block(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.outer(nn.functional.gelu(self.inner(self.norm(x))))
+        found: torch.Tensor = x + self.outer(nn.functional.gelu(self.inner(self.norm(x))))
+        return found
 
 
 class ByHand:
@@ -89,7 +90,8 @@ class Loop:
     def __init__(self, name: str, width: int, depth: int, kind: str) -> None:
         torch.manual_seed(0)
         self.model: nn.Module = nn.Sequential(*[Block(width) for _ in range(depth)])
-        self.optimizer: Any = pytorch_optimizer.load_optimizer(name)(self.model.parameters(), lr=1e-3)
+        optimizer: Any = pytorch_optimizer.load_optimizer(name)  # typed as torch's base class, which takes no lr
+        self.optimizer: Any = optimizer(self.model.parameters(), lr=1e-3)
         self.steps = 0
         self.kind = kind
         self.by_hand: ByHand | None = None

@@ -121,7 +121,7 @@ def test_after_detach_the_mean_is_ddps(three_ranks: RankPool, option: dict[str, 
 
 def hooked() -> None:
     """As torch 2.15 makes it with ``lazy_bucket_allocation=True``: of older ones the attribute alone is there."""
-    options = {"lazy_bucket_allocation": True} if has("lazy_bucket_allocation") else {}
+    options: dict[str, Any] = {"lazy_bucket_allocation": True} if has("lazy_bucket_allocation") else {}
     models = [DistributedDataParallel(Blocks(), gradient_as_bucket_view=True, **options) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     for model, optimizer in zip(models, optimizers, strict=True):

@@ -580,7 +580,7 @@ def other_dtypes() -> list[str]:
     for parameter in model.parameters():
         parameter.grad_dtype = torch.float32
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ways: list[dict[str, Any]] = [WAYS["backward"], WAYS["undo"], WAYS["forward"]]
+    ways = [WAYS["backward"], WAYS["undo"], WAYS["forward"]]
     found = [said(AttachError, partial(instep.attach, model, optimizer, **options)) for options in ways]
     instep.attach(model, optimizer, defer=False).detach()  # as the message says
     return found

@@ -77,7 +77,8 @@ def steps_in_a_callback(wrap: str, way: str) -> tuple[bool, str]:
     plain one, and what it raises."""
     queue: Any = torch.autograd.Variable._execution_engine.queue_callback
     found = []
-    for options in (None, {"schedule": "backward"} | ({"undo": True} if way == "undo" else {}) if way else {}):
+    attached: dict[str, Any] = {"schedule": "backward"} | ({"undo": True} if way == "undo" else {}) if way else {}
+    for options in (None, attached):
         module = Parts()
         module.second.requires_grad_(False)  # every bucket is full where backward ends
         model: Any = module

@@ -407,8 +407,9 @@ def test_the_first_line_of_the_refusal_frees_accumulated_gradients(tmp_path: Pat
 
 def test_together_is_offered_where_it_frees(tmp_path: Path) -> None:
     """Not without accumulation; not a second time to who has it."""
-    for options, accumulation in (({}, 1), ({"together": True}, 8)):
-        settings = {"gradient_accumulation_steps": accumulation, "max_grad_norm": 1.0}
+    ways: tuple[tuple[dict[str, Any], int], ...] = (({}, 1), ({"together": True}, 8))
+    for options, accumulation in ways:
+        settings: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "max_grad_norm": 1.0}
         with pytest.raises(AttachError) as raised:
             trainer(tmp_path, InstepCallback(schedule="backward", **options), **settings)
         backward = [line for line in lines_in(str(raised.value)) if line._schedule == "backward"]

@@ -141,7 +141,7 @@ class Counts:
 @apart("bound method of a helper, which counts")
 class KeepsHelpersMethod(Apart):
     def made(self) -> None:
-        self.move_on = Counts().move_on
+        self.move_on: Any = Counts().move_on
 
     def after(self) -> None:
         self.move_on()
@@ -488,6 +488,8 @@ class KeepsGenerators(Apart):
 @apart("scheduler over itself")
 def scheduled(model: nn.Module) -> torch.optim.Optimizer:
     class Scheduled(Apart):
+        scheduler: torch.optim.lr_scheduler.StepLR
+
         def after(self) -> None:
             self.calls = getattr(self, "calls", 0) + 1
 
@@ -543,6 +545,8 @@ class TensorInGroup(Apart):
 
 @apart("state under names")
 class NamedState(Apart):
+    state: Any  # to torch's types, the keys are tensors alone
+
     def made(self) -> None:
         self.state["k"] = torch.zeros((), dtype=torch.long)
 

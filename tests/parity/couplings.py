@@ -293,6 +293,8 @@ class DrawsFromTorchsOwn(Coupled):
 @coupling("another weight through a module")
 def through_module(model: nn.Module) -> torch.optim.Optimizer:
     class ReadsModule(Coupled):
+        model: Any
+
         def scales(self, those: list[Any]) -> list[float]:
             return [shrunk(self.model[0].weight.sum().item())] * len(those)
 
@@ -345,7 +347,8 @@ class ThroughData(Coupled):
 
 @cache
 def scripted() -> Any:
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
         return torch.jit.script(clipped)
 
 
@@ -495,6 +498,8 @@ class ByPosition(Coupled):
 @coupling("a compiled step over the list")
 def compiled_list(model: nn.Module) -> torch.optim.Optimizer:
     class Compiled(Coupled):
+        update: Any
+
         @torch.no_grad()
         def step(self, closure: Any = None) -> Any:
             if those := self.those():

@@ -531,7 +531,7 @@ def test_what_couples_nothing_is_drawn_by_keys() -> None:
 
 def test_hooks_of_the_object_run_once_in_a_step() -> None:
     class Inherits(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        def step(self, closure: Any = None) -> Any:
             super().step(closure)
 
     torch.optim.SGD([torch.ones(1)])  # torch calls the hooks in its step() from now on, also where another calls it
@@ -613,6 +613,8 @@ class Holder(Slotted):
 @each_way
 def test_what_a_step_leaves_is_what_its_buckets_have_left(way: str) -> None:
     class Counts(Plain):
+        state: Any  # to torch's types, the keys are tensors alone
+
         def made(self, model: nn.Module) -> None:
             self.steps, self.idle, self.once, self.window = 0, 0, True, [0.0]
             self.moving, self.object = torch.zeros(2), Holder()

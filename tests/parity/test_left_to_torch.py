@@ -296,7 +296,8 @@ def test_an_optimizer_made_without_its_parents_constructor(has: tuple[str, ...])
         return usual(model, made(model))
 
     (plain, _, plain_step), (model, optimizers, step) = loop(), loop()
-    refused = {"backward": {"schedule": "backward"}, "undo": {"schedule": "backward", "undo": True}}
+    refused: dict[str, dict[str, Any]] = {"backward": {"schedule": "backward"}}
+    refused |= {"undo": {"schedule": "backward", "undo": True}}
     refused |= {"clip": {"clip": instep.ClipNorm(1.0)}, "keyed": {"schedule": "backward", "random": "keyed", "seed": 1}}
     for options in refused.values():
         with pytest.raises(

@@ -1366,7 +1366,7 @@ def test_a_function_that_reads_the_buffers_of_its_gradients(sum_of_all: bool) ->
 
     def loss_of_one(x: torch.Tensor) -> torch.Tensor:
         hidden = model(x)
-        found: torch.Tensor = ReadsBuffers.apply(hidden, model.scale)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = ReadsBuffers.apply(hidden, model.scale)
         return (found + hidden if sum_of_all else found).square().sum()
 
     with pytest.raises(AccumulationError, match=r"ctx\.input_grad_buffers.*overlap\.accumulate\(\)"):

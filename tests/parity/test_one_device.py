@@ -552,18 +552,23 @@ class Remembering(torch.optim.SGD):
                     p.sub_(queue[0], alpha=group["lr"])
 
 
-NOTHING: dict[str, Callable[[Any, Any], None]] = {
-    "no step": lambda model, optimizer: model(torch.ones(2, 3)).sum().backward(),
-    "a rate of 0": lambda model, optimizer: (optimizer.param_groups[0].update(lr=0.0), training(model, optimizer)),
-    "all frozen": lambda model, optimizer: (model.requires_grad_(False), optimizer.step()),
-    "another model": lambda model, optimizer: (nn.Linear(3, 3)(torch.ones(2, 3)).sum().backward(), optimizer.step()),
-}
-
-
 def training(model: Any, optimizer: Any) -> None:
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def at_a_rate_of_0(model: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0].update(lr=0.0)
+    training(model, optimizer)
+
+
+NOTHING: dict[str, Callable[[Any, Any], object]] = {
+    "no step": lambda model, optimizer: model(torch.ones(2, 3)).sum().backward(),
+    "a rate of 0": at_a_rate_of_0,
+    "all frozen": lambda model, optimizer: (model.requires_grad_(False), optimizer.step()),
+    "another model": lambda model, optimizer: (nn.Linear(3, 3)(torch.ones(2, 3)).sum().backward(), optimizer.step()),
+}
 
 
 @pytest.mark.parametrize("name", ["training", *NOTHING])

@@ -430,7 +430,8 @@ class Counts(Fails):
             elif isinstance(self.counts, Box):
                 self.counts.raised += 1
             elif isinstance(self.counts, nn.Module):
-                self.counts.running_mean.add_(1)
+                mean: Any = self.counts.running_mean
+                mean.add_(1)
             else:
                 self.counts += 1
         return super().step(closure)

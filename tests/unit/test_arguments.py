@@ -352,7 +352,8 @@ def test_what_holds_optimizers_is_told_how_to_give_them(given: Given, held: Any,
     """As Pyro's, which makes one for each parameter, in the first step."""
     other = elsewhere("PyroOptim")()
     vars(other).update(held(given.optimizer))
-    for options in ({}, {"schedule": "backward"}):
+    ways: list[dict[str, Any]] = [{}, {"schedule": "backward"}]
+    for options in ways:
         with pytest.raises(AttachError, match=advice):
             instep.attach(given.model, other, **options)
 

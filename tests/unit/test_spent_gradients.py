@@ -23,10 +23,11 @@ WITHOUT_VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def make(wrapped: Callable[[torch.Tensor], torch.Tensor] = lambda weight: weight) -> Any:
+def make(wrapped: Callable[[torch.Tensor], torch.Tensor] = lambda weight: weight) -> tuple[Any, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
-    model[0].weight = nn.Parameter(wrapped(model[0].weight.detach()))
+    first: Any = model[0]
+    first.weight = nn.Parameter(wrapped(first.weight.detach()))
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 

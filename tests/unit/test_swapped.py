@@ -53,16 +53,18 @@ def make(kind: type[nn.Parameter] | type[TwoTensor] = nn.Parameter) -> nn.Sequen
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
     if kind is TwoTensor:
-        weight = model[0].weight.detach()
-        model[0].weight = nn.Parameter(TwoTensor(weight.clone(), weight.clone()))
+        first: Any = model[0]
+        weight = first.weight.detach()
+        first.weight = nn.Parameter(TwoTensor(weight.clone(), weight.clone()))
     return model
 
 
 def train(
     model: nn.Sequential, optimizer: torch.optim.Optimizer, change: Callable[[nn.Module], object], at: int, when: str
 ) -> list[torch.Tensor]:
+    middle: Any = model[2]
     for number in range(STEPS):
-        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(number)).to(model[2].weight.dtype)
+        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(number)).to(middle.weight.dtype)
         model(inputs).pow(2).sum().backward()
         if number == at and when == "after backward":
             change(model)
