@@ -4758,14 +4758,16 @@ MUTANTS = [
         "Undo.restore",
         "            kept.restore()\n",
         "            pass\n",
-        UNDO,
+        JUDGED_MORE,
+        "undo_puts_back",
     ),
     Mutant(
         "own object: parameters that it reaches otherwise are not put back",
         "UndoCopies.around",
         "[*update.owned, *self._reached]",
         "update.owned",
-        UNDO,
+        JUDGED_MORE,
+        "undo_puts_back",
     ),
     Mutant(
         "signals: those that have come are lost",
