@@ -997,15 +997,15 @@ def test_an_object_that_steps_one_parameter_is_given_its_place_in_the_group() ->
 
 
 def test_a_class_of_torchs_that_gets_a_step_of_its_own_after_attach(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, fused=True)
     calls: list[int] = []
-    plain = torch.optim.SGD.step
+    plain = torch.optim.SGD.step  # which calls the hooks: torch has seen to it where the first one was made
 
     def step(self: Any, closure: Any = None) -> Any:
         calls.append(len(calls))
         return plain(self, closure)
 
-    model = layers()
-    optimizer = torch.optim.SGD(model.parameters(), 0.05, fused=True)
     with instep.attach(model, optimizer, schedule="forward", defer=True, bucket_bytes=64) as overlap:
         for i in range(2):
             if i:
