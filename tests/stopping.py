@@ -1,7 +1,10 @@
 """An update that stops in the middle, and what an error may say of the parameters then."""
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -23,6 +26,22 @@ class Stops(torch.optim.SGD):
                 parameter.sub_(parameter.grad, alpha=group["lr"])
                 if LEFT:
                     LEFT["parameters"] -= 1
+
+
+@contextmanager
+def updates_stop() -> Iterator[None]:
+    """torch's own SGD stops in the same way: an update that waits is one of torch's own."""
+
+    def update(parameters: list[torch.Tensor], gradients: list[torch.Tensor], *_: Any, lr: float, **__: Any) -> None:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if LEFT.get("parameters") == 0:
+                raise ZeroDivisionError("the update")
+            parameter.sub_(gradient, alpha=lr)
+            if LEFT:
+                LEFT["parameters"] -= 1
+
+    with patch.object(sys.modules["torch.optim.sgd"], "sgd", update):
+        yield
 
 
 def require_true(torn: TornStepError, found: Mapping[str, torch.Tensor], old: Any, new: Any) -> None:

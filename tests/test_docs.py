@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import logging
 import re
+import subprocess
 import textwrap
 from pathlib import Path
 
@@ -204,6 +205,21 @@ def test_hooks_before_a_commit_download_nothing() -> None:
     assert [one["repo"] for one in repositories] == ["local"]
     hooks = {hook["entry"].split()[0]: hook["language"] for hook in repositories[0]["hooks"]}
     assert hooks == {"ruff": "system", "mypy": "system"}
+
+
+@pytest.mark.parametrize("finding", sorted((ROOT / "findings").glob("*")), ids=lambda path: path.stem)
+def test_a_finding_has_its_form(finding: Path) -> None:
+    """That of CONTRIBUTING.md. It is not run: it installs packages."""
+    text = finding.read_text(encoding="utf-8")
+    top, _, rest = text.partition("set -euo pipefail\n")
+    assert finding.suffix == ".sh"
+    said = re.findall(r"^# (Question|A good guess|What happens|Version|Source|Who meets it): \S", top, re.MULTILINE)
+    assert said == ["Question", "A good guess", "What happens", "Version", "Source", "Who meets it"]
+    assert "instep" not in text
+    assert "$(mktemp -d)" in rest
+    assert "torch==" in rest.partition("program")[0]
+    assert max(map(len, top.splitlines())) <= 120
+    subprocess.run(["bash", "-n", str(finding)], check=True)
 
 
 def test_a_report_of_a_bug_asks_for_the_environment() -> None:

@@ -76,3 +76,4 @@ def test_what_belongs_to_a_release_is_in_the_archives(release: Path) -> None:
     with tarfile.open(next(release.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"README.md", "CHANGELOG.md", "LICENSE", "docs/index.md", "tests/README.md", "src/instep/py.typed"} <= names
+    assert not [name for name in names if name.startswith("findings")]

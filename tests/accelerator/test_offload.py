@@ -622,7 +622,6 @@ def test_with_micro_batches(undo: bool) -> None:
     [
         ({"offload": "disk"}, "offload must be None or 'host', not 'disk'"),
         ({"offload": True}, "offload must be None or 'host', not True"),
-        ({"offload": "host", "check_steps": 2}, "check_steps=2 does not go with offload='host'"),
         ({"offload": "host", "shard_state": True}, "offload='host' does not go with shard_state=True"),
     ],
 )

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import instep
+from instep.errors import CheckpointError
 from tests.cases import Blocks, Rotations, Tied, attachment_of, batch, optimizer_cases, two_groups
 from tests.checkpoint.loops import adamw, everything, learn, load_from, loss_of, made, require_same
 from tests.late import late_updates
@@ -149,6 +150,31 @@ def test_buffers_strides_and_frozen_parameters(tmp_path: Path) -> None:
     require_same(first, then, "loaded")
     for one in (first, then):
         assert one[1].state[one[0][0].weight]["exp_avg"].is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_one_element_of_any_stride_and_floats_of_eight_bits(tmp_path: Path, dtype: torch.dtype) -> None:
+    def build() -> nn.Module:
+        model = nn.Linear(3, 2)
+        model.scales = nn.Parameter(torch.rand(4).to(dtype), requires_grad=False)
+        return model
+
+    def adam(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+    (model, optimizer), then = made(adam, build=build), made(adam, build=build, seed=1)
+    model(torch.randn(2, 3)).square().mean().backward()
+    optimizer.step()
+    for entry in optimizer.state.values():
+        entry["distance"] = torch.arange(30.0)[3::11][:1]
+        assert entry["distance"].stride() == (11,)
+    instep.save(tmp_path / "first", model, optimizer, step=1)
+    instep.load(tmp_path / "first", *then)
+    require_same((model, optimizer), then, "loaded")
+    with torch.no_grad():
+        model.scales[1] = float("nan")
+    with pytest.raises(CheckpointError, match="'model/scales' is not finite"):
+        instep.save(tmp_path / "second", model, optimizer, step=1)
 
 
 def test_several_optimizers_given_in_another_order(tmp_path: Path) -> None:

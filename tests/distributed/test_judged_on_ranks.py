@@ -1,75 +1,227 @@
-"""What one rank finds to be coupled, all ranks leave to ``optimizer.step()``."""
+"""Optimizers of the user's own on several ranks: what couples nothing is stepped in backward, and what couples
+parameters goes on as in the plain loop, on all ranks, whichever of them has found it."""
 
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
+from instep._step import judging
+from instep.errors import InstepError, UnsupportedOptimizerError
 from instep.verification import first_difference, training_state
+from tests.cases import Blocks, batch, two_groups
 from tests.distributed.pool import RankPool
+from tests.distributed.sharded import local_of, nested
 from tests.judged import own_steps_are_judged
 
 STEPS = 5
 
 
-class Descends(torch.optim.Optimizer):
-    """What it returns is, on one rank, taken from all parameters. What it writes never is."""
+class Foreign(torch.optim.Optimizer):
+    """Momentum. What ``scale`` returns is the road of a coupling."""
 
-    def __init__(self, params: Any, coupled: bool) -> None:
+    def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.05})
-        self.coupled = coupled
+        self.calls = 0
+
+    def scale(self, there: list[Any]) -> float:
+        return 1.0 / (1 + self.calls)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        those = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for p in those:
-            p.sub_(p.grad, alpha=0.05)
-        return sum(p.grad.norm().item() for p in those if p.grad is not None) if self.coupled else None
+        there = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        scale = self.scale(there)
+        for p in there:
+            state = self.state[p]
+            state["m"] = p.grad.clone() if "m" not in state else state["m"].mul_(0.9).add_(p.grad)
+            p.sub_(state["m"], alpha=0.05 * scale)
+        self.calls += bool(there)
 
 
-def loop(coupled_on: int | None, way: str | None) -> tuple[Any, str, list[int]]:
-    torch.manual_seed(0)
-    bare = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    model = DistributedDataParallel(bare, bucket_cap_mb=0.0003)
-    optimizer = Descends(model.parameters(), coupled_on == dist.get_rank())
-    overlap = None if way is None else instep.attach(model, optimizer, schedule="backward", undo=way == "undo")
-    freed = []
-    for i in range(STEPS):
-        torch.manual_seed(10 * i + dist.get_rank())
-        model(torch.randn(4, 8)).square().sum().backward()
-        freed.append(sum("Spent" in repr(p.grad) for p in model.parameters()))
+def norm_of(there: list[Any]) -> float:
+    """Of this rank's shards."""
+    gradients = (local_of(p.grad) if isinstance(p.grad, DTensor) else p.grad for p in there)
+    return sum(gradient.square().sum().item() for gradient in gradients)
+
+
+class Coupled(Foreign):
+    def scale(self, there: list[Any]) -> float:
+        return 1.0 / (1 + norm_of(there))
+
+
+class CoupledOnLast(Foreign):
+    """Only the last rank's own update couples parameters."""
+
+    def scale(self, there: list[Any]) -> float:
+        return 1.0 / (1 + norm_of(there)) if dist.get_rank() == dist.get_world_size() - 1 else 1.0
+
+
+class CoupledOnFirst(Foreign):
+    def scale(self, there: list[Any]) -> float:
+        return 1.0 / (1 + norm_of(there)) if dist.get_rank() == 0 else 1.0
+
+
+class SecondOnLast(CoupledOnLast):
+    """It begins with the second update: the others have judged it twice, and know nothing, when the third begins."""
+
+    def scale(self, there: list[Any]) -> float:
+        return super().scale(there) if self.calls == 1 else 1.0
+
+
+class LaterOnLast(CoupledOnLast):
+    def scale(self, there: list[Any]) -> float:
+        return super().scale(there) if self.calls > 2 else 1.0
+
+
+class DrawsOnLast(Foreign):
+    def scale(self, there: list[Any]) -> float:
+        return torch.rand(()).item() if dist.get_rank() == dist.get_world_size() - 1 else 0.5
+
+
+CALLS = [0]
+
+
+class HiddenOnLast(Foreign):
+    """Only the last rank keeps what nobody can put back."""
+
+    def scale(self, there: list[Any]) -> float:
+        CALLS[0] += dist.get_rank() == dist.get_world_size() - 1
+        return 1.0 / (1 + CALLS[0])
+
+
+class RaisesOnLast(Foreign):
+    """On parts of all parameters."""
+
+    def scale(self, there: list[Any]) -> float:
+        if dist.get_rank() == dist.get_world_size() - 1 and 0 < len(there) < 10:
+            raise ValueError
+        return 0.5
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model, bucket_cap_mb=0.004)
+
+
+WRAPPED: dict[str, Callable[[Any], nn.Module]] = {"ddp": ddp, "fsdp2": nested}
+each_way = pytest.mark.parametrize("undo", [False, True], ids=["backward", "undo"])
+each_wrapper = pytest.mark.parametrize("wrapper", WRAPPED)
+
+
+class Pair:
+    """A plain loop and an attached one on this rank."""
+
+    def __init__(self, wrapper: str, cls: Any, *, undo: bool, groups: bool = False) -> None:
+        self.models, self.optimizers = [], []
+        for _ in range(2):
+            torch.manual_seed(0)
+            model = WRAPPED[wrapper](Blocks())
+            self.models.append(model)
+            self.optimizers.append(cls(two_groups(model) if groups else model.parameters()))
+        with own_steps_are_judged():
+            self.overlap = instep.attach(self.models[1], self.optimizers[1], schedule="backward", undo=undo)
+        self.stepped = 0  # parameters that the last backward has stepped
+
+    def learn(self, i: int, model: nn.Module, optimizer: Any) -> None:
+        torch.manual_seed(i)
+        x, y = batch(i * dist.get_world_size() + dist.get_rank())
+        nn.functional.cross_entropy(model(x), y).backward()
+        self.stepped = sum("Spent" in repr(p.grad) for p in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
-    state = list(training_state(bare, optimizer))
-    said = ""
-    if overlap is not None:
-        said = "\n".join(overlap.plan.judged)
-        overlap.detach()
-    return state, said, freed
+
+    def step(self, i: int) -> None:
+        for model, optimizer in zip(self.models, self.optimizers, strict=True):
+            self.learn(i, model, optimizer)
+        states = (training_state(m, o) for m, o in zip(self.models, self.optimizers, strict=True))
+        difference = first_difference(*states)
+        assert difference is None, f"step {i + 1}: {difference}"
+        assert self.optimizers[0].calls == self.optimizers[1].calls
 
 
-def same_as_plain(coupled_on: int | None, way: str) -> tuple[str | None, str, list[int]]:
-    with own_steps_are_judged():
-        plain, _, _ = loop(coupled_on, None)
-        state, said, freed = loop(coupled_on, way)
-    return first_difference(iter(plain), iter(state)), said, freed
+def stays_apart(wrapper: str, undo: bool, groups: bool) -> None:
+    pair = Pair(wrapper, Foreign, undo=undo, groups=groups)
+    with pair.overlap:
+        for i in range(STEPS):
+            pair.step(i)
+            assert undo or bool(pair.stepped) is (i >= judging.FIRST), f"step {i + 1}"
+        assert pair.overlap.plan.judged == ()
+        assert pair.overlap.step_count == STEPS
 
 
-@pytest.mark.parametrize("way", ["backward", "undo"])
-def test_all_ranks_hear_of_what_one_has_found(two_ranks: RankPool, way: str) -> None:
-    for rank, (difference, said, freed) in enumerate(two_ranks.run(same_as_plain, 1, way)):
-        assert difference is None
-        assert not any(freed)
-        assert ("rank 1 has found" if rank == 0 else "returns a value that depends on what it updates") in said
+@each_way
+@each_wrapper
+def test_what_couples_nothing_is_stepped_in_backward(two_ranks: RankPool, wrapper: str, undo: bool) -> None:
+    two_ranks.run(stays_apart, wrapper, undo, False)
 
 
-def test_ranks_that_find_nothing_step_in_backward(two_ranks: RankPool) -> None:
-    for difference, said, freed in two_ranks.run(same_as_plain, None, "backward"):
-        assert difference is None
-        assert not said
-        assert freed[:2] == [0, 0]
-        assert freed[-1] == 8
+@each_wrapper
+def test_on_three_ranks_with_two_groups(three_ranks: RankPool, wrapper: str) -> None:
+    three_ranks.run(stays_apart, wrapper, False, True)
+
+
+def goes_on_plainly(wrapper: str, cls: Any, undo: bool) -> tuple[str, ...]:
+    pair = Pair(wrapper, cls, undo=undo)
+    with pair.overlap:
+        for i in range(STEPS):
+            pair.step(i)
+            assert not pair.stepped, f"step {i + 1}"
+        assert pair.overlap.step_count == STEPS
+        return pair.overlap.plan.judged
+
+
+@each_way
+@each_wrapper
+@pytest.mark.parametrize("cls", [Coupled, CoupledOnLast, CoupledOnFirst, SecondOnLast, DrawsOnLast, RaisesOnLast])
+def test_one_verdict_for_all_ranks(two_ranks: RankPool, cls: Any, wrapper: str, undo: bool) -> None:
+    verdicts = two_ranks.run(goes_on_plainly, wrapper, cls, undo)
+    assert all("left to optimizer.step()" in "".join(verdict) for verdict in verdicts), verdicts
+
+
+@each_wrapper
+@pytest.mark.parametrize("cls", [CoupledOnLast, SecondOnLast])
+def test_one_verdict_for_three_ranks(three_ranks: RankPool, cls: Any, wrapper: str) -> None:
+    verdicts = three_ranks.run(goes_on_plainly, wrapper, cls, False)
+    assert all("left to optimizer.step()" in "".join(verdict) for verdict in verdicts), verdicts
+
+
+def raises_on_all(wrapper: str, cls: Any, every: int) -> tuple[int, str]:
+    """The step in which this rank was told, and by what."""
+    CALLS[0] = 0
+    with patch.object(judging, "EVERY", every):
+        pair = Pair(wrapper, cls, undo=False)
+        del pair.models[0], pair.optimizers[0]  # where another rank raises, torch's own collectives would wait
+        try:
+            for i in range(STEPS + 1):
+                pair.learn(i, pair.models[0], pair.optimizers[0])
+        except InstepError as error:
+            pair.overlap.accept_torn()
+            pair.overlap.detach()
+            return i, type(error).__name__
+    pair.overlap.detach()
+    return STEPS + 1, ""
+
+
+@each_wrapper
+def test_an_optimizer_that_is_refused_on_one_rank_is_refused_on_all(two_ranks: RankPool, wrapper: str) -> None:
+    (first, told), (last, error) = two_ranks.run(raises_on_all, wrapper, HiddenOnLast, 50)
+    assert (last, error) == (0, UnsupportedOptimizerError.__name__)
+    assert told
+    assert first <= 1
+    two_ranks.stop()
+
+
+@each_wrapper
+def test_a_coupling_that_begins_later_on_one_rank_stops_all(two_ranks: RankPool, wrapper: str) -> None:
+    (first, told), (last, error) = two_ranks.run(raises_on_all, wrapper, LaterOnLast, 1)
+    assert last == 3
+    assert error
+    assert told
+    assert first <= last + 1
+    two_ranks.stop()

@@ -199,7 +199,7 @@ def test_without_parameters_there_is_no_optimizer_yet() -> None:
 
 def test_what_is_not_wrapped_is_refused() -> None:
     overlapped = instep.as_overlapped_optim(torch.optim.SGD, None, lr=0.1)
-    with pytest.raises(AttachError, match="takes a DistributedDataParallel, not Blocks"):
+    with pytest.raises(AttachError, match="takes a DistributedDataParallel, not tests"):
         overlapped.register_ddp(Blocks())  # type: ignore[arg-type]  # the mistake
     with pytest.raises(AttachError, match="is not sharded"):
         overlapped.register_fsdp(Blocks())

@@ -1,5 +1,5 @@
-"""Optimizers that update each parameter by itself, and hold something beside: functions over themselves, counters, lists,
-generators that nobody asks. Each is a function from a model to an optimizer."""
+"""Optimizers that update each parameter by itself, and hold something beside: functions over themselves, counters,
+lists, generators that nobody asks. Each is a function from a model to an optimizer."""
 
 import contextvars
 import functools
@@ -427,22 +427,6 @@ class KeepsSlotted(Apart):
 
     def scale(self) -> float:
         return self.helper.values[-1]
-
-
-@apart("__slots__ of the optimizer")
-class HasSlots(Apart):
-    __slots__ = ("calls", "values")
-
-    def made(self) -> None:
-        self.calls = 0
-        self.values: list[int] = []
-
-    def after(self) -> None:
-        self.calls += 1
-        self.values.append(self.calls)
-
-    def scale(self) -> float:
-        return 1.0 / (1 + self.calls)
 
 
 @apart("a property with a hidden name")

@@ -579,7 +579,7 @@ class InnerOfItsOwn(torch.optim.Optimizer):
         return self.inner.step()
 
 
-@coupling("itertools.count", "refused")
+@coupling("itertools.count")
 class Counts(Coupled):
     def made(self) -> None:
         self.numbers = itertools.count(1)
@@ -629,6 +629,18 @@ def in_module(model: nn.Module) -> torch.optim.Optimizer:
             return [1.0 / max(1, CALLS[0])] * len(those)
 
     return CountsInModule(model.parameters())
+
+
+@coupling("__slots__ of the optimizer", "refused")
+class HasSlots(Coupled):
+    __slots__ = ("calls",)
+
+    def made(self) -> None:
+        self.calls = 0
+
+    def scales(self, those: list[Any]) -> list[float]:
+        self.calls += bool(those)
+        return [1.0 / max(1, self.calls)] * len(those)
 
 
 @coupling("closure of step", "refused")
@@ -686,7 +698,7 @@ class AfterThree(CountsSteps):
 @begins_later("every third step")
 class EveryThird(CountsSteps):
     def is_due(self, those: list[Any]) -> bool:
-        return self.steps % 3 == 0
+        return self.steps > 1 and self.steps % 3 == 1  # of the first step in backward nothing is compared again
 
 
 @begins_later("every fourth step")

@@ -5,15 +5,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
-from instep._optim import autocast
+from instep._optim import autocast, stepper
 from instep.errors import HyperparameterChangedError
 from tests.cases import Blocks, batch
 from tests.devices import here
+from tests.judged import own_steps_are_judged
 from tests.parity.lockstep import EXACT, Contender, Refused, in_every_way, lockstep, loss_of
 from tests.parity.made import Made, Recipe
 
@@ -65,18 +67,17 @@ def build(make: Make) -> tuple[nn.Module, torch.optim.Optimizer]:
 @pytest.mark.parametrize("around", ["backward", "step", "all"])
 @pytest.mark.parametrize("name", list(UNCHANGED))
 def test_the_block_does_not_matter(way: str, around: str, name: str) -> None:
-    lane = lockstep(way, partial(build, UNCHANGED[name]), partial(learn, around=around))
+    with own_steps_are_judged():  # compared inside of the block, too
+        lane = lockstep(way, partial(build, UNCHANGED[name]), partial(learn, around=around))
     assert lane.overlap.redo_count == 0
 
 
 @in_every_way
 @pytest.mark.parametrize("around", ["backward", "step", "all"])
 @pytest.mark.parametrize("name", list(CHANGED))
-@pytest.mark.parametrize("check_steps", [0, 3])
-def test_the_block_changes_the_update(way: str, around: str, name: str, check_steps: int) -> None:
+def test_the_block_changes_the_update(way: str, around: str, name: str) -> None:
     refused = None if around == "backward" or way in EXACT else {way: TORN}
-    options: dict[str, Any] = {"check_steps": check_steps} if check_steps else {}
-    lockstep(way, partial(build, CHANGED[name]), partial(learn, around=around), refused=refused, **options)
+    lockstep(way, partial(build, CHANGED[name]), partial(learn, around=around), refused=refused)
 
 
 def test_the_block_changes_every_optimizer_with_matrix_products() -> None:
@@ -97,14 +98,12 @@ def test_the_block_changes_every_optimizer_with_matrix_products() -> None:
 def counted() -> Iterator[list[object]]:
     """The trials that are made meanwhile."""
     trials: list[object] = []
-    tried = autocast._tried
-    with pytest.MonkeyPatch.context() as patch:
 
-        def counting(*given: Any) -> Any:
-            trials.append(given)
-            return tried(*given)
+    def counting(*given: Any) -> bool:
+        trials.append(given)
+        return autocast.autocast_matters(*given)
 
-        patch.setattr(autocast, "_tried", counting)
+    with patch.object(stepper, "autocast_matters", counting):
         yield trials
 
 
@@ -115,18 +114,22 @@ def test_it_is_tried_once_and_only_where_step_is_inside(around: str) -> None:
     assert len(trials) == (around == "all")
 
 
-def test_an_optimizer_that_cannot_be_tried_is_taken_for_one_that_differs() -> None:
-    _, optimizer = build(lambda model: OnCommand(model.parameters(), lr=0.1))
+def test_a_foreign_optimizer_is_taken_for_one_that_differs_until_it_was_compared_there() -> None:
+    model, optimizer = build(lambda model: OnCommand(model.parameters(), lr=0.1))
+    one = stepper.Stepper(optimizer)
+    assert not one.autocast_matters()
     with in_low_precision():
-        assert autocast.autocast_matters(optimizer)
-    assert not autocast.autocast_matters(optimizer)
+        assert one.autocast_matters()
+        one.came_out_alike()
+        assert not one.autocast_matters()
+    del model
 
 
 @pytest.mark.parametrize("others", [{}, {1: None}], ids=["alone", "beside other threads"])
 def test_the_trial_draws_nothing(monkeypatch: pytest.MonkeyPatch, others: dict[int, int | None]) -> None:
     monkeypatch.setattr("instep._optim.random_numbers._times_of_others", lambda: others)
-    _, optimizer = build(UNCHANGED["torch's own"])
+    model, optimizer = build(UNCHANGED["torch's own"])
     before = torch.get_rng_state()
-    with in_low_precision():
-        autocast.autocast_matters(optimizer)
+    assert not autocast.autocast_matters(optimizer, torch.bfloat16)
     assert torch.equal(torch.get_rng_state(), before)
+    del model

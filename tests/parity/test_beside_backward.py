@@ -766,7 +766,7 @@ def test_what_takes_turns_with_backward_stays_in_its_hooks(handed: list[int], mo
 
 @pytest.mark.parametrize(
     "option",
-    [{"undo": True}, {"clip": instep.ClipValue(1.0)}, {"nonfinite": "raise"}, {"check_steps": 2}],
+    [{"undo": True}, {"clip": instep.ClipValue(1.0)}, {"nonfinite": "raise"}],
     ids=lambda option: next(iter(option)),
 )
 def test_an_option_with_a_part_in_each_update(option: dict[str, Any], handed: list[int]) -> None:

@@ -125,7 +125,6 @@ def fresh(manager: Any) -> Iterator[Any]:
 
 OPTIONS: dict[str, Any] = {
     **{way: options for way, options in WAYS.items() if way != "two_pass"},
-    "checked": {"schedule": "backward", "check_steps": 3},
 }
 
 

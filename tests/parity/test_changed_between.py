@@ -348,7 +348,7 @@ def test_an_update_that_counts_in_an_object_of_its_group_is_refused() -> None:
         return 0.1
 
     model, optimizer = configured(read, in_groups(Plain))()
-    match = r"changes param_groups\[.\]\['cfg'\] in place"
+    match = r"updates param_groups\[.\]\['cfg'\] in a way that depends on which parameters step together"
     with (
         pytest.raises(UnsupportedOptimizerError, match=match),
         instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward"),

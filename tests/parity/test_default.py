@@ -16,6 +16,7 @@ from instep.errors import StaleAttachmentError, UnsupportedOptimizerError
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch
 from tests.devices import here
+from tests.judged import own_steps_are_judged
 from tests.late import late_updates
 
 STEPS = 8
@@ -287,18 +288,31 @@ def test_an_optimizer_that_is_stepped_as_a_whole(name: str, defer: Any) -> None:
             assert "is stepped as a whole" in repr(overlap)
 
 
-@pytest.mark.parametrize("name", [name for name in MAKES if name != "a closure"])
+@pytest.mark.parametrize("name", ["LBFGS", "a wrapper"])
 def test_in_backward_it_is_refused(name: str) -> None:
     loop = Loop(MAKES[name][0])
     with pytest.raises(UnsupportedOptimizerError):
         instep.attach(loop.model, loop.optimizer, schedule="backward")
 
 
+@pytest.mark.parametrize("name", ["coupled", "drawing"])
+def test_in_backward_it_is_left_to_step(name: str) -> None:
+    make, step, _ = MAKES[name]
+    plain, loop = Loop(make), Loop(make)
+    with own_steps_are_judged(), instep.attach(loop.model, loop.optimizer, schedule="backward") as overlap:
+        for i in range(STEPS):
+            for one in (plain, loop):
+                torch.manual_seed(i)
+                step(one, i)
+            assert difference(plain, loop) is None
+        assert "left to optimizer.step()" in str(overlap.plan.judged)
+
+
 @pytest.mark.parametrize("name", ["LBFGS", "a wrapper"])
-@pytest.mark.parametrize("option", [{"clip": instep.ClipNorm(1.0)}, {"nonfinite": "skip"}, {"check_steps": 2}], ids=str)
+@pytest.mark.parametrize("option", [{"clip": instep.ClipNorm(1.0)}, {"nonfinite": "skip"}], ids=str)
 def test_what_comes_before_an_update_needs_one(name: str, option: dict[str, Any]) -> None:
     loop = Loop(MAKES[name][0])
-    with pytest.raises(UnsupportedOptimizerError, match="clip, nonfinite and check_steps"):
+    with pytest.raises(UnsupportedOptimizerError, match="clip and nonfinite"):
         instep.attach(loop.model, loop.optimizer, **option)
 
 

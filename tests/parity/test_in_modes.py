@@ -43,7 +43,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
     "undo": {"schedule": "backward", "undo": True},
     "skip": {"nonfinite": "skip"},
-    "checked": {"schedule": "backward", "check_steps": 3},
 }
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import instep
-from instep._step.deferred_buckets import DeferredBuckets
 from instep.errors import InstepError
 from tests.parity.interrupts import Interrupter, LineInterrupter
 
@@ -26,8 +25,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "undo, left out": {"schedule": "backward", "undo": True, "nonfinite": "skip"},
     "forward, left out": {"schedule": "forward", "defer": True, "nonfinite": "skip"},
     "disabled, left out": {"schedule": "forward", "defer": True, "nonfinite": "skip"},
-    "undo, checked": {"schedule": "backward", "undo": True, "check_steps": 4},
-    "forward, checked": {"schedule": "forward", "defer": True, "check_steps": 4},
 }
 BEFORE, AFTER = 2, 2  # steps
 
@@ -253,21 +250,6 @@ def check(monkeypatch: pytest.MonkeyPatch, way: str, optimizer: str, then: Then,
                 wrong.append((where, late))
     assert not wrong, f"of {passed.points} points {len(wrong)} ended as neither: {wrong[:8]}"
     assert way == "backward" or not told, f"of {passed.points} points at {len(told)} the step was lost: {told[:8]}"
-
-
-@pytest.mark.parametrize("function", [DeferredBuckets._let_go, DeferredBuckets._end])
-def test_each_line_of_letting_go_of_a_bucket(function: Callable[..., Any]) -> None:
-    """Within ``step()``, which is to compare what it has put off."""
-    for then in (replace, clear, look):
-        passed = LineInterrupter(function=function)
-        interrupted("forward, checked", "AdamW", passed, then, late=True)
-        assert passed.lines
-        for where in range(passed.lines):
-            interrupter = LineInterrupter(where, function)
-            found = interrupted("forward, checked", "AdamW", interrupter, then, late=False)
-            allowed = expected("forward, checked", "AdamW", then)
-            assert found is not None, interrupter.place
-            assert any(same(found, one) for one in allowed), interrupter.place
 
 
 @pytest.mark.parametrize("then", THEN)

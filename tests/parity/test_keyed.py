@@ -678,7 +678,6 @@ def test_what_was_found_with_keys_is_not_taken_without() -> None:
         ({"random": "keyed", "seed": -1}, "seed must be a whole number"),
         ({"random": "keyed", "seed": 2**63}, "seed must be a whole number"),
         ({"random": "keyed", "seed": "1"}, "seed must be a whole number"),
-        ({"random": "keyed", "seed": 1, "check_steps": 2}, "check_steps=2 does not go with random='keyed'"),
     ],
 )
 def test_options_that_are_none(options: dict[str, Any], words: str) -> None:

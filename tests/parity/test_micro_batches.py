@@ -1338,3 +1338,37 @@ def test_two_optimizers_of_one_attachment() -> None:
         return losses
 
     lockstep("backward", build, step, parts=lambda lane: [(lane.model, lane.optimizers)])
+
+
+class ReadsBuffers(torch.autograd.Function):
+    """Asks for the buffers of its inputs' gradients, which torch has since 2.15: before, raises what torch does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if not hasattr(torch.autograd.function.FunctionCtx, "input_grad_buffers"):
+            raise RuntimeError("input_grad_buffers: there are post-hooks on the producing autograd node")
+        x, weight = ctx.saved_tensors
+        _ = ctx.input_grad_buffers
+        return gradient * weight, (gradient * x).sum(0)
+
+
+@pytest.mark.parametrize("sum_of_all", [False, True])
+def test_a_function_that_reads_the_buffers_of_its_gradients(sum_of_all: bool) -> None:
+    model = nn.Linear(4, 4)
+    model.scale = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    overlap = instep.attach(model, optimizer, schedule="backward", bucket_bytes=1)
+
+    def loss_of_one(x: torch.Tensor) -> torch.Tensor:
+        hidden = model(x)
+        found: torch.Tensor = ReadsBuffers.apply(hidden, model.scale)  # type: ignore[no-untyped-call]
+        return (found + hidden if sum_of_all else found).square().sum()
+
+    with pytest.raises(AccumulationError, match=r"ctx\.input_grad_buffers.*overlap\.accumulate\(\)"):
+        overlap.micro_batches(loss_of_one, [torch.ones(2, 4), torch.ones(2, 4)])
+    overlap.detach()

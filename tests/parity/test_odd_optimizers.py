@@ -27,9 +27,11 @@ from instep.errors import (
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch, two_groups
 from tests.devices import on_cpu_only
+from tests.judged import own_steps_are_judged
 from tests.parity.lockstep import (
     CLIP,
     EXACT,
+    SMALL,
     WAYS,
     Contender,
     Refused,
@@ -739,7 +741,7 @@ def test_an_update_that_writes_a_module_late(way: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
         loss = loss_of(model(x), y)
-        with pytest.raises(UnsupportedOptimizerError, match="writes tensors of a module"):
+        with pytest.raises(UnsupportedOptimizerError, match="or those of a module"):
             loss.backward()
         assert overlap.step_count == 39
         if way == "backward":
@@ -752,16 +754,12 @@ def test_an_update_that_writes_a_module_late(way: str) -> None:
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda m: Averages(m, lr=0.1), "writes tensors of a module"),
-        (lambda m: KeepsLists(m.parameters()), "keeps the state of a parameter as a list"),
-        (lambda m: KeepsIds(m.parameters()), r"keeps the state of a parameter under its id\(\)"),
-        (lambda m: Couples(m.parameters(), lr=0.1), "couples parameters"),
         (lambda m: SAM(m.parameters(), torch.optim.SGD), "holds another optimizer.*base_optimizer"),
         (lambda m: torch.optim.LBFGS(m.parameters()), "LBFGS"),
         (partial(sgd, differentiable=True), "differentiable=True"),
         (partial(adamw, differentiable=True), "differentiable=True"),
     ],
-    ids=["averages", "lists", "ids", "couples", "wraps", "LBFGS", "SGD differentiable", "AdamW differentiable"],
+    ids=["wraps", "LBFGS", "SGD differentiable", "AdamW differentiable"],
 )
 @in_every_way
 def test_what_is_refused_at_attach(way: str, make: Make, match: str) -> None:
@@ -778,6 +776,58 @@ def test_what_is_refused_at_attach(way: str, make: Make, match: str) -> None:
     assert instep.attached(model) is None
     assert everything(model, optimizer) == before
     assert all(map(torch.equal, weights, model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda m: KeepsLists(m.parameters()), "keeps the state of a parameter as a list"),
+        (lambda m: Couples(m.parameters(), lr=0.1), "gets other values when it is stepped without the others"),
+    ],
+    ids=["lists", "couples"],
+)
+@in_every_way
+def test_what_cannot_be_split_is_left_to_step(way: str, make: Make, why: str) -> None:
+    with own_steps_are_judged():
+        lane = lockstep(way, building(make))
+    if WAYS[way]["schedule"] == "backward":
+        (said,) = lane.overlap.plan.judged
+        assert "left to optimizer.step()" in said
+        assert why in said
+
+
+@in_every_way
+def test_state_under_the_ids_of_parameters(way: str) -> None:
+    """It is one thing to torch, and each update of a part leaves another one."""
+    found = []
+    for attached in (False, True):
+        torch.manual_seed(0)
+        model, optimizer = building(lambda m: KeepsIds(m.parameters()))()
+        with own_steps_are_judged():
+            overlap = instep.attach(model, optimizer, bucket_bytes=SMALL, **WAYS[way]) if attached else None
+        lane = Contender(model, optimizer, WAYS[way])
+        lane.overlap = overlap
+        for i in range(5):
+            learn(lane, i)
+        found.append(
+            [
+                *(p.detach().clone() for p in model.parameters()),
+                *(optimizer.state[id(p)]["momentum"] for p in model.parameters()),
+            ]
+        )
+        if overlap is not None:
+            assert bool(overlap.plan.judged) == (WAYS[way]["schedule"] == "backward")
+            overlap.detach()
+    assert all(map(torch.equal, *found))
+
+
+@in_every_way
+def test_an_average_of_the_weights_in_a_module(way: str) -> None:
+    """Nobody puts it back: the step that shows it is refused, and no parameter is written."""
+    in_backward = WAYS[way]["schedule"] == "backward"
+    refused = {way: Refused(UnsupportedOptimizerError, "idle", "or those of a module")} if in_backward else None
+    with own_steps_are_judged():
+        lockstep(way, building(lambda m: Averages(m, lr=0.1)), refused=refused)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -20,8 +20,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "at once": {"defer": False},
     "defer, nonfinite": {"defer": True, "nonfinite": "raise"},
     "at once, nonfinite": {"defer": False, "nonfinite": "skip"},
-    "defer, checked": {"defer": True, "check_steps": 8},
-    "at once, checked": {"defer": False, "check_steps": 8},
 }
 RAISES_IN, STEPS = 2, 6
 

@@ -15,6 +15,7 @@ from instep._optim.guards import switched, switches
 from instep.errors import HyperparameterChangedError, UncommittedStepError
 from tests.cases import Blocks, batch
 from tests.devices import here, on_cpu_only
+from tests.inside import before_updates
 from tests.late import late_updates
 from tests.parity.lockstep import EXACT, Contender, Refused, in_every_way, lockstep, loss_of
 
@@ -110,16 +111,12 @@ def test_an_update_behind_a_forward_under_other_switches(way: str, name: str) ->
     lockstep(way, build_one, partial(learn, name=name, around="backward"))
 
 
-class WithoutMkldnnTwice(torch.optim.SGD):
-    """As one whose products come out otherwise."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        factor = 1.0 if torch.backends.mkldnn.enabled else 2.0
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad, alpha=factor * group["lr"])
+@torch.no_grad()
+def other_without_mkldnn(parameters: list[torch.Tensor]) -> None:
+    """As if products came out otherwise."""
+    if not torch.backends.mkldnn.enabled:
+        for parameter in parameters:
+            parameter.mul_(0.5)
 
 
 @pytest.mark.parametrize("way", ["forward", "late"])
@@ -128,7 +125,7 @@ def test_a_forward_under_another_mkldnn_than_the_last(way: str) -> None:
 
     def build_one() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Blocks()
-        return model, WithoutMkldnnTwice(model.parameters(), lr=0.1)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(lane: Contender, i: int) -> torch.Tensor:
         x, y = batch(i)
@@ -137,7 +134,8 @@ def test_a_forward_under_another_mkldnn_than_the_last(way: str) -> None:
             assert bool(torch.backends.mkldnn.enabled) == (i % 2 == 0)
         return lane.learn(loss)
 
-    lane = lockstep(way, build_one, step)
+    with before_updates(other_without_mkldnn):
+        lane = lockstep(way, build_one, step)
     assert "steps put off" in repr(lane.overlap)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 import instep
 from instep.errors import TornStepError
 from tests.cases import Blocks, batch
-from tests.stopping import LEFT, Stops, require_true
+from tests.stopping import LEFT, require_true, updates_stop
 
 BUCKET = 2_500  # bytes: one or two layers
 PARAMETERS = 22
@@ -25,7 +25,8 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def _unbounded() -> Iterator[None]:
-    yield
+    with updates_stop():
+        yield
     LEFT.clear()
 
 
@@ -37,7 +38,7 @@ def run(
     model = Blocks()
     parameters = list(model.parameters())
     parts = [parameters[:5], parameters[5:]] if several else [parameters]
-    optimizers = [Stops(part, lr=0.1) for part in parts]
+    optimizers = [torch.optim.SGD(part, lr=0.1) for part in parts]
     torn: TornStepError | None = None
     kept = model.inner.weight.detach() if keeps else None
     overlap = None if options is None else instep.attach(model, optimizers, bucket_bytes=BUCKET, **options)

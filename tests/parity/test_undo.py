@@ -20,6 +20,7 @@ from instep.errors import HyperparameterChangedError, InstepError, UnsupportedOp
 from instep.verification import first_difference, training_state
 from tests.cases import Blocks, batch, optimizer_cases, two_groups
 from tests.inside import schedule_of
+from tests.judged import own_steps_are_judged
 from tests.parity.lockstep import SMALL, UNDO, Contender, Step, learn, lockstep, loss_of
 
 in_undo = pytest.mark.parametrize("way", UNDO)
@@ -401,16 +402,10 @@ def test_an_error_in_the_update(
 
 
 class Box:
-    """No copy is made of it: an update's group has the very object. Nobody puts back what it holds."""
+    """A value of a class of the user's own."""
 
     def __init__(self) -> None:
         self.raised = 0
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Box)
-
-    def __hash__(self) -> int:
-        return 0
 
 
 class Counts(Fails):
@@ -418,8 +413,8 @@ class Counts(Fails):
 
     def __init__(self, parameters: Any, what: str) -> None:
         super().__init__(parameters, lr=0.1)
-        box, kinds = Box(), {"dict": {"raised": 0}, "list": [], "tensor": torch.zeros(1)}
-        self.counts: Any = kinds.get(what)
+        box, kinds = Box(), {"dict": {"raised": 0}, "list": [], "tensor": torch.zeros(1), "module": nn.BatchNorm1d(1)}
+        self.counts: Any = kinds.get(what, box)
         if what == "group":
             self.param_groups[0]["counts"] = box
         elif what == "state":
@@ -428,26 +423,48 @@ class Counts(Fails):
 
     def step(self, closure: Any = None) -> Any:
         if Fails.failing:
-            if self.counts is None:
-                holders: list[Any] = [self.param_groups[0], self.state]
-                for holder in holders:
-                    if "counts" in holder:
-                        holder["counts"].raised += 1
-            elif isinstance(self.counts, dict):
+            if isinstance(self.counts, dict):
                 self.counts["raised"] += 1
             elif isinstance(self.counts, list):
                 self.counts.append(1)
+            elif isinstance(self.counts, Box):
+                self.counts.raised += 1
+            elif isinstance(self.counts, nn.Module):
+                self.counts.running_mean.add_(1)
             else:
                 self.counts += 1
         return super().step(closure)
 
+    def counted(self) -> int:
+        counts = self.counts
+        if isinstance(counts, (dict, Box)):
+            return int(counts["raised"] if isinstance(counts, dict) else counts.raised)
+        return len(counts) if isinstance(counts, list) else int(counts)
+
 
 @in_undo
-@pytest.mark.parametrize("what", ["dict", "list", "tensor", "group", "state"])
-def test_an_update_that_cannot_be_put_back_raises_in_backward(way: str, what: str, failing: type[Fails]) -> None:
-    """Done again, it would change that object a second time."""
+@pytest.mark.parametrize("what", ["dict", "list", "tensor", "object", "group", "state"])
+def test_what_an_update_has_changed_before_it_raised_is_put_back(way: str, what: str, failing: type[Fails]) -> None:
+    """``optimizer.step()`` does it again, and raises itself: once, as in the plain loop."""
     model = Blocks(depth=2)
     optimizer = Counts(model.parameters(), what)
+    with instep.attach(model, optimizer, **UNDO[way]):
+        train(model, optimizer, range(2))
+        failing.failing = True
+        loss(model, 99).backward()
+        assert optimizer.counted() == 0
+        with pytest.raises(ZeroDivisionError, match="the update"):
+            optimizer.step()
+        failing.failing = False
+        assert optimizer.counted() == 1
+        optimizer.zero_grad()
+
+
+@in_undo
+def test_an_update_that_cannot_be_put_back_raises_in_backward(way: str, failing: type[Fails]) -> None:
+    """Done again, it would change that module a second time."""
+    model = Blocks(depth=2)
+    optimizer = Counts(model.parameters(), "module")
     with instep.attach(model, optimizer, **UNDO[way]):
         train(model, optimizer, range(2))
         old = list(state(model, optimizer))
@@ -800,7 +817,6 @@ MEMORIES: dict[str, Callable[[Any], Any]] = {
     "object": lambda optimizer: optimizer.settings.memory.setdefault,
     "class": lambda optimizer: optimizer.of_all.setdefault,
     "parameter": lambda optimizer: lambda p, made: p.__dict__.setdefault("memory", made),
-    "id": lambda optimizer: lambda p, made: optimizer.enclosing(p),
     "function": lambda optimizer: lambda p, made: optimizer.remembering(p),
 }
 
@@ -815,8 +831,6 @@ class Remembers(torch.optim.Optimizer):
         self.place, self.since = place, since
         self.memory: dict[Any, Any] = {}
         self.settings = SimpleNamespace(memory={})
-        by_id: dict[int, Any] = {}
-        self.enclosing = lambda p: by_id.setdefault(id(p), torch.zeros_like(p))
         self.remembering = _function_that_remembers()
 
     @torch.no_grad()
@@ -831,40 +845,51 @@ class Remembers(torch.optim.Optimizer):
                     p.sub_(p.grad, alpha=0.1)
 
 
-@pytest.mark.parametrize("place", MEMORIES)
-@in_undo
-def test_what_is_kept_of_parameters_outside_of_state(place: str, way: str) -> None:
-    """Nobody puts it back, wherever it is: attach tries, and sees."""
-    model = Blocks(depth=2)
-    optimizer = Remembers(model.parameters(), place, since=2)
-    with pytest.raises(UnsupportedOptimizerError, match="keeps values of single parameters"):
-        instep.attach(model, optimizer, **UNDO[way])
-    if place not in ("id", "function"):  # in backward bucket by bucket, as ever
-        instep.attach(model, optimizer, schedule="backward").detach()
-
-
+@pytest.mark.parametrize("since", [1, 4])
 @pytest.mark.parametrize("place", ["attribute", "object", "parameter"])
-def test_what_is_kept_of_parameters_outside_of_state_late(place: str) -> None:
-    """The trial that shows it is put back, with what it added, and the next backward says so."""
-    Remembers.of_all.clear()
+@in_undo
+def test_what_is_kept_of_parameters_outside_of_state_is_put_back(way: str, place: str, since: int) -> None:
+    """Of a step that clips: it is done again."""
     plain, attached = Blocks(depth=2), Blocks(depth=2)
     attached.load_state_dict(plain.state_dict())
-    optimizers = [Remembers(model.parameters(), place, since=20) for model in (plain, attached)]
-    with instep.attach(attached, optimizers[1], undo=True, schedule="backward") as overlap:
-        for i in range(20):
+    optimizers = [Remembers(model.parameters(), place, since) for model in (plain, attached)]
+    with instep.attach(attached, optimizers[1], bucket_bytes=SMALL, **UNDO[way]) as overlap:
+        for i in range(6):
             for model, optimizer in zip((plain, attached), optimizers, strict=True):
                 loss(model, i).backward()
-                optimizer.step()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                if i != 4:
+                    optimizer.step()
                 optimizer.zero_grad()
             states = training_state(plain, optimizers[0]), training_state(attached, optimizers[1])
-            assert first_difference(*states) is None
-        again = loss(attached, 20)
-        with pytest.raises(UnsupportedOptimizerError, match=r"values of single parameters in .*(memory|settings)"):
-            again.backward()
-        assert overlap.step_count == 20
+            assert first_difference(*states) is None, i
+        assert overlap.redo_count == 6
         kept = list(map(MEMORIES[place], optimizers))
         for one, other in zip(plain.parameters(), attached.parameters(), strict=True):
             assert torch.equal(kept[0](one, None), kept[1](other, None))
+
+
+@pytest.mark.parametrize("since", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"undo": True}], ids=["backward", "undo"])
+@pytest.mark.parametrize("place", ["class", "function"])
+def test_what_nobody_finds_is_told_before_anything_is_written(place: str, options: dict[str, Any], since: int) -> None:
+    """It is seen in an update that is taken twice, parameter by parameter or, later on, bucket by bucket."""
+    Remembers.of_all.clear()
+    model = Blocks(depth=2)
+    optimizer = Remembers(model.parameters(), place, since)
+    with own_steps_are_judged():
+        overlap = instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward", **options)
+    with overlap:
+        train(model, optimizer, range(since - 1))
+        old = list(state(model, optimizer))
+        loss(model, 9).backward()
+        with pytest.raises(
+            UnsupportedOptimizerError, match=r"step\(\) gives '.*' other values when the same step is taken"
+        ):
+            optimizer.step()
+        assert_same(model, optimizer, old)
+        optimizer.zero_grad()
+    Remembers.of_all.clear()
 
 
 class Entwined(torch.optim.Optimizer):
@@ -965,7 +990,7 @@ def test_who_is_interrupted_puts_back_the_rest_in_a_second_call(monkeypatch: pyt
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(undo._Saved, "restore", stopped)
+    monkeypatch.setattr(undo.SavedParameter, "restore", stopped)
     (device,) = saved.devices
     with pytest.raises(KeyboardInterrupt):
         saved.restore(device)

@@ -170,8 +170,9 @@ def test_state_that_cannot_be_put_back_of_large_parameters() -> None:
         torch.manual_seed(0)
         models.append(nn.Sequential(nn.Linear(6, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 2)))
     optimizers: list[Quantizes] = [QuantizesLarge(model.parameters(), Closed) for model in models]
-    with instep.attach(models[1], optimizers[1], bucket_bytes=64, **IN_BACKWARD):
+    with instep.attach(models[1], optimizers[1], bucket_bytes=64, **IN_BACKWARD) as overlap:
         _step(models, optimizers, 0, touch=lambda model: None)
+        assert overlap.redo_count == 1
         with pytest.raises(UnsupportedOptimizerError, match=r"of the shape \(128, 128\): a tensor of the class Closed"):
             _step(models, optimizers, 1, touch=lambda model: None)
         _require_same_but(models, optimizers)

@@ -22,14 +22,16 @@ def run(case: Case, folder: Path, shapes: str, results: Path) -> None:
     """A case, in its environment; a case that does not even begin is a line of its own."""
     name = "".join(letter if letter.isalnum() else "-" for letter in case.name)
     command = [str(environments.python_of(folder, case.environment)), "-m", "tests.sweep.one"]
-    command += [case.name, str(folder / "runs" / name), shapes]
+    runs = folder / "runs"
+    runs.mkdir(exist_ok=True)
+    command += [case.name, str(runs / name), shapes]
     cache = [("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))]
     began = subprocess.run(
         command,
         capture_output=True,
         text=True,
         timeout=LONGEST,
-        cwd=folder,
+        cwd=runs,  # Python looks for modules where it starts: not where a folder is called triton
         env=environments.variables(cache),
     )
     lines = [line for line in began.stdout.splitlines() if line.startswith('{"case"')]
@@ -51,6 +53,7 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(SHAPES), help="of one, ddp, fsdp; all, or no table is written")
     parser.add_argument("--results", type=Path, help="JSON lines; by default results.jsonl in the folder")
     parser.add_argument("--read", action="store_true", help="run nothing: the table from the results that are there")
+    parser.add_argument("--resume", action="store_true", help="leave out cases whose results are there already")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--list", action="store_true", help="name the cases, and what was left out")
     options = parser.parse_args()
@@ -73,6 +76,13 @@ def main() -> None:
 def _run_all(options: argparse.Namespace, folder: Path, results: Path) -> None:
     environments.make(folder)
     chosen = [case for case in CASES if not options.cases or any(text in case.name for text in options.cases)]
+    if options.resume and results.exists():
+        there = {(row["case"], row["shape"]) for row in table.read(results)}
+        chosen = [
+            case for case in chosen if any((case.name, shape) not in there for shape in options.shapes.split(","))
+        ]
+    elif not options.cases:
+        results.unlink(missing_ok=True)
     with ThreadPoolExecutor(options.jobs) as pool:
         for _ in pool.map(lambda case: run(case, folder, options.shapes, results), chosen):
             pass

@@ -61,5 +61,6 @@ def variables(extra: Iterable[tuple[str, str]] = ()) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no workers, which would outlive the process that a run is
         **dict(extra),
     }

@@ -1,7 +1,8 @@
 """torch swaps what a parameter is (``torch.utils.swap_tensors``), to convert or to load it, and the loop goes on."""
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -161,6 +162,48 @@ def test_a_parameter_made_of_a_parameter(way: str, mode: bool) -> None:
             optimizer = sgd(model)
             instep.attach(model, optimizer, **WAYS[way])
             assert all(map(torch.equal, train(model, optimizer, copied, at, when), expected))
+
+
+@contextmanager
+def others_in_place(model: nn.Module) -> Iterator[None]:
+    """As tensordict's ``params.data.to_module(model)``: other parameters stand in the modules for a moment."""
+    places = [(module._parameters, name, p) for module in model.modules() for name, p in module._parameters.items()]
+    for table, name, p in places:
+        assert p is not None
+        table[name] = nn.Parameter(p.data)
+    yield
+    for table, name, p in places:
+        table[name] = p
+
+
+@pytest.mark.parametrize("at", [1, STEPS - 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_others_stand_in_for_a_moment(way: str, at: int) -> None:
+    def evaluate(model: nn.Module) -> None:
+        with torch.no_grad(), others_in_place(model):
+            seen.append(model(torch.ones(2, 8)).clone())
+
+    seen: list[torch.Tensor] = []
+    plain, model = make(), make()
+    expected = train(plain, sgd(plain), evaluate, at, "after zero_grad")
+    optimizer = sgd(model)
+    instep.attach(model, optimizer, **WAYS[way])
+    assert all(map(torch.equal, train(model, optimizer, evaluate, at, "after zero_grad"), expected))
+    assert torch.equal(*seen)
+
+
+@pytest.mark.parametrize("imported", [False, True])
+@pytest.mark.parametrize("way", ["backward", "undo", "defer"])
+def test_others_that_get_gradients_are_told_of(way: str, imported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensordict", torch) if imported else None
+    model = make()
+    optimizer = sgd(model)
+    instep.attach(model, optimizer, **WAYS[way])
+    with others_in_place(model), pytest.raises(StaleAttachmentError, match=r"replaced after attach or taken") as told:
+        model(torch.ones(2, 8))
+    assert (
+        "under torch.no_grad(), or attach the module whose forward does it. Else detach()" in str(told.value)
+    ) == imported
 
 
 def test_torch_has_what_this_relies_on() -> None:

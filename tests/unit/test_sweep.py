@@ -95,6 +95,7 @@ def test_what_is_proved() -> None:
     assert not proved(rows(LION, "x.Lion", one_small=NOT_JUDGED))
     assert not proved(rows(LION, "x.Lion") + rows("lion_pytorch.Lion", "x.Lion", one_small=OTHER))
     assert not proved(rows("made: compiled for each shape", "tests.sweep.made.Compiled")), "published classes alone"
+    assert not proved(rows(LION, "peft.made.<locals>.Lion")), "made anew with each call"
 
 
 def test_the_table() -> None:

@@ -203,12 +203,29 @@ class Together:
         side_effects = BackwardSideEffects(parts)
         try:
             parts.schedule.backward(losses, None, parts.late.adopt)
+        except RuntimeError as error:
+            if _HAS_HOOKS in str(error):
+                raise _reads_buffers() from error
+            raise
         finally:
             fsdp2.restore()  # an error may have come between two hooks of a node
             for handle in handles:
                 handle.remove()
             side_effects.end()
         side_effects.require_none()
+
+
+_HAS_HOOKS = "post-hooks on the producing autograd node"
+"""In torch's message (2.15) where a function asks for ``ctx.input_grad_buffers`` and a node has a hook, as those have
+here that give a parameter its gradient."""
+
+
+def _reads_buffers() -> AccumulationError:
+    return AccumulationError(
+        "a torch.autograd.Function of this model asks for ctx.input_grad_buffers, which torch does not give in "
+        "micro_batches(): gradients of several micro-batches are added up in hooks. Have its backward return the "
+        "gradient, or run each micro-batch but the last in `with overlap.accumulate():`"
+    )
 
 
 def _held_unless_last(parts: Parts, is_last: bool, *, forward: bool = False) -> AbstractContextManager[None]:

@@ -9,8 +9,9 @@ import copy
 import hashlib
 import struct
 import sys
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from random import Random
 from types import FunctionType, MethodType, ModuleType
@@ -461,8 +462,12 @@ class Contents:
         attributes = attributes_of(value)
         if (attributes or hasattr(value, "__dict__")) and not isinstance(value, (type, ModuleType)):
             return _object(value, {name: self.of(item) for name, item in (attributes or {}).items()})
+        if isinstance(value, (bytearray, array)):
+            return _buffer(value, value[:])
+        if hasattr(type(value), "__next__"):
+            raise TypeError(f"a {type(value).__name__}, which moves on when it is asked")
         copied = copy.deepcopy(value)
-        return lambda: copied
+        return lambda: copy.deepcopy(copied)  # which is written, too
 
     def _filled(self, cell: Any) -> Restore | None:
         return self.of(cell.cell_contents) if is_filled(cell) else None
@@ -495,6 +500,23 @@ def _dict(held: dict[Any, Any], items: dict[Any, Restore]) -> Restore:
         held.update((key, item()) for key, item in items.items())
         for key in held.keys() - items.keys():
             del held[key]
+        put_in_order(held, items)
+        return held
+
+    return put
+
+
+def put_in_order(held: dict[Any, Any], keys: Iterable[Any]) -> None:
+    """``keys`` as they came in, if they do not; any others before them."""
+    known = set(keys)
+    if any(one is not other for one, other in zip(filter(known.__contains__, held), keys, strict=True)):
+        for key in keys:
+            held[key] = held.pop(key)
+
+
+def _buffer(held: Any, copied: Any) -> Restore:
+    def put() -> Any:
+        held[:] = copied
         return held
 
     return put

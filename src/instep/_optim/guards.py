@@ -331,14 +331,18 @@ _NONE = EntriesAsLeft([], [], [], [], [], [], [], [])
 
 
 class StateGuard(Stage):
-    """The state of the parameters is, at ``optimizer.step()``, as their updates have left it."""
+    """The state of the parameters is, at ``optimizer.step()``, as their updates have left it.
+
+    Attributes:
+        left: the entries of each bucket of this step, as its update has left them.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._left: list[EntriesAsLeft] = []
+        self.left: list[EntriesAsLeft] = []
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
-        self._left = []
+        self.left = []
 
     @contextmanager
     def around(self, update: Update) -> Iterator[None]:
@@ -347,11 +351,11 @@ class StateGuard(Stage):
 
     def note(self, read: Entries) -> None:
         """An update has left these entries as they are now."""
-        self._left.append(EntriesAsLeft.of(read))  # all at once: Ctrl-C may come anywhere
+        self.left.append(EntriesAsLeft.of(read))  # all at once: Ctrl-C may come anywhere
 
     def is_as_left(self, optimizer: Optimizer) -> bool:
         # Of all buckets together: each question is one pass.
-        return EntriesAsLeft.of_all(self._left).are_as_left(optimizer.state)
+        return EntriesAsLeft.of_all(self.left).are_as_left(optimizer.state)
 
     def require_unchanged(self, optimizer: Optimizer) -> None:
         if not self.is_as_left(optimizer):
@@ -364,10 +368,10 @@ class StateGuard(Stage):
 
     def was_written(self, optimizer: Optimizer) -> bool:
         """Whether a parameter's state was written since its update, or replaced by one that holds something."""
-        return any(one.written for one in self._left) or any(one.are_replaced_in(optimizer.state) for one in self._left)
+        return any(one.written for one in self.left) or any(one.are_replaced_in(optimizer.state) for one in self.left)
 
     def forget(self) -> None:
-        self._left = []
+        self.left = []
 
 
 # Switches of torch, for the whole process, that an update may read: it needs those of ``optimizer.step()``.

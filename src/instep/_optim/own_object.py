@@ -19,17 +19,17 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
 from enum import Enum
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat
+from operator import is_
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.contents import Contents, Restore
+from instep._optim.contents import Contents, Restore, put_in_order
 from instep._optim.given_back import StorageAddresses
 from instep._optim.kinds import (
     NO_SETTINGS,
@@ -68,12 +68,13 @@ class _Params(list[Any]):
     The list itself holds the bucket's: torch's functions read a list without asking its methods.
     """
 
-    __slots__ = ("_thread", "_whole")
+    __slots__ = ("_thread", "names", "whole")
 
-    def __init__(self, members: Iterable[Any], whole: list[Any]) -> None:
+    def __init__(self, members: Iterable[Any], whole: list[Any], names: list[str] | None) -> None:
         super().__init__(members)
         self._thread = threading.get_ident()
-        self._whole = whole
+        self.whole = whole
+        self.names = names  # of all
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return list, (list(self),)
@@ -83,15 +84,16 @@ def _of_thread(name: str) -> Callable[..., Any]:
     method: Callable[..., Any] = getattr(list, name)
 
     def seen(self: _Params, *args: Any) -> Any:
-        return method(self if threading.get_ident() == self._thread else self._whole, *args)
+        return method(self if threading.get_ident() == self._thread else self.whole, *args)
 
     return seen
 
 
 for _name in ("__iter__", "__len__", "__getitem__", "__contains__", "__reversed__", "__eq__", "__add__", "__repr__"):
     setattr(_Params, _name, _of_thread(_name))
-for _name in ("copy", "count", "index"):
+for _name in ("__mul__", "__rmul__", "copy", "count", "index"):
     setattr(_Params, _name, _of_thread(_name))
+_Params.__radd__ = lambda self, other: other + list(self)  # type: ignore[attr-defined]
 
 
 _OF_ALL = ("state_dict", "load_state_dict", "add_param_group", "zero_grad", "__getstate__")
@@ -117,6 +119,7 @@ class OwnObject:
         self._lock = threading.RLock()
         self._signals: list[int] = []
         self._draws: TorchDraws | None = None
+        self._instead: dict[str, Any] = {}
         self.beside = Beside(name)
         self.notes = True
         self.returned: Any = None
@@ -131,6 +134,7 @@ class OwnObject:
         self._signals = heard()
         devices = {memory_of(p).device for p in parameters_of(optimizer)}
         self._draws = None if may_draw else TorchDraws(devices, [read_by_update(optimizer)])
+        self._instead = self._attributes_of_a_call(optimizer)
         self.beside.begin(optimizer, layout)
 
     def step(self, update: Update, call: CallUpdate) -> None:
@@ -143,14 +147,20 @@ class OwnObject:
         Raises:
             UnsupportedOptimizerError: another bucket has left other values, or random numbers were drawn.
         """
-        optimizer, tensors, state = update.optimizer, update.tensors, update.optimizer.state
+        optimizer, tensors, state = update.optimizer, update.owned, update.optimizer.state
+        # With ``shard_state`` a rank steps whole parameters by aliases, whose gradients are its own.
+        lent = [(p, p.grad, alias.grad) for p, alias in zip(tensors, update.tensors, strict=True) if alias is not p]
         # Of a CPU nobody reads later what was given back.
         on_cpu = memory_of(tensors[0]).device.type == "cpu"
         places = None if on_cpu else StorageAddresses(tensors, map(state.get, tensors))
         try:
+            for parameter, _, gradient in lent:
+                parameter.grad = gradient
             with held(self._signals), self._lock:
                 self._step(optimizer, update.members, tensors, call)
         finally:
+            for parameter, gradient, _ in lent:
+                parameter.grad = gradient
             if places is not None:
                 self.gave_back |= places.were_left(map(state.get, tensors))
 
@@ -163,6 +173,8 @@ class OwnObject:
             if draws is not None and draws.end():
                 raise draws_in_step(self._name)
         except BaseException:
+            if draws is not None:
+                draws.end()  # to be drawn again, if the update runs again
             self.beside.take_back()
             raise
         if self.notes:
@@ -175,48 +187,48 @@ class OwnObject:
     def forget(self) -> None:
         """The step is over."""
         self.beside.forget()
-        self.returned, self.gave_back = None, False
+        self.returned, self.gave_back, self._instead = None, False, {}
 
     def _call(self, optimizer: Optimizer, members: Sequence[Members], tensors: Sequence[Any], call: CallUpdate) -> Any:
-        with (
-            torch.no_grad(),
-            without_autocast(tensors[0].device.type),
-            self._own_attributes(optimizer, members, tensors),
-            _holding(optimizer, members, tensors),
-        ):
-            return call(optimizer, members)
-
-    @contextmanager
-    def _own_attributes(
-        self, optimizer: Optimizer, members: Sequence[Members], tensors: Sequence[Any]
-    ) -> Iterator[None]:
-        """Without hooks, with methods that see all parameters, and, of bitsandbytes, with the settings of single
-        parameters where these stand in the bucket."""
-        attributes = vars(optimizer)
-        instead: dict[str, Any] = {name: OrderedDict() for name in STEP_HOOKS if name in attributes}
-        whole = _lists_of(optimizer.param_groups)
-        instead |= {name: partial(self._of_all, optimizer, name, whole) for name in _OF_ALL}
+        attributes, groups = vars(optimizer), optimizer.param_groups
+        instead, whole = self._instead, _lists_of(groups)
         ids = ((id(p), id(p)) for p in tensors)
         if (overrides := moved(optimizer, places_in_bucket([m.in_group for m in members]), ids)) is not None:
-            instead[MANAGER] = overrides
-        before = {name: attributes.get(name, ABSENT) for name in instead}
-        attributes.update(instead)
+            instead = {**instead, MANAGER: overrides}
+        before = [(name, attributes.get(name, ABSENT)) for name in instead]
         try:
-            yield
+            attributes.update(instead)
+            _put(_members_of(whole, members, tensors))
+            with torch.no_grad(), without_autocast(tensors[0].device.type):
+                return call(optimizer, members)
         finally:
-            for name, value in before.items():
+            _put(whole)
+            for name, value in before:
                 if value is ABSENT:
                     attributes.pop(name, None)
                 else:
                     attributes[name] = value
+            self._keep_hooks(attributes)
 
-    def _of_all(self, optimizer: Optimizer, name: str, whole: Sequence["_Lists"], *args: Any, **named: Any) -> Any:
+    def _attributes_of_a_call(self, optimizer: Optimizer) -> dict[str, Any]:
+        """No hooks, and methods that see all parameters. Made once a step: a bucket has little time."""
+        hooks: dict[str, Any] = {name: OrderedDict() for name in STEP_HOOKS if name in vars(optimizer)}
+        return hooks | {name: partial(self._of_all, optimizer, name) for name in _OF_ALL}
+
+    def _keep_hooks(self, attributes: Mapping[str, Any]) -> None:
+        """A hook that was registered while a bucket was stepped, on another thread, say, is the object's."""
+        for name in STEP_HOOKS:
+            if registered := self._instead.get(name):
+                attributes[name].update(registered)
+                registered.clear()
+
+    def _of_all(self, optimizer: Optimizer, name: str, *args: Any, **named: Any) -> Any:
         """A method that needs all parameters is called while a bucket is stepped: by the update itself, or on another
         thread, which waits here until the bucket is."""
         with self._lock:
-            # Of another thread these are all again, and nothing is exchanged.
-            now = _lists_of(group for group, _, _ in whole)
-            _put(whole)
+            now = _lists_of(optimizer.param_groups)
+            # Of another thread these are all again: there is nothing to exchange.
+            _put((g, p.whole, p.names) if isinstance(p, _Params) else (g, p, names) for g, p, names in now)
             try:
                 return getattr(type(optimizer), name)(optimizer, *args, **named)
             finally:
@@ -238,21 +250,13 @@ def _put(lists: Iterable[_Lists]) -> None:
             group["param_names"] = names
 
 
-@contextmanager
-def _holding(optimizer: Optimizer, members: Sequence[Members], tensors: Sequence[Any]) -> Iterator[None]:
-    """The optimizer's groups hold ``tensors`` alone."""
-    whole = _lists_of(optimizer.param_groups)
-    mine: list[_Lists] = []
+def _members_of(whole: Iterable[_Lists], members: Sequence[Members], tensors: Sequence[Any]) -> Iterator[_Lists]:
+    """The groups with ``tensors`` alone."""
     for number, (group, params, names) in enumerate(whole):
         # A group that was added since the step began holds none of them.
-        places = members[number] if number < len(members) else Members([], [])
-        some = None if names is None else [names[place] for place in places.in_group]
-        mine.append((group, _Params([tensors[i] for i in places.in_bucket], params), some))
-    try:
-        _put(mine)
-        yield
-    finally:
-        _put(whole)
+        in_bucket, in_group = members[number] if number < len(members) else ((), ())
+        some = None if names is None else [names[place] for place in in_group]
+        yield group, _Params([tensors[i] for i in in_bucket], params, names), some
 
 
 # What the object holds beside the parameters and their state: settings, attributes, state under names.
@@ -317,6 +321,7 @@ def _put_items(held: dict[Any, Any], items: dict[Any, Restore]) -> dict[Any, Any
     held.update((key, item()) for key, item in items.items())
     for key in [key for key in held if key not in items and not isinstance(key, torch.Tensor)]:
         del held[key]
+    put_in_order(held, items)
     return held
 
 
@@ -347,13 +352,29 @@ class _Place:
         self._mine = mine
         self._apart = apart
         self._values = mine()
-        self._looks = {key: fingerprint(value) for key, value in self._values.items() if not is_immutable(value)}
+        self._size = len(mapping)
+        self._looks: dict[Any, Any] = {}
+        self._flat: list[tuple[dict[Any, Any], list[Any]]] = []  # dicts of values that cannot be changed in place
+        for key, value in self._values.items():
+            if not is_immutable(value):
+                self._looks[key] = fingerprint(value)
+                if type(value) is dict and all(map(is_immutable, value.values())):
+                    self._flat.append((value, list(value.values())))
         holdings = _Holdings(apart)
         self._put_back = {key: self._kept(holdings, key) for key in self._looks}
         self.large = holdings.large
         self._left: dict[Any, Any] | None = None  # what buckets have left, as ``fingerprint`` sees it
         self._put_left: dict[Any, Restore] = {}
         self._taken_out: list[Any] = []
+
+    def _is_as_it_was(self) -> bool:
+        """Whether all is as it was, where that can be said at once."""
+        return (
+            len(self._flat) == len(self._looks)
+            and len(self.mapping) == self._size
+            and all(map(is_, map(self.mapping.get, self._values, repeat(ABSENT)), self._values.values()))
+            and all(len(value) == len(then) and all(map(is_, value.values(), then)) for value, then in self._flat)
+        )
 
     def _kept(self, holdings: _Holdings, key: Any) -> Restore:
         value = self.mapping[key]
@@ -365,11 +386,13 @@ class _Place:
 
     def changed(self) -> list[Any]:
         """The keys whose value is not what it was."""
+        if self._is_as_it_was():
+            return []
         now = self._mine()
         keys = now.keys() | self._values.keys() if now.keys() != self._values.keys() else now
-        return [key for key in keys if not self._is_as_it_was(key, now.get(key, ABSENT))]
+        return [key for key in keys if not self._is_unchanged(key, now.get(key, ABSENT))]
 
-    def _is_as_it_was(self, key: Any, value: Any) -> bool:
+    def _is_unchanged(self, key: Any, value: Any) -> bool:
         then = self._values.get(key, ABSENT)
         if key in self._looks:
             return value is then and alike(fingerprint(value), self._looks[key])

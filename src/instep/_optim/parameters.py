@@ -1,5 +1,6 @@
 """The attached parameters: buckets of them, and what one call of an optimizer can step of a bucket."""
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -389,6 +390,11 @@ def _what_became_of(attached: AttachedParameter, place: Attribute) -> str:
             "again, with the same optimizer: it holds the parameter, and keeps its state"
         )
     silent = " or taken out: the optimizer still holds the old one, and would not train one in its place. "
+    if "tensordict" in sys.modules and place.found() is not None:
+        silent += (
+            "Where others stand in the model for a moment only (to_module()), run that forward under torch.no_grad(), "
+            "or attach the module whose forward does it. Else "
+        )
     return f"parameter {place.name!r} was replaced after attach{attached.replaced(silent)}"
 
 

@@ -172,8 +172,8 @@ class Stepper:
             self._update(running, Update(optimizer, parameters, owned, shards))
 
     def begin_parts(self) -> str | None:
-        """Parts of an update are about to be stepped, and put back. What the optimizer holds that nobody could put back,
-        in words; ``None``: nothing, as far as is known."""
+        """Parts of an update are about to be stepped, and put back. What the optimizer holds that nobody could put
+        back, in words; ``None``: nothing that is known."""
         if self._running is None:
             self._begin(self.optimizer(), in_parts=True)
         own = self._own_object
@@ -183,28 +183,25 @@ class Stepper:
         self,
         tensors: Sequence[torch.Tensor],
         owned: Sequence[torch.Tensor],
-        shards: Sequence[LocalShard | None] | None,
         *,
         notes: bool = True,
     ) -> Any:
-        """``step`` in one call, to see what becomes of these parameters, which are put back. Returns what the update
-        returns.
+        """``step`` of a foreign optimizer in one call, to see what becomes of these parameters, which are put back.
+        Returns what the update returns.
 
         Args:
             notes: whether what it makes of other values is compared with what it makes in other parts.
         """
         optimizer = self.optimizer()
         running = self._running or self._begin(optimizer, in_parts=True)
-        shards = shards if shards is not None and any(shards) else None
-        own = self._own_object
-        if own is None or running.is_known:
-            self.step(tensors, owned, shards)
-            return None
+        own, noted = self._own_object, len(self._state_guard.left)
+        assert own is not None, "torch's own are not judged"
         own.notes = notes
         try:
-            self._update_portion(running, Update(optimizer, tensors, owned, shards))
+            self._update_portion(running, Update(optimizer, tensors, owned, None))
         finally:
             own.notes = True
+            del self._state_guard.left[noted:]  # that of buckets which backward has stepped stays
         return own.returned
 
     def end_parts(self) -> Beside | None:

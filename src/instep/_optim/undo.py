@@ -80,7 +80,7 @@ class SavedParameter:
         self.device = parameter.device
         self._parameter = parameter
         self._values = copy_of(parameter, host)
-        state: dict[Any, Any] | None = optimizer.state.get(parameter)
+        state = _entry_of(optimizer, parameter)
         self._optimizer = weakref.ref(optimizer)
         self._mapping = optimizer.state
         self._version = grad_mode._unsafe_preserve_version_counter(parameter)
@@ -110,6 +110,13 @@ class SavedParameter:
         # The bits are back: a graph that has saved them may run. torch has a private way to say so. After the state,
         # which may hold a view of the parameter.
         self._version.__exit__()
+
+
+def _entry_of(optimizer: Optimizer, parameter: torch.Tensor) -> dict[Any, Any] | None:
+    try:
+        return optimizer.state.get(parameter)
+    except RuntimeError as error:  # a number of the same hash is there, and torch compares the two
+        raise TypeError("an entry under the id() of a parameter") from error
 
 
 def _has_attributes(parameter: torch.Tensor) -> bool:
@@ -150,7 +157,11 @@ class KeptByParameter:
 
 def _cannot_put_back(optimizer: Optimizer, parameter: torch.Tensor, error: TypeError) -> UnsupportedOptimizerError:
     where = f"a parameter of the shape {tuple(parameter.shape)}"
-    for key, value in optimizer.state.get(parameter, {}).items():
+    try:
+        entry = _entry_of(optimizer, parameter) or {}
+    except TypeError:
+        entry = {}
+    for key, value in entry.items():
         try:
             require_contents(value, parameter)
         except TypeError:

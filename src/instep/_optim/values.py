@@ -157,6 +157,7 @@ class _Held:
         return (
             self._kind is other._kind
             and mine.keys() == others.keys()
+            and (not issubclass(self._kind, dict) or list(mine) == list(others))
             and all(alike(value, others[key]) for key, value in mine.items())
         )
 
@@ -374,5 +375,6 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a dense tensor, byte by byte."""
-    return tensor.reshape(-1).view(torch.uint8)
+    """The values of a dense tensor, byte by byte: its memory, where it is contiguous."""
+    flat = tensor.contiguous().reshape(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element may have any stride

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from instep._optim.parameters import MIB
+from instep._optim.values import bytes_of
 from instep.errors import AttachError, InstepError
 
 
@@ -108,7 +109,7 @@ def broadcast_entries(
         else:
             sent = torch.empty(shape, dtype=getattr(torch, dtype), device=there)
         if sent.numel():  # as bytes: not every backend sends every dtype
-            dist.broadcast(sent.view(-1).view(torch.uint8), dist.get_global_rank(group, source), group)
+            dist.broadcast(bytes_of(sent), dist.get_global_rank(group, source), group)
         if not mine:
             found[key] = sent.to(device)
     return found

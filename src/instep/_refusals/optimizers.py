@@ -85,7 +85,7 @@ def _inner_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
             continue
         values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
         for candidate in values:
-            if isinstance(candidate, Optimizer):
+            if isinstance(candidate, Optimizer) and candidate is not optimizer:
                 yield attribute, candidate
 
 

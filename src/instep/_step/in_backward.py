@@ -741,6 +741,8 @@ class BackwardCalls(StepCalls):
 
     def _prepare(self, stepper: Stepper) -> None:
         step, writes = self._step, self._writes
+        if step.backwards.running is not None and step.accumulation.distributed:
+            self._require_backward_over(stepper)
         if (note_updates := self._note_updates()) is not None:
             note_updates()
         step.accumulation.require_reduced()
@@ -756,6 +758,17 @@ class BackwardCalls(StepCalls):
         if not step.round.steppers_left:
             step.count_gradients(stepper, writes.real_gradient)
         writes.before_step(stepper, left)
+
+    def _require_backward_over(self, stepper: Stepper) -> None:
+        """``step()`` may be called in a callback of backward, where DDP, or FSDP, may not be through with it."""
+        step = self._step
+        is_early = not step.members.offered or step.members.all[0].spec.group is None
+        if is_early and step.backwards.running == graph_task():
+            raise AccumulationError(
+                f"{stepper.name}.step() was called in the running backward, by a callback (queue_callback), before the "
+                "gradients of all ranks were there and stepped. Call it once backward() has returned, or attach "
+                "without schedule=, which leaves it to torch"
+            )
 
     def _require_one_graph(self) -> None:
         """``step()`` is recorded with the backward that has stepped, or neither is."""

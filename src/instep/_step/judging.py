@@ -21,7 +21,7 @@ itself stepped together with the next one.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -154,13 +154,14 @@ class PartsOfUpdate:
         returned, name = None, self._stepper.name
         try:
             for call in calls_of(part, gradients, alias=False):
-                returned = self._stepper.step_part(call.tensors, call.parameters, call.shards, notes=notes)
+                returned = self._stepper.step_part(call.tensors, call.parameters, notes=notes)
         except UnsupportedOptimizerError as error:
             if self._stepper.wrote_in_place:
                 raise  # the plain loop would go on from other values than these
             self.reason = self.reason or str(error).removesuffix(f". {STEPPED_WHOLE}").removeprefix(f"{name} ")
         except Exception as error:
-            self.reason = f"its step() raises on {_names(part)} alone ({in_short(error)})"
+            raised = f"its step() raises on {_names(part)} alone ({in_short(error)})"
+            self.reason = _no_dict(self._optimizer, part) or raised
         finally:
             if generators.drawn() == "yes":
                 generators.restore()
@@ -187,7 +188,7 @@ class PartsOfUpdate:
         for tensor in tensors:
             tensor.grad = None
         try:
-            nothing = self._stepper.step_part(tensors, tensors, None, notes=False)
+            nothing = self._stepper.step_part(tensors, tensors, notes=False)
         except Exception as error:
             self.reason = f"its step() raises when no parameter has a gradient ({in_short(error)})"
             return
@@ -277,6 +278,13 @@ def _has_moved(before: _Digest, after: _Digest) -> bool:
     return before[0] != after[0] or (before[1] is not None and before[1] != after[1])
 
 
+def _no_dict(optimizer: Optimizer, part: AttachedParameters) -> str | None:
+    """In words, where the state of one of these is no mapping, of which nobody could say whether it was written."""
+    kinds = (type(optimizer.state.get(tensor, {})) for tensor in part.tensors())
+    found = next((kind for kind in kinds if not issubclass(kind, Mapping)), None)
+    return None if found is None else f"it keeps the state of a parameter as a {found.__name__}"
+
+
 def _names(part: AttachedParameters) -> str:
     return repr(part.names[0]) if len(part) == 1 else f"{part.names[0]!r} and {len(part) - 1} others"
 
@@ -364,7 +372,11 @@ class Judge:
             return
         in_pairs = stepper.steps_every_parameter or any(a.is_divided for a in there)
         running = PartsOfUpdate(stepper, parts)
-        running.take(twice=is_first and stepper.is_foreign, is_warm=stepper in self._is_warm, in_pairs=in_pairs)
+        running.take(
+            twice=bool(self.due.get(stepper)) and stepper.is_foreign,
+            is_warm=stepper in self._is_warm,
+            in_pairs=in_pairs,
+        )
         if in_pairs and running.reason is not None:
             raise UnsupportedOptimizerError(f"{stepper.name}: {running.reason}. {STEPPED_WHOLE}")
         if in_pairs:
@@ -422,7 +434,7 @@ class Judge:
     def __str__(self) -> str:
         if self.verdict is not None:
             return f"left to optimizer.step(): {self.verdict}"
-        due = max(self.due.values(), default=0)
+        due = max(self.due.values(), default=0) if self._in_parts else 0
         names = " and ".join(stepper.name for stepper, left in self.due.items() if left)
         return (
             f"{names}: the next {due} steps are taken in optimizer.step(), and compared with their parts" if due else ""

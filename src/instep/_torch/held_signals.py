@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-_NUMBERS = sorted(signal.valid_signals())
+_FIRST_OF_REAL_TIME = int(getattr(signal, "SIGRTMIN", 32))
+_NUMBERS = sorted(number for number in signal.valid_signals() if number < _FIRST_OF_REAL_TIME)
 
 
 def heard() -> list[int]:

@@ -484,7 +484,7 @@ def _meet_ranks(parts: Parts, target: Target, options: Options) -> None:
         return
     if not target.groups and options.communication.pipeline is None:  # FSDP gathers the weights for autograd.grad, too
         votes.communicates = partial(communicates, weakref.ref(parts.schedule))
-    votes.stand_aside = partial(stand_aside, parts.sources, [weakref.ref(ddp) for ddp in ddps])
+    votes.stand_aside = partial(stand_aside, list(map(weakref.ref, parts.sources)), list(map(weakref.ref, ddps)))
     parts.handles.extend(Joining(ddp, votes, parts.schedule) for ddp in ddps)
 
 

@@ -557,7 +557,8 @@ class ForwardHooks:
 
     def _look(self) -> None:
         """Raise if the parameters are not those that were attached any more. Take in those that were added."""
-        require_unchanged(self._schedule.parameters)
+        if torch.is_grad_enabled():  # else others may stand in for a moment, as a target network's, and none is trained
+            require_unchanged(self._schedule.parameters)
         if self._schedule.state != "open":
             self._late.adopt()
             for source in self._sources:

@@ -90,10 +90,13 @@ def communicates(schedule: "weakref.ref[Schedule]") -> bool:
         )
 
 
-def stand_aside(sources: "Sequence[Source]", ddps: "Sequence[weakref.ref[DistributedDataParallel]]") -> None:
+def stand_aside(
+    sources: "Sequence[weakref.ref[Source]]", ddps: "Sequence[weakref.ref[DistributedDataParallel]]"
+) -> None:
     """The running backward, which has sent nothing yet, reduces gradients as torch does without instep."""
     for source in sources:
-        source.disconnect()
+        if (found := source()) is not None:
+            found.disconnect()
     for ref in ddps:
         if (ddp := ref()) is not None:
             forget_comm_hook(ddp)

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from instep._optim.values import bytes_of
 from instep.errors import CheckpointError, DamagedCheckpointError
 
 MANIFEST, DIGEST = "manifest.json", "manifest.json.sha256"
@@ -202,8 +203,7 @@ def write_tensors(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> Fi
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().data
+    return bytes_of(tensor.detach().resolve_conj().resolve_neg().cpu()).numpy().data
 
 
 def digest_line(manifest: str) -> bytes:

@@ -18,7 +18,7 @@ from instep.checkpoint.boxes import box_of, empty_beside, local_of
 from instep.checkpoint.manifest import GroupRecord, OptimizerRecord, TensorRecord
 from instep.checkpoint.reader import CheckpointReader
 from instep.checkpoint.training_state import NOT_IN_GROUP, TrainingState, class_of
-from instep.checkpoint.values import Json, decode
+from instep.checkpoint.values import Json, decode, is_finite
 from instep.errors import CheckpointError, DamagedCheckpointError
 
 SHOWN = 6
@@ -296,7 +296,7 @@ def _is_number(value: Any) -> bool:
 
 def require_finite(values: torch.Tensor, which: str) -> None:
     """Raise ``CheckpointError`` if ``values``, which a message calls ``which``, hold NaN or infinity."""
-    if (values.is_floating_point() or values.is_complex()) and not bool(torch.isfinite(values).all()):
+    if not is_finite(values):
         raise CheckpointError(f"{which} is not finite in the checkpoint. allow_nonfinite=True takes it all the same")
 
 

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from instep._arguments import path_of, require_flag
 from instep._optim.dtensor import is_sharded
 from instep._optim.kinds import has_ids
+from instep._optim.values import bytes_of
 from instep.attachment import Attachment
 from instep.checkpoint import manifest as manifests
 from instep.checkpoint.boxes import Box, box_of, cover_once, local_of, without_partials
@@ -55,7 +56,7 @@ from instep.checkpoint.manifest import (
 )
 from instep.checkpoint.ranks import Collective
 from instep.checkpoint.training_state import NOT_IN_GROUP, TrainingState, class_of
-from instep.checkpoint.values import Json, encode
+from instep.checkpoint.values import Json, encode, is_finite
 from instep.errors import CheckpointError, DamagedCheckpointError
 from instep.naming import Named
 
@@ -167,8 +168,8 @@ _SAMPLED = 64
 def _sample_of(tensor: torch.Tensor) -> str:
     """A digest of so many elements from all over the tensor, which has its own memory."""
     flat = tensor.detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED].cpu().contiguous()
-    return hashlib.sha256(some.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+    some = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED].cpu()
+    return hashlib.sha256(bytes_of(some).numpy().tobytes()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -490,7 +491,7 @@ def _difference(a: Json, b: Json, path: str) -> str:
 
 def _refuse_nonfinite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     for key, local in tensors:
-        if (local.is_floating_point() or local.is_complex()) and not bool(torch.isfinite(local).all()):
+        if not is_finite(local):
             raise CheckpointError(
                 f"{key!r} is not finite: a checkpoint of it would take the place of a good one. Go back to the last "
                 "checkpoint, or save with allow_nonfinite=True"

@@ -28,6 +28,15 @@ _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "ordered": OrderedDi
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether ``values`` hold neither NaN nor infinity."""
+    if not (values.is_floating_point() or values.is_complex()):
+        return True
+    if values.element_size() == 1:
+        values = values.float()  # torch asks no float of eight bits
+    return bool(torch.isfinite(values).all())
+
+
 def encode(value: Any, where: str, put: Put, path: str = "", depth: int = 0) -> Json:
     """``value`` as JSON.
 

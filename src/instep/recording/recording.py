@@ -532,7 +532,8 @@ class Weights:
             found.update(f"{tuple(local.shape)} {local.dtype}".encode())
             # Of a copy: once NumPy has had a parameter's own memory, nobody can tell any more whether others have it,
             # and its updates are no longer put off.
-            found.update(local.detach().clone().to("cpu").flatten().view(torch.uint8).numpy())
+            copied = local.detach().clone(memory_format=torch.contiguous_format).to("cpu")
+            found.update(copied.flatten().view(torch.uint8).numpy())
         return found.hexdigest()
 
 

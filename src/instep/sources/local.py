@@ -461,12 +461,11 @@ class GradientHooks:
     def add(self, attached: AttachedParameter, call: Callable[[torch.Tensor], None]) -> None:
         """Have ``call`` called with the parameter whenever a backward has accumulated its gradient. For parameters
         without a hook."""
-        index = attached.spec.index
-        parameter: Any = attached.get()
+        parameter, index = attached.get(), attached.spec.index
         called_by = _IMPLEMENTATION(parameter)
         if self._called_by.setdefault(index, called_by) != called_by:
             # Python goes on to show a table of hooks that nobody calls, and would put this one there.
-            parameter._post_accumulate_grad_hooks = None
+            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # torch takes it
         self._handles.append(parameter.register_post_accumulate_grad_hook(UntracedHook(call)))
         self.parameters[index] = attached
         self.tensors.append(parameter)
