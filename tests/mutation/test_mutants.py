@@ -493,8 +493,8 @@ MUTANTS = [
     Mutant(
         "look at the state of the step's first bucket alone",
         "StateGuard.is_as_left",
-        "EntriesAsLeft.of_all(self._left)",
-        "EntriesAsLeft.of_all(self._left[:1])",
+        "EntriesAsLeft.of_all(self.left)",
+        "EntriesAsLeft.of_all(self.left[:1])",
         STATE,
     ),
     Mutant(
@@ -2746,7 +2746,7 @@ MUTANTS = [
     Mutant(
         "take what is not finite",
         "require_finite",
-        "if (values.is_floating_point() or values.is_complex()) and not bool(torch.isfinite(values).all()):",
+        "if not is_finite(values):",
         "if False:",
         CHECKPOINT + "test_damage.py",
     ),
@@ -4587,25 +4587,29 @@ MUTANTS = [
     ),
     Mutant(
         "own object: hooks are called for each bucket",
-        "OwnObject._own_attributes",
-        "{name: OrderedDict() for name in STEP_HOOKS if name in attributes}",
+        "OwnObject._attributes_of_a_call",
+        "{name: OrderedDict() for name in STEP_HOOKS if name in vars(optimizer)}",
         "{}",
         JUDGED_MORE,
         "hooks_of_the_object",
     ),
     Mutant(
         "own object: an update that raises leaves the bucket in the groups",
-        "_holding",
-        "    try:\n        _put(mine)\n        yield\n    finally:\n        _put(whole)\n",
-        "    _put(mine)\n    yield\n    _put(whole)\n",
+        "OwnObject._call",
+        "                return call(optimizer, members)\n        finally:\n            _put(whole)\n",
+        "                returned = call(optimizer, members)\n            _put(whole)\n"
+        "            return returned\n        finally:\n",
         JUDGED_MORE,
         "raises_leaves",
     ),
     Mutant(
         "own object: methods that see all parameters stay after an update that raises",
-        "OwnObject._own_attributes",
-        "        try:\n            yield\n        finally:\n            for name, value",
-        "        yield\n        if True:\n            for name, value",
+        "OwnObject._call",
+        "                return call(optimizer, members)\n        finally:\n"
+        "            _put(whole)\n            for name, value in before:",
+        "                returned, then = call(optimizer, members), before\n"
+        "            return returned\n        finally:\n"
+        "            _put(whole)\n            for name, value in locals().get('then', ()):",
         JUDGED_MORE,
         "raises_leaves",
     ),
@@ -4700,7 +4704,7 @@ MUTANTS = [
     Mutant(
         "own object: other threads see the bucket",
         "_of_thread",
-        "self if threading.get_ident() == self._thread else self._whole",
+        "self if threading.get_ident() == self._thread else self.whole",
         "self",
         JUDGED_MORE,
         "another_thread_sees",
@@ -4708,8 +4712,8 @@ MUTANTS = [
     Mutant(
         "own object: methods that need all parameters see the bucket",
         "OwnObject._of_all",
-        "            _put(whole)\n            try:",
-        "            try:",
+        "            _put((g, p.whole, p.names) if isinstance(p, _Params) else (g, p, names) for g, p, names in now)\n",
+        "",
         JUDGED_MORE,
         "ask_for_all_state",
     ),
@@ -4758,14 +4762,16 @@ MUTANTS = [
         "Undo.restore",
         "            kept.restore()\n",
         "            pass\n",
-        UNDO,
+        JUDGED_MORE,
+        "undo_puts_back",
     ),
     Mutant(
         "own object: parameters that it reaches otherwise are not put back",
         "UndoCopies.around",
         "[*update.owned, *self._reached]",
         "update.owned",
-        UNDO,
+        JUDGED_MORE,
+        "undo_puts_back",
     ),
     Mutant(
         "signals: those that have come are lost",
