@@ -3,8 +3,7 @@ plain loop, or are refused before anything is written. All others are stepped in
 
 import ctypes
 import random
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
