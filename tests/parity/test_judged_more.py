@@ -531,7 +531,7 @@ def test_what_couples_nothing_is_drawn_by_keys() -> None:
 
 def test_hooks_of_the_object_run_once_in_a_step() -> None:
     class Inherits(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        def step(self, closure: Any = None) -> Any:
             super().step(closure)
 
     torch.optim.SGD([torch.ones(1)])  # torch calls the hooks in its step() from now on, also where another calls it
@@ -629,7 +629,7 @@ def test_what_a_step_leaves_is_what_its_buckets_have_left(way: str) -> None:
             self.object.slot += 1
             vars(self).pop("once", None)
             self.param_groups[0]["k"] = self.steps
-            self.state["shared"] = self.steps
+            vars(self)["state"]["shared"] = self.steps
 
     optimizer = both(Counts, 3, way).optimizer
     assert (optimizer.steps, optimizer.idle, hasattr(optimizer, "once")) == (3, 0, False)
