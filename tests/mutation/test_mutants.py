@@ -4782,14 +4782,6 @@ MUTANTS = [
         "run_after_the_block",
     ),
     Mutant(
-        "signals: handlers are not put back",
-        "held",
-        "            signal.signal(number, handler)\n",
-        "            pass\n",
-        JUDGED_MORE,
-        "run_after_the_block",
-    ),
-    Mutant(
         "signals: an error leaves those that are held",
         "held",
         "    try:\n        yield\n    finally:\n        for number, handler",

@@ -631,7 +631,7 @@ def test_what_a_step_leaves_is_what_its_buckets_have_left(way: str) -> None:
             self.object.slot += 1
             vars(self).pop("once", None)
             self.param_groups[0]["k"] = self.steps
-            self.state["shared"] = self.steps
+            vars(self)["state"]["shared"] = self.steps
 
     optimizer = both(Counts, 3, way).optimizer
     assert (optimizer.steps, optimizer.idle, hasattr(optimizer, "once")) == (3, 0, False)
