@@ -107,7 +107,7 @@ class BucketSink(Schedule):
             self._step.passes.clipping.begin()
         self._writes.begin()
         if self._step.judge is not None:
-            self._step.judge.step_opens()
+            self._step.judge.step_opens(self._step.number, self._step.buckets() or ())
         for begin in self.at_open:
             if (call := begin()) is not None:
                 call()
@@ -143,7 +143,7 @@ class BucketSink(Schedule):
                 self._note_updates()  # one thread at a time steps with an optimizer
             if step.ledger.torn is not None or self._failure.error is not None or step.ledger.redoes:
                 return False
-            if step.judge is not None and step.judge.leaves(bucket, step.number):
+            if step.judge is not None and step.judge.leaves(bucket):
                 return False
             writes.begun = AttachedParameters()
             try:

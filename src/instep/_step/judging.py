@@ -102,7 +102,7 @@ class PartsOfUpdate:
         compiles = _Compiles()
         try:
             # Asked first: a part may move on what cannot be put back, a Python generator, say.
-            self.reason = self._stepper.begin_parts()
+            self.reason = self._stepper.calls_hooks or self._stepper.begin_parts()
             for part in self._parts if self.reason is None else ():
                 self._take_part(part, twice=twice)
                 if compiles.any and self.reason is None:
@@ -319,8 +319,8 @@ class Judge:
         self._running: dict[Stepper, PartsOfUpdate] = {}
         self._has_begun: set[Stepper] = set()  # to be judged: its first update was compared, one by one
         self._is_warm: set[Stepper] = set()  # those that have taken a step
-        self._apart: list[AttachedParameters] = []  # buckets of the running step that are left, to be compared
-        self._count = self._last_count = 0  # buckets of the running step, and of the last one
+        self._apart: list[Sequence[int]] = []  # buckets of the running step that are left, to be compared
+        self._steps_others = False  # whether backward steps other ones of it
         self._objects = False
         for stepper in steppers:
             if stepper.is_foreign:
@@ -333,21 +333,29 @@ class Judge:
         self.due[stepper] = 0 if stepper.is_proved else FIRST
         self.leaves_all = self.verdict is not None or (self._in_parts and any(self.due.values()))
 
-    def step_opens(self) -> None:
-        """The first final gradient of a step that is taken in backward has come."""
-        self._last_count, self._count = self._count, 0
-        self._apart = []
+    def step_opens(self, number: int, buckets: Iterable[Sequence[int]]) -> None:
+        """The first final gradient of step ``number`` has come.
 
-    def leaves(self, bucket: AttachedParameters, number: int) -> bool:
-        """Whether this bucket of step ``number`` is left to ``optimizer.step()``, to be compared."""
-        at, self._count = self._count, self._count + 1
-        if number % EVERY or self._last_count < 2 or not any(stepper.is_foreign for stepper in bucket.steppers):
+        Args:
+            buckets: those of the plan, by the indices of their parameters. Those that backward steps may be others, and
+                come in another order on each rank: the ranks must leave the same.
+        """
+        self._apart, self._steps_others = [], False
+        for stepper in self.due if self.verdict is None else ():
+            if (reason := stepper.calls_hooks) is not None:
+                self._objects = True
+                self.object(f"{stepper.name}: {reason}")
+        if number % EVERY == 0 and len(every := [*buckets]) > 1:
+            first = number // EVERY % (len(every) - 1)
+            self._apart = every[first : first + 2]
+
+    def leaves(self, bucket: AttachedParameters) -> bool:
+        """Whether this bucket is left to ``optimizer.step()``, to be compared."""
+        if not self._apart or not any(stepper.is_foreign for stepper in bucket.steppers):
             return False
-        first = number // EVERY % (self._last_count - 1)
-        if at not in (first, first + 1):
-            return False
-        self._apart.append(bucket)
-        return True
+        leaves = not all(map(set(bucket.indices).isdisjoint, self._apart))
+        self._steps_others |= not leaves
+        return leaves
 
     # Around ``optimizer.step()``.
 
@@ -367,7 +375,7 @@ class Judge:
             return
         there = [a for a in left if gradient_of(a) is not None and (a.shard is None or a.shard.is_owner)]
         is_first = bool(self.due.get(stepper)) and stepper not in self._has_begun
-        parts = _one_by_one(stepper, there) if is_first else self._apart_in(there) or in_buckets(there, buckets)
+        parts = _one_by_one(stepper, there) if is_first else in_buckets(there, self._apart or buckets)
         if not parts:
             return
         in_pairs = stepper.steps_every_parameter or any(a.is_divided for a in there)
@@ -383,11 +391,6 @@ class Judge:
             running.only_counts()
         self._running[stepper] = running
 
-    def _apart_in(self, there: Iterable[AttachedParameter]) -> list[AttachedParameters]:
-        """The buckets of this step that were left, to be compared."""
-        known = set(there)
-        return _filled(AttachedParameters(a for a in bucket if a in known) for bucket in self._apart)
-
     def after_update(self, stepper: Stepper) -> UnsupportedOptimizerError | None:
         """``step()`` has returned. The error that tears the step, where a part of it was taken in backward, and should
         not have been."""
@@ -398,7 +401,7 @@ class Judge:
         if (reason := running.compare()) is not None:
             self.object(f"{stepper.name}: {reason}")
             self._objects = True
-            if self._apart:
+            if self._steps_others:
                 return UnsupportedOptimizerError(
                     f"{stepper.name} has begun to couple parameters: {reason}. Backward had stepped the other buckets "
                     f"of this step. Load a checkpoint. {STEPPED_WHOLE}"
@@ -429,7 +432,7 @@ class Judge:
     def forget(self) -> None:
         """The running step was none, or is given up."""
         self._running.clear()
-        self._apart = []
+        self._apart, self._steps_others = [], False
 
     def __str__(self) -> str:
         if self.verdict is not None:

@@ -17,7 +17,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 from instep._torch.engine import untraced
@@ -78,6 +82,12 @@ def last_of_pre_hooks(optimizer: Optimizer, handle: RemovableHandle) -> None:
     _last[optimizer] = handle.id
     if _global_hook is None:
         _global_hook = register_optimizer_step_pre_hook(_move_last)
+
+
+def has_global_step_hooks() -> bool:
+    """Whether somebody else has registered a step hook for all optimizers. torch has no public way to ask."""
+    mine = None if _global_hook is None else _global_hook.id
+    return bool(_global_optimizer_post_hooks) or not _global_optimizer_pre_hooks.keys() <= {mine}
 
 
 def first_of_tensor_hooks(tensor: torch.Tensor, call: Callable[..., Any]) -> None:
