@@ -121,6 +121,7 @@ class OwnObject:
         self._signals: list[int] = []
         self._draws: TorchDraws | None = None
         self._instead: dict[str, Any] = {}
+        self._reached: list[torch.Tensor] = []
         self.beside = Beside(name)
         self.notes = True
         self.returned: Any = None
@@ -134,8 +135,9 @@ class OwnObject:
         """
         self._signals = heard()
         devices = {memory_of(p).device for p in parameters_of(optimizer)}
-        self._draws = None if may_draw else TorchDraws(devices, [read_by_update(optimizer)])
+        self._draws = None if may_draw else TorchDraws(devices, [read_by_update(optimizer), optimizer.param_groups])
         self._instead = self._attributes_of_a_call(optimizer)
+        self._reached = reached_by(optimizer)
         self.beside.begin(optimizer, layout)
 
     def step(self, update: Update, call: CallUpdate) -> None:
@@ -167,6 +169,8 @@ class OwnObject:
 
     def _step(self, optimizer: Optimizer, members: Sequence[Members], tensors: Sequence[Any], call: CallUpdate) -> None:
         draws, groups = self._draws, len(optimizer.param_groups)
+        others = [p for p in self._reached if not any(map(partial(is_, p), tensors))] if self._reached else []
+        versions = versions_of(others)
         if draws is not None:
             draws.begin()
         try:
@@ -182,13 +186,15 @@ class OwnObject:
             self.beside.note(members)
         else:
             self.beside.take_back()
+        if versions_of(others) != versions:
+            raise writes_others(self._name)
         if len(optimizer.param_groups) != groups:
             raise depends_on_buckets(self._name, "the number of its param_groups")
 
     def forget(self) -> None:
         """The step is over."""
         self.beside.forget()
-        self.returned, self.gave_back, self._instead = None, False, {}
+        self.returned, self.gave_back, self._instead, self._reached = None, False, {}, []
 
     def _call(self, optimizer: Optimizer, members: Sequence[Members], tensors: Sequence[Any], call: CallUpdate) -> Any:
         attributes, groups = vars(optimizer), optimizer.param_groups
@@ -605,6 +611,13 @@ def draws_in_step(optimizer: str) -> UnsupportedOptimizerError:
         f"{optimizer} draws random numbers in step(): bucket by bucket they would go to other parameters than in the "
         f"plain loop. random='keyed' with a seed gives each parameter draws of its own, which are not the plain "
         f"loop's. {STEPPED_WHOLE}"
+    )
+
+
+def writes_others(optimizer: str) -> UnsupportedOptimizerError:
+    return UnsupportedOptimizerError(
+        f"{optimizer} writes parameters that it was not given, to which its attributes refer: bucket by bucket that "
+        f"would happen at another time than in the plain loop. They were written. {STEPPED_WHOLE}"
     )
 
 

@@ -510,7 +510,8 @@ class BackwardSchedule(BucketSink):
             return
         step.backwards.drain_failed()
         self.calls.end_commit()
-        step.hear(self._writes.release, wait=False)
+        # A rank that has found parts to differ raises here, and a forward under FSDP would wait for it.
+        step.hear(self._writes.release, wait=step.judge is not None and step.judge.has_compared)
         self.calls.require_not_torn()
         step.accumulation.waiting()  # what the loop has thrown away is freed before the forward needs memory
         self._writes.before_forward()

@@ -308,6 +308,7 @@ class Judge:
     Attributes:
         verdict: why every step is left to ``optimizer.step()``; ``None``: buckets are stepped.
         leaves_all: whether all of the running step is left to ``optimizer.step()``.
+        has_compared: whether parts of the last step were compared: on another rank they may have been found to differ.
         due: of each foreign optimizer, how many updates are still to be compared.
     """
 
@@ -322,6 +323,7 @@ class Judge:
         self._apart: list[Sequence[int]] = []  # buckets of the running step that are left, to be compared
         self._steps_others = False  # whether backward steps other ones of it
         self._objects = False
+        self.has_compared = self._compared = False
         for stepper in steppers:
             if stepper.is_foreign:
                 self.meet(stepper)
@@ -398,6 +400,7 @@ class Judge:
         running = self._running.pop(stepper, None)
         if running is None:
             return None
+        self._compared = True
         if (reason := running.compare()) is not None:
             self.object(f"{stepper.name}: {reason}")
             self._objects = True
@@ -417,6 +420,7 @@ class Judge:
         """A step stands. Whether this rank has found in it that steps must be left whole, which the others are to
         know."""
         objects, self._objects = self._objects, False
+        self.has_compared, self._compared = self._compared, False
         return objects
 
     def object(self, reason: str) -> None:
