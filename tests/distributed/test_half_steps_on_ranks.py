@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import instep
 from instep.errors import AccumulationError, InstepError, TornStepError
 from tests.distributed.pool import RankPool
-from tests.unit.test_half_steps import Parts, raising, values
+from tests.parts import Parts, raising, values
 
 SAID = "weights that the first backward has already updated"
 

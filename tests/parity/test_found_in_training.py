@@ -225,9 +225,7 @@ def test_state_that_parameters_share(way: str, written: bool) -> None:
         return model, optimizer
 
     shared = "by the update of another bucket" if way == "backward" else "The step was put back"
-    then = "torn" if way == "backward" else "idle"
-    in_parts = written and way not in ("forward", "late")
-    refused = (
-        {"undo" if way in UNDO else way: Refused(HyperparameterChangedError, then, match=shared)} if in_parts else None
-    )
-    lockstep("undo" if way in UNDO else way, build, learn, 18, refused, **UNDO.get(way, {}))
+    expected = Refused(HyperparameterChangedError, "torn" if way == "backward" else "open", match=shared)
+    way, options = ("undo", UNDO[way]) if way in UNDO else (way, {})
+    in_parts = written and way in ("backward", "undo")
+    lockstep(way, build, learn, 18, {way: expected} if in_parts else None, **options)

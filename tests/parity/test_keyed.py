@@ -637,24 +637,17 @@ def test_a_draw_without_key_is_found_while_training(way: str) -> None:
     lane.overlap.detach()
 
 
-@pytest.mark.parametrize("schedule", ["backward", "forward"])
-def test_without_keys_it_is_as_before(schedule: Any) -> None:
-    """Refused with ``"backward"``, where the message names the way out; stepped as a whole by default."""
-    model = Dropping()
-    optimizer = Langevin(groups_of(model))
-    if schedule == "backward":
-        with pytest.raises(UnsupportedOptimizerError, match=r"draws random numbers.*random='keyed' with a seed"):
-            instep.attach(model, optimizer, schedule=schedule)
-        with pytest.raises(UnsupportedOptimizerError, match=r"draws random numbers.*random='keyed' with a seed"):
-            instep.attach(model, optimizer, defer=True)
-        return
+@pytest.mark.parametrize("options", [{}, {"schedule": "backward"}, {"defer": True}], ids=str)
+def test_without_keys_it_is_as_before(options: Any) -> None:
+    """Stepped as a whole, and drawing as the plain loop does."""
     states = []
     for attach in (False, True):
         torch.manual_seed(0)
         model = Dropping()
         optimizer = Langevin(groups_of(model))
         if attach:
-            instep.attach(model, optimizer)
+            with own_steps_are_judged():
+                instep.attach(model, optimizer, **options)
         torch.manual_seed(1)
         for i in range(3):
             nn.functional.cross_entropy(model(batch(i)[0].to(here())), batch(i)[1].to(here())).backward()

@@ -9,6 +9,7 @@ from torch import nn
 
 import instep
 from instep.errors import UnsupportedOptimizerError
+from tests.judged import own_steps_are_judged
 from tests.wrappers import Closed, Scaled
 
 Loop = Callable[[nn.Module], None]
@@ -187,7 +188,12 @@ def _require_same_but(models: list[nn.Module], optimizers: list[Quantizes]) -> N
 
 
 def test_state_that_cannot_be_put_back_from_the_first_step() -> None:
-    """``attach`` tries the optimizer over small tensors, and sees it there."""
-    model = _dense()
-    with pytest.raises(UnsupportedOptimizerError, match="undo could not put back"):
-        instep.attach(model, Quantizes(model.parameters(), Closed), **IN_BACKWARD)
+    """It is seen in the first update, which is then taken whole, as all that come."""
+    models = [_dense(), _dense()]
+    optimizers = [Quantizes(model.parameters(), Closed) for model in models]
+    with own_steps_are_judged(), instep.attach(models[1], optimizers[1], **IN_BACKWARD) as overlap:
+        for step in range(4):
+            _step(models, optimizers, step)
+            _require_same(models, optimizers, step)
+        (why,) = overlap.plan.judged
+        assert "could not be put back" in why

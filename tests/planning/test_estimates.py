@@ -185,11 +185,11 @@ def test_what_it_refuses_on_several_ranks(view: bool) -> None:
     assert "shard_state=True, schedule='forward'" in found.accepted
 
 
-def test_an_optimizer_that_couples_parameters_is_refused_with_everything() -> None:
-    found = plan(Job(f"{HERE}:layers", f"{HERE}:Coupled", ("lr=0.1",)))
+def test_an_optimizer_that_wraps_another_is_refused_with_everything() -> None:
+    found = plan(Job(f"{HERE}:layers", f"{HERE}:Wraps", ("lr=0.1",)))
     first = found.refusals[0]
     assert first.options == f"{EVERYTHING} with schedule='backward', undo=True"
-    assert "couples parameters" in first.reason
+    assert "holds another optimizer" in first.reason
     assert [peak.way for peak in found.peaks] == ["plain", "forward"]
     with pytest.raises(PlanError, match="instep refuses it: LBFGS"):
         plan(Job(f"{HERE}:layers", "LBFGS"))
@@ -304,9 +304,9 @@ def test_the_verdict_where_little_is_saved() -> None:
 
 
 def test_the_verdict_where_backward_is_refused() -> None:
-    said = list(verdict(plan(Job(f"{HERE}:layers", f"{HERE}:Coupled", ("lr=0.1",), rates=Rates(terabytes=1.0)))))
+    said = list(verdict(plan(Job(f"{HERE}:layers", f"{HERE}:Wraps", ("lr=0.1",), rates=Rates(terabytes=1.0)))))
     assert said[-1].startswith("Take instep.attach(model, optimizer). schedule='backward' is refused: ")
-    assert "couples parameters" in said[-1]
+    assert "holds another optimizer" in said[-1]
 
 
 def test_rates_of_this_machine_are_sensible() -> None:

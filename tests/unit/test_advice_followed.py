@@ -265,7 +265,7 @@ JUDGED: dict[Callable[[Any], torch.optim.Optimizer], str] = {
     Couples: "gets other values when it is stepped without the others",
     Draws: "draws random numbers in step()",
     Decays: "changes parameters that have no gradient",
-    KeepsLists: "raises on '0.weight' alone (AttributeError",
+    KeepsLists: "keeps the state of a parameter as a list",
     Needs: "raises when no parameter has a gradient (ValueError",
 }
 ONLY = "Only defer=True refuses it: with defer='auto' instep takes the loop"

@@ -11,38 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import instep
 from instep._torch import engine
 from instep.errors import AccumulationError, TornStepError
-
-
-class Parts(nn.Module):
-    """A trunk and two heads, which a loop may call by themselves: nobody sees a backward begin at these."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.trunk = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
-        self.first, self.second = nn.Linear(4, 2), nn.Linear(4, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.first(self.trunk(x))
-        return found
-
-
-class Raises(torch.autograd.Function):
-    error: type[BaseException]
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise Raises.error("the loop's own")
-
-
-def raising(x: torch.Tensor, error: type[BaseException]) -> torch.Tensor:
-    Raises.error = error
-    found: torch.Tensor = Raises.apply(x)
-    return found
+from tests.parts import Parts, raising, values
 
 
 def x() -> torch.Tensor:
@@ -107,10 +76,6 @@ SECOND: dict[str, Callable[[Parts], None]] = {
         the_same_loss_twice,
     )
 }
-
-
-def values(model: nn.Module) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def attached(**options: Any) -> tuple[Parts, torch.optim.Optimizer, instep.Attachment]:

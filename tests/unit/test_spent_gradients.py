@@ -81,10 +81,19 @@ def two(weight: torch.Tensor) -> torch.Tensor:
     return TwoTensor(weight.clone(), weight.clone())
 
 
+def judged(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Updates of such parameters are compared with their parts, in the first two steps."""
+    for _ in range(2):
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def test_what_its_class_has_beyond_torch_s_own_is_a_use() -> None:
     model, optimizer = make(two)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     instep.attach(model, optimizer, schedule="backward")
+    judged(model, optimizer)
     model(torch.randn(3, 4)).sum().backward()
     spent = model[0].weight.grad
     for use in (lambda: spent.a, lambda: spent.get_elem_a()):
@@ -103,6 +112,7 @@ def test_who_asks_whether_there_is_an_attribute_finds_none() -> None:
     model, optimizer = make(two)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     overlap = instep.attach(model, optimizer, schedule="backward")
+    judged(model, optimizer)
     model(torch.randn(3, 4)).sum().backward()
     for parameter in model.parameters():
         assert not hasattr(parameter.grad, "a")

@@ -55,7 +55,6 @@ from instep._optim.values import (
     reachable_values,
 )
 from instep._torch.held_signals import heard, held
-from instep._torch.hooks import has_global_step_hooks
 from instep._torch.versions import memory_of, versions_of
 from instep.errors import HyperparameterChangedError, UnsupportedOptimizerError
 
@@ -587,17 +586,6 @@ def reached_by(optimizer: Optimizer) -> list[torch.Tensor]:
     groups = (_settings(group) for group in optimizer.param_groups)
     owners = [read_by_update(optimizer), beside_parameters(optimizer.state), held_by_classes(optimizer), *groups]
     return [value for value in reachable_values(owners) if id(value) in mine]
-
-
-def hooks_in_update(optimizer: Optimizer) -> str | None:
-    """The step hooks that its update may call, in words: those of all optimizers, by ``super().step()``, or those of an
-    optimizer that it holds. ``None``: there are none."""
-    if has_global_step_hooks():
-        return "step hooks are registered for all optimizers, and its step() may call them, once per bucket"
-    for value in vars(optimizer).values():
-        if isinstance(value, Optimizer) and any(vars(value).get(name) for name in STEP_HOOKS):
-            return f"it holds another optimizer ({type(value).__name__}) that has step hooks"
-    return None
 
 
 def depends_on_buckets(optimizer: str, what: str) -> UnsupportedOptimizerError:

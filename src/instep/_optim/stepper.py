@@ -16,7 +16,7 @@ from instep._optim.kernels import Kernel, kernel_of
 from instep._optim.kinds import SCALES, STEPPED_WHOLE, has_usual_parameters, is_torchs_own
 from instep._optim.local_shard import LocalShard
 from instep._optim.offload import OffloadedState
-from instep._optim.own_object import Beside, OwnObject, hooks_in_update
+from instep._optim.own_object import Beside, OwnObject
 from instep._optim.proved import is_proved
 from instep._optim.random_numbers import KeyedDraws
 from instep._optim.shadow import CallUpdate, GroupLayout, autocast_here, how_to_step
@@ -232,12 +232,6 @@ class Stepper:
             if not of_class or own is not (None if kind.own is None else kind.own()):
                 self._kind = _kind_of(optimizer)  # a trainer has replaced it since, or a scheduler counts its calls
         return not self._kind.is_known
-
-    @property
-    def calls_hooks(self) -> str | None:
-        """Why its update might call step hooks of the user, once per bucket, in words; ``None``: it does not."""
-        optimizer = self._optimizer()
-        return None if optimizer is None or not self.is_foreign else hooks_in_update(optimizer)
 
     @property
     def is_proved(self) -> bool:

@@ -38,6 +38,7 @@ from instep._optim.undo import KeptByParameter, SavedParameter
 from instep._optim.values import values_differ
 from instep._step.state import gradient_of
 from instep._torch.engine import listen
+from instep._torch.hooks import has_global_step_hooks
 from instep.errors import UnsupportedOptimizerError
 
 _logger = logging.getLogger("instep")
@@ -49,6 +50,7 @@ EVERY = 50
 
 _Digest = tuple[Any, Any]
 _IN_SHORT = 160
+_HOOKS = "step hooks are registered for all optimizers: where it calls super().step(), they would run once per part"
 
 
 class _Compiles:
@@ -102,9 +104,12 @@ class PartsOfUpdate:
         compiles = _Compiles()
         try:
             # Asked first: a part may move on what cannot be put back, a Python generator, say.
-            self.reason = self._stepper.calls_hooks or self._stepper.begin_parts()
+            self.reason = _HOOKS if has_global_step_hooks() else self._stepper.begin_parts()
             for part in self._parts if self.reason is None else ():
-                self._take_part(part, twice=twice)
+                try:
+                    self._take_part(part, twice=twice)
+                except TypeError as error:  # of a tensor of a class that tells nobody what it holds
+                    self.reason = self.reason or f"what it keeps of {_names(part)} could not be put back ({error})"
                 if compiles.any and self.reason is None:
                     self._meet_compiler(is_warm)
                 if self.reason is not None or not self.counts:
@@ -126,11 +131,7 @@ class PartsOfUpdate:
 
     def _take_part(self, part: AttachedParameters, *, twice: bool) -> None:
         optimizer, tensors = self._optimizer, part.tensors()
-        try:
-            kept = _Kept(optimizer, tensors, self._reached)
-        except TypeError as error:
-            self.reason = f"what it keeps of {_names(part)} could not be put back ({error})"
-            return
+        kept = _Kept(optimizer, tensors, self._reached)
         try:
             returned = self._step(part)
             mine = set(map(id, tensors))
@@ -239,7 +240,10 @@ class PartsOfUpdate:
         if self.reason is not None or not self.counts:
             return self.reason
         for attached, digest in self._digests.items():
-            whole = _digest(self._optimizer, attached.get())
+            try:
+                whole = _digest(self._optimizer, attached.get())
+            except TypeError as error:
+                return f"what it keeps of {attached.spec.name!r} could not be put back ({error})"
             if whole != digest:
                 what = "other values" if whole[0] != digest[0] else "another state"
                 return f"parameter {attached.spec.name!r} gets {what} when it is stepped without the others"
@@ -344,9 +348,9 @@ class Judge:
         """
         self._apart, self._steps_others = [], False
         for stepper in self.due if self.verdict is None else ():
-            if (reason := stepper.calls_hooks) is not None:
+            if has_global_step_hooks():
                 self._objects = True
-                self.object(f"{stepper.name}: {reason}")
+                self.object(f"{stepper.name}: {_HOOKS}")
         if number % EVERY == 0 and len(every := [*buckets]) > 1:
             first = number // EVERY % (len(every) - 1)
             self._apart = every[first : first + 2]
