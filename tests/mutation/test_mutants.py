@@ -1003,13 +1003,6 @@ MUTANTS = [
         "tests/unit/test_refusals.py",
     ),
     Mutant(
-        "forward does not look whether step() wrote what it had handed over",
-        "ForwardCalls._require_right",
-        "            if version_of(parameter) != version:",
-        "            if False:",
-        IN_TRAINING,
-    ),
-    Mutant(
         "an update that raises on trial is heard of in backward",
         "BucketSink.apply",
         "if not (isinstance(error, Exception) and writes.takes_back(error)):",
@@ -1654,7 +1647,7 @@ MUTANTS = [
     Mutant(
         "do not wait for a parameter that is used",
         "DeferredBuckets._used",
-        "        self.finish([bucket])\n",
+        "        self.finish([self.of(parameter)])\n",
         "",
         READERS,
     ),
@@ -3482,13 +3475,6 @@ MUTANTS = [
         "tests/unit/test_threads.py",
     ),
     Mutant(
-        "blame step() for what other threads read",
-        "DeferredBuckets._used",
-        " and round_.thread == get_ident()",
-        "",
-        "tests/unit/test_threads.py",
-    ),
-    Mutant(
         "count writes that the plain loop's fused step does not count",
         "_ConditionsAtStep.__init__",
         "not is_fused_one or fused_counts_writes(optimizer)",
@@ -3927,7 +3913,6 @@ MUTANTS = [
         "reversed(bucket.tensors)",
         "bucket.tensors",
         "tests/parity/test_interrupted_step.py",
-        picks="test_each_line",
     ),
     Mutant(
         "weights that began differently are compared",

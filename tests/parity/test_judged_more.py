@@ -374,6 +374,24 @@ def test_numbers_that_are_drawn(way: str, draw: Callable[[], float]) -> None:
     assert "draws random numbers in step()" in judged(Draws, way=way).verdict
 
 
+def test_numbers_that_are_drawn_while_another_thread_rests() -> None:
+    """As a progress bar's: it waits all the time."""
+
+    class Draws(Plain):
+        def update(self, those: list[Any]) -> Any:
+            for p in those:
+                p.sub_(p.grad, alpha=0.05 * random.random())
+
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    try:
+        assert "draws random numbers in step()" in judged(Draws).verdict
+    finally:
+        end.set()
+        thread.join()
+
+
 def test_numbers_of_a_generator_of_its_own() -> None:
     class Draws(Plain):
         def made(self, model: nn.Module) -> None:

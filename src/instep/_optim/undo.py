@@ -86,7 +86,10 @@ class SavedParameter:
         self._version = grad_mode._unsafe_preserve_version_counter(parameter)
         contents = Contents(host)
         contents.known(parameter)
-        self._attributes: Restore | None = contents.of(vars(parameter)) if _has_attributes(parameter) else None
+        # A tensor of a wrapper class has its values there; any other one what an optimizer may keep of it.
+        self._keeps_attributes = not hasattr(type(parameter), "__tensor_flatten__")
+        has_some = self._keeps_attributes and bool(vars(parameter))
+        self._attributes: Restore | None = contents.of(vars(parameter)) if has_some else None
         self._entry = state
         self._entries: Restore | None = None if state is None else contents.of(state)
 
@@ -105,7 +108,7 @@ class SavedParameter:
         restore(self._parameter, self._values)
         if self._attributes is not None:
             self._attributes()
-        elif _has_attributes(self._parameter):
+        elif self._keeps_attributes:
             vars(self._parameter).clear()
         # The bits are back: a graph that has saved them may run. torch has a private way to say so. After the state,
         # which may hold a view of the parameter.
@@ -117,11 +120,6 @@ def _entry_of(optimizer: Optimizer, parameter: torch.Tensor) -> dict[Any, Any] |
         return optimizer.state.get(parameter)
     except RuntimeError as error:  # a number of the same hash is there, and torch compares the two
         raise TypeError("an entry under the id() of a parameter") from error
-
-
-def _has_attributes(parameter: torch.Tensor) -> bool:
-    """Whether an optimizer may keep something in attributes of it. A tensor of a wrapper class has its values there."""
-    return bool(vars(parameter)) and not hasattr(type(parameter), "__tensor_flatten__")
 
 
 class KeptByParameter:

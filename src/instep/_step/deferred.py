@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import NoReturn
 
 import torch
 from torch import nn
@@ -21,7 +20,7 @@ from instep._optim.parameters import (
     none_there,
 )
 from instep._optim.shadow import begin_state, is_copied_whole
-from instep._optim.stepper import Stepper, writes_without_gradient
+from instep._optim.stepper import Stepper
 from instep._ranks.votes import Vote, error_of
 from instep._step.deferrable import InFlight, ReadHook, ReadOrder, which_can_defer
 from instep._step.deferral import PUT_OFF, Deferring, Gains, Observed
@@ -41,7 +40,6 @@ from instep._step.writes import require_same_in_autocast
 from instep._torch.engine import is_captured
 from instep._torch.lifetime import weakly
 from instep._torch.placeholders import HeldGradient
-from instep._torch.versions import version_of
 from instep._torch.watch import GET_GRAD, SET_GRAD
 from instep._torch.worker import ending
 from instep.errors import InstepError
@@ -480,21 +478,6 @@ class ForwardCalls(StepCalls):
         round_.hidden, self._update_deferral.left_to_step = [], []
         self._update_deferral.clipped.discard(stepper)
 
-    def _require_right(self, stepper: Stepper) -> None:
-        met, self._deferred.met_in_step = self._deferred.met_in_step, []
-        for name, parameter, version in met:
-            if version_of(parameter) != version:  # ``step()`` has found no gradient of it
-                self._tear(stepper, writes_without_gradient(stepper.name, name))
-
-    def _tear(self, stepper: Stepper, error: InstepError) -> NoReturn:
-        ledger, number = self._step.ledger, self._step.number
-        try:
-            ledger.tear(number, [a.spec.name for a in self._step.members.of(stepper)], [], error)
-            ledger.votes.say_failed(number + 1)  # the vote on this step was cast before it was handed over
-            raise error
-        finally:
-            del error  # or it would refer to itself, by way of this frame
-
     def _committed(self, step_count: int, *, taken: bool) -> None:
         self._update_deferral.vote = None
         self._step.has_gradients = False
@@ -777,7 +760,6 @@ class ForwardSchedule(Schedule):
         for parameter in step.members.living() if gradients else ():
             parameter.grad = None
         deferred.watch_in_step.stop(p for attached, _ in step.round.hidden if (p := attached.peek()) is not None)
-        deferred.met_in_step = []
         step.round.forget()
         step.ledger.give_up()
         if step.judge is not None:

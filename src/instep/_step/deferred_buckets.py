@@ -5,7 +5,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import repeat
-from threading import get_ident
 from time import perf_counter
 from typing import Any, Protocol, cast
 
@@ -36,7 +35,7 @@ from instep._step.streams import Mark
 from instep._torch.engine import Compiles, is_captured, listen, profiled
 from instep._torch.lifetime import Unsettled, WeakMethod, owe, settled
 from instep._torch.placeholders import BeforeUse, HeldGradient, become_real
-from instep._torch.versions import VERSION, are_counted, memory_of, version_of
+from instep._torch.versions import VERSION, are_counted, memory_of
 from instep._torch.watch import StateWatch, Watch
 from instep._torch.worker import Task, Worker
 from instep.errors import InstepError, StepMismatchError, UncommittedStepError
@@ -645,15 +644,12 @@ class DeferredBuckets:
     Attributes:
         worker: applies buckets of parameters in host memory.
         is_sending: whether a bucket that was handed over is being sent: its own update uses parameters.
-        met_in_step: parameters that were handed over, and that ``step()`` itself has come to nevertheless, by name,
-            with the version that it has found.
         watch_in_step: of parameters whose ``.grad`` the running ``step()`` does not find.
     """
 
     def __init__(self, step: RunningStep, owner: DeferringSchedule) -> None:
         self.worker = Worker()
         self.is_sending = False
-        self.met_in_step: list[tuple[str, torch.Tensor, int]] = []
         self._step = step
         self._owner = weakref.ref(owner)
         self._due: dict[int, DeferredBucket] = {}  # by the parameter's id
@@ -855,11 +851,7 @@ class DeferredBuckets:
         if self.is_sending and round_.stepper is not None and not round_.was_stopped:
             return  # by the update itself, which is sent; Ctrl-C may have left the flag behind that
         self._end_stopped()
-        bucket = self.of(parameter)
-        self.finish([bucket])
-        if bucket is not None and round_.stepper is not None and round_.thread == get_ident():
-            name = next(name for name, one in zip(bucket.names, bucket.tensors, strict=True) if one is parameter)
-            self.met_in_step.append((name, parameter, version_of(parameter)))
+        self.finish([self.of(parameter)])
         self._watch.stop([parameter])
         self._step.ledger.require_whole()
 
