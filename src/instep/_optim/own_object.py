@@ -605,7 +605,7 @@ def draws_in_step(optimizer: str) -> UnsupportedOptimizerError:
 def writes_others(optimizer: str) -> UnsupportedOptimizerError:
     return UnsupportedOptimizerError(
         f"{optimizer} writes parameters that it was not given, to which its attributes refer: bucket by bucket that "
-        f"would happen at another time than in the plain loop. They were written. {STEPPED_WHOLE}"
+        f"comes at another time than in the plain loop. {STEPPED_WHOLE}"
     )
 
 

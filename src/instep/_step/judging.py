@@ -357,6 +357,8 @@ class Judge:
 
     def leaves(self, bucket: AttachedParameters) -> bool:
         """Whether this bucket is left to ``optimizer.step()``, to be compared."""
+        if self.leaves_all:  # since this step began
+            return True
         if not self._apart or not any(stepper.is_foreign for stepper in bucket.steppers):
             return False
         leaves = not all(map(set(bucket.indices).isdisjoint, self._apart))
