@@ -18,7 +18,7 @@ from instep._step.norms import Passes
 from instep._step.state import Gather, GradientOf, Ledger, Round, StepMembers, StepTimes
 from instep._step.streams import StepStreams
 from instep._torch.engine import Backwards
-from instep.errors import InstepError, StepMismatchError
+from instep.errors import InstepError, StepMismatchError, UnsupportedOptimizerError
 
 # Whether a step is taken, where its gradients may hold NaN or infinity: all ranks give one answer.
 
@@ -157,8 +157,13 @@ class RunningStep:
     def before_update(self, stepper: Stepper, left: Iterable[AttachedParameter]) -> None:
         """``step()`` is about to update ``left``: an update that is judged is taken in parts before, which are put
         back."""
-        if self.judge is not None:
+        if self.judge is None:
+            return
+        try:
             self.judge.before_update(stepper, left, self.buckets() or ())
+        except UnsupportedOptimizerError:
+            self.ledger.votes.say_failed(self.number)  # the others wait for what this rank says of it
+            raise
 
     def is_in_loop(self, optimizer: Optimizer, gradients: Iterable[torch.Tensor]) -> bool:
         """Whether a ``step()`` with these gradients is one of a training loop: else whoever made them wants the state
