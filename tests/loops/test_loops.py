@@ -64,7 +64,7 @@ REFUSED: dict[type[Exception], str] = {
     AccumulationError: "pipeline",
     HyperparameterChangedError: "muon_and_adamw",
     StaleAttachmentError: "splatting",
-    UnsupportedOptimizerError: "time_sequence lookahead lamb prodigy stochastic_rounding",
+    UnsupportedOptimizerError: "time_sequence lookahead stochastic_rounding",
     AttachError: "loose_parameters latents second_stage thawed",
     Unsupported: "compiled_norm",
 }
