@@ -126,8 +126,6 @@ def test_given_back(kind: str, way: str) -> None:
                     overlap = instep.attach(model, optimizer, bucket_bytes=SMALL, **options)
                 model(torch.full((16, 16), 0.1 * (i + 1))).square().sum().backward()
                 optimizer.step()
-                if i >= 2 and options is not None and way == "forward" and kind != "weight.data":
-                    assert "pending" in repr(overlap)  # of weights whose data are replaced nothing is put off
                 optimizer.zero_grad()
             if options is not None:
                 overlap.detach()

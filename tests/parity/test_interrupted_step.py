@@ -41,7 +41,7 @@ class Looking(torch.optim.SGD):
 
 
 class Counting(torch.optim.SGD):
-    """Nobody knows it. It counts, in ``step()`` itself, so that no step of it is put off."""
+    """Nobody knows it. It counts, in ``step()`` itself."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -230,8 +230,8 @@ def same(one: Any, other: Any) -> bool:
 
 
 def check(monkeypatch: pytest.MonkeyPatch, way: str, optimizer: str, then: Then, every: int) -> None:
-    if optimizer == "counting" and not way.startswith(("backward", "undo")):
-        pytest.skip("torch takes its step, which stops where it is interrupted")
+    if optimizer in ("counting", "looking") and not way.startswith(("backward", "undo")):
+        pytest.skip("no step of it is put off, and its own stops where it is interrupted")
     if then is look and way == "undo, clipped":
         pytest.skip("step() is left all of it, and who looks at a weight itself finds it in the middle of that")
     if way.startswith("disabled"):

@@ -323,32 +323,6 @@ def test_the_handler_of_a_signal_waits_for_what_the_thread_waits_for() -> None:
 
 
 @on_cpu_only
-def test_step_does_not_answer_for_what_another_thread_reads() -> None:
-    """Else ``step()`` would be said to have come upon a parameter that it had handed over."""
-    model, _ = make()
-    met: list[int] = []
-    due: list[int] = []
-
-    init_group: Any = torch.optim.AdamW._init_group
-
-    def reads_first(self: Any, *given: Any) -> Any:
-        if self is optimizer and threading.current_thread().name != NAME:  # step() itself: it updates nothing
-            due.append(len(schedule_of(overlap)._deferred.all()))
-            assert not in_thread(model.outer.weight.sum)
-            met.append(len(schedule_of(overlap)._deferred.met_in_step))
-        return init_group(self, *given)
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with (
-        patch.object(torch.optim.AdamW, "_init_group", reads_first),
-        instep.attach(model, optimizer, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap,
-    ):
-        train(model, optimizer, 2)
-    assert met == [0, 0]
-    assert all(due), "the step was put off"
-
-
-@on_cpu_only
 def test_an_update_has_as_many_of_torchs_threads_as_its_step() -> None:
     """By their number some kernels divide a sum; and each thread of Python has a number of its own."""
     model, _ = make()
