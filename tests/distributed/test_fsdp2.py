@@ -364,6 +364,11 @@ def test_loops(two_ranks: RankPool, name: str, way: str) -> None:
     two_ranks.run(one_loop, name, way)
 
 
+def test_a_saved_shard_is_that_of_the_step(two_ranks: RankPool) -> None:
+    """Of a step that was put off: who reads a shard waits for its update, which looks at the shard itself."""
+    two_ranks.run(one_loop, "state_dict() after the step", "forward")
+
+
 def in_layers(model: Any) -> nn.Module:
     """The root has no parameters of its own: FSDP2 gathers for its layers alone."""
     for layer in (model.inner, *model.blocks, model.outer):

@@ -110,10 +110,12 @@ def is_torchs_own(optimizer: Optimizer) -> bool:
 def has_usual_parameters(optimizer: Optimizer) -> bool:
     """Whether all parameters are tensors of torch's own classes, or of such that change nothing of what torch does with
     them. A class with operations of its own (quantized weights, say) may draw, or round, in each update."""
-    kinds = {plain_type(p) for group in optimizer.param_groups for p in group["params"]}
-    return all(map(_is_usual, kinds)) or all(
-        _is_usual(plain_type(memory_of(p))) for group in optimizer.param_groups for p in group["params"]
-    )
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if all(map(_is_usual, set(map(plain_type, parameters)))):
+        return True
+    # Instep's own question, about parameters that may be watched: whoever applies what is due asks it, too.
+    with torch._C.DisableTorchFunctionSubclass():
+        return all(_is_usual(plain_type(memory_of(p))) for p in parameters)
 
 
 @cache
