@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.overrides import is_manager
-from instep._torch.versions import memory_of, version_of
+from instep._torch.versions import version_of
 from instep._torch.watch import class_of, plain_type
 
 # An optimizer object whose ``step`` was replaced, as diffusion trainers do it: beside that stands a method that steps
@@ -113,9 +113,15 @@ def has_usual_parameters(optimizer: Optimizer) -> bool:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if all(map(_is_usual, set(map(plain_type, parameters)))):
         return True
-    # Instep's own question, about parameters that may be watched: whoever applies what is due asks it, too.
-    with torch._C.DisableTorchFunctionSubclass():
-        return all(_is_usual(plain_type(memory_of(p))) for p in parameters)
+    return all(map(_is_usual, set(map(_type_of_memory, parameters))))
+
+
+def _type_of_memory(parameter: torch.Tensor) -> type[torch.Tensor]:
+    """Of a DTensor: its local tensor's. It is read past whoever watches the parameter: who applies an update that is
+    due asks this, and a use of another parameter would apply that one's update in the middle of it."""
+    kind = plain_type(parameter)
+    local = getattr(kind, "_local_tensor", None)  # where the class keeps it
+    return kind if local is None else plain_type(local.__get__(parameter))
 
 
 @cache
