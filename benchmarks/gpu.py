@@ -177,7 +177,6 @@ def safety(run: Run) -> Any:
         "plain, again": None,
         "default, which watches": {},
         "nonfinite": {"nonfinite": "skip"},
-        "check_steps": {**BACKWARD, "check_steps": 1},
     }
     kinds = [Kind(name, "plain", options) for name, options in ways.items()]
     return list(map(dataclasses.asdict, measure_group(kinds, run.job)))

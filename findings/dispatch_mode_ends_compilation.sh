@@ -14,13 +14,8 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 python3 -m venv environment
-install() { environment/bin/pip install --quiet --disable-pip-version-check --retries 0 "$@"; }
-# The build for CPUs is a tenth of the usual one, which is taken where the other cannot be had.
-install --index-url https://download.pytorch.org/whl/cpu torch==2.13.0 2>errors || install torch==2.13.0 || {
-    cat errors >&2
-    exit 2
-}
-install numpy==2.2.6
+install() { environment/bin/pip install --quiet --disable-pip-version-check --retries 0 "$@" || exit 2; }
+install torch==2.13.0 numpy==2.2.6
 cat >program.py <<'END'
 import torch
 from torch.utils.flop_counter import FlopCounterMode

@@ -110,10 +110,8 @@ def is_torchs_own(optimizer: Optimizer) -> bool:
 def has_usual_parameters(optimizer: Optimizer) -> bool:
     """Whether all parameters are tensors of torch's own classes, or of such that change nothing of what torch does with
     them. A class with operations of its own (quantized weights, say) may draw, or round, in each update."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if all(map(_is_usual, set(map(plain_type, parameters)))):
-        return True
-    return all(map(_is_usual, set(map(_type_of_memory, parameters))))
+    kinds = {_type_of_memory(p) for group in optimizer.param_groups for p in group["params"]}
+    return all(map(_is_usual, kinds))
 
 
 def _type_of_memory(parameter: torch.Tensor) -> type[torch.Tensor]:
