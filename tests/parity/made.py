@@ -14,7 +14,7 @@ from tests.devices import here
 
 SIZE = 1_600  # elements, 40 x 40: of a parameter that is larger than those anybody would make up
 SCALE = 100.0  # of a gradient that is larger than those anybody would make up
-PROBED = 3  # steps: what begins later is taken for hidden
+COMPARED = 2  # updates: what begins later is silent until a later comparison
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,10 @@ class Recipe:
     returns: bool = False
 
     @property
-    def hidden(self) -> bool:
-        """Whether it may couple parameters or draw where nobody can have seen it do so before."""
-        late = self.since > PROBED and (self.couples or self.draws)
-        large = self.couples in ("size", "scale") or (self.draws and self.draws_for == "large")
-        return bool(late or large)
+    def is_late(self) -> bool:
+        """Whether it may begin to couple parameters, or to draw, after the updates that are compared."""
+        late = self.since > COMPARED and (self.couples or self.draws)
+        return bool(late or self.couples == "scale")
 
 
 recipes = st.builds(

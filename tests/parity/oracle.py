@@ -6,7 +6,6 @@ later use says so. Nothing else may be raised that the plain loop does not raise
 """
 
 import copy
-import inspect
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -22,17 +21,17 @@ import instep
 from instep._torch.versions import memory_of
 from instep.errors import InstepError, UnsupportedOptimizerError
 from instep.verification import first_difference
+from tests.judged import own_steps_are_judged
 from tests.late import late_updates
 from tests.parity.outputs import FOUND_BY_DDP
 from tests.parity.programs import SPENDING, Loop, Program, on_this_rank, sharded, unwrapped
 
-CAN_CHECK = "check_steps" in inspect.signature(instep.attach).parameters
 State = dict[str, Any]
 
 
 def run_or_refuse(program: Program, wrap: Any = unwrapped, rank: int = 0) -> str:
     """Fail unless the attached loop is the plain one, or says that it cannot be. What has become of the program."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), own_steps_are_judged():
         # What other people's optimizers warn of.
         warnings.simplefilter("ignore")
         try:
@@ -90,8 +89,8 @@ def _side_by_side(program: Program, plain: Loop, attached: Loop) -> str:
                 raise
             trail.assert_told(attached, error)
             return "refused"
-        if difference is not None and excused(program, attached):
-            return "unproven"
+        if difference is not None and is_late(program):
+            return "late"
         assert difference is None, f"after step {number + 1}: {difference}"
     return "equal"
 
@@ -117,11 +116,9 @@ def _finished(attached: Loop) -> str:
     return "plain raised"
 
 
-def excused(program: Program, attached: Loop) -> bool:
-    """Whether nobody could have seen that this optimizer differs, and the attachment says so."""
-    proven = CAN_CHECK and "unproven" not in repr(attached.overlap)
-    foreign = program.recipe.hidden if program.recipe is not None else "." in program.optimizer
-    return CAN_CHECK and foreign and not proven and program.check_steps < len(program.steps)
+def is_late(program: Program) -> bool:
+    """Whether this optimizer begins to couple, or to draw, after the updates that are compared (docs/limits.md)."""
+    return program.recipe is not None and program.recipe.is_late
 
 
 class Trail:

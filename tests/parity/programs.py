@@ -67,7 +67,6 @@ class Program:
         scale: of the loss, and so of all gradients.
         leave_out: whether the optimizer is built without the last parameter, for an edit to add.
         every: whether the loops are compared after every step, which finishes all updates, or after the last.
-        check_steps: for ``attach``.
         no_sync: under DDP, whether all micro-batches are in ``no_sync()``.
         autocast: around which parts of the loop: ``"backward"``, ``"step"``, both (``"all"``), or none (``""``).
     """
@@ -99,7 +98,6 @@ class Program:
     scale: float = 1.0
     leave_out: bool = False
     every: bool = True
-    check_steps: int = 0
     no_sync: bool = False
     autocast: str = ""
     offload: bool = False
@@ -289,8 +287,6 @@ class Loop:
             options["nonfinite"] = program.nonfinite
         if program.optimizer == DRAWING and program.recipe is None:
             options |= {"random": "keyed", "seed": SEED}
-        elif program.check_steps:
-            options["check_steps"] = program.check_steps
         if program.offload:
             options["offload"] = "host"
         return instep.attach(self.model, self.optimizer, **options)

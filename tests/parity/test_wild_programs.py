@@ -32,19 +32,19 @@ def run(program: Program) -> None:
     event(outcome)
 
 
-def _tried_in_vain(memory: str) -> Program:
-    """A trial of one bucket, whose step is left out."""
+def _left_out(memory: str) -> Program:
+    """Its first step is skipped: nothing is compared in it."""
     steps = (Step(((False, False, True),), event="skip"), Step(((True, True, True),)))
     return Program("", 4, 3, steps, way="undo", recipe=Recipe(memory=memory))
 
 
-CHECKED = Program("", 2, 2, (Step(((True, True),)),) * 3, way="backward", recipe=Recipe(memory="on the parameter"))
+FOREIGN = Program("", 2, 2, (Step(((True, True),)),) * 3, way="backward", recipe=Recipe(memory="on the parameter"))
 
 
-@example(replace(CHECKED, check_steps=2))
-@example(_tried_in_vain("parameter"))
-@example(_tried_in_vain("object"))
-@example(_tried_in_vain("on the parameter"))
+@example(replace(FOREIGN, steps=FOREIGN.steps * 2))
+@example(_left_out("parameter"))
+@example(_left_out("object"))
+@example(_left_out("on the parameter"))
 @given(wild.made)
 @SOME
 def test_optimizers_made_by_hand(program: Program) -> None:

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from tests.devices import here
 from tests.parity.edits import EDITS, MOMENTS
 from tests.parity.made import SIZE, recipes
-from tests.parity.oracle import CAN_CHECK
 from tests.parity.outputs import OUTPUTS
 from tests.parity.programs import BESIDE, CALLS, RIGHT, SPENDING, Program, Step, programs
 from tests.parity.zoo import zoo
@@ -84,9 +83,7 @@ def _agreeing(draw: Any, program: Program) -> Program:
             program,
             width=draw(st.sampled_from([program.width, LARGE])),
             scale=draw(st.sampled_from([1.0, 1.0, 1e4])),
-            check_steps=draw(st.sampled_from([0, 3, len(program.steps)])) if CAN_CHECK and not program.offload else 0,
         )
-        program = replace(program, check_steps=0) if program.way in BESIDE else program
     elif program.optimizer.startswith("SGD"):
         # torch's own couples parameters in bfloat16 (docs/limits.md).
         program = replace(program, dtype=torch.float32, scaler=None)
