@@ -4301,7 +4301,7 @@ MUTANTS = [
     Mutant(
         "what was looked at in an optimizer is kept, and with it the model",
         "Beside.forget",
-        "        self._groups, self._others, self._unseen, self._versions = [], [], [], []\n",
+        "        self._groups, self._others, self.unseen, self._versions = [], [], [], []\n",
         "        pass\n",
         "tests/unit/test_life.py",
         "looked_at",
@@ -4912,7 +4912,7 @@ MUTANTS = [
     ),
     Mutant(
         "judge: parts leave their parameters as they are updated",
-        "_Kept.put_back",
+        "BeforeUpdate.put_back",
         "            saved.restore()\n",
         "            pass\n",
         JUDGED_MORE,
@@ -4920,7 +4920,7 @@ MUTANTS = [
     ),
     Mutant(
         "judge: gradients that a part writes are not put back",
-        "_Kept.put_back",
+        "BeforeUpdate.put_back",
         "                restore(gradient, values)\n",
         "                pass\n",
         JUDGED_MORE,
@@ -4928,7 +4928,7 @@ MUTANTS = [
     ),
     Mutant(
         "judge: gradients that a part replaces are not put back",
-        "_Kept.put_back",
+        "BeforeUpdate.put_back",
         "            tensor.grad = gradient\n",
         "            pass\n",
         JUDGED_MORE,
@@ -4936,11 +4936,51 @@ MUTANTS = [
     ),
     Mutant(
         "judge: what is kept by parameter in attributes is not put back",
-        "_Kept.put_back",
+        "BeforeUpdate.put_back",
         "        self._others.restore()\n",
         "",
         JUDGED_MORE,
         "kept_by_parameter",
+    ),
+    Mutant(
+        "skip: a foreign step() without gradients may write parameters",
+        "Round.leave_out",
+        "keep_all if stepper.is_foreign else remember_settings",
+        "remember_settings",
+        NONFINITE,
+        "foreign_step_without_gradients",
+    ),
+    *(
+        Mutant(
+            f"skip: {what} of a foreign step() without gradients stays",
+            "keep_all",
+            before,
+            after,
+            NONFINITE,
+            "foreign_step_without_gradients",
+        )
+        for what, before, after in (
+            ("an attribute", "        beside.take_back()\n", ""),
+            ("a parameter", "        before.put_back()\n", ""),
+            ("a draw", "        generators.restore()\n", ""),
+            ("an average in a module", "[*parameters, *beside.unseen]", "parameters"),
+        )
+    ),
+    Mutant(
+        "judge: what a part writes in a module stays",
+        "PartsOfUpdate.take",
+        "            self._put_unseen_back()\n",
+        "",
+        ODD_OPTIMIZERS,
+        "average_of_the_weights",
+    ),
+    Mutant(
+        "judge: what a part has written in a module is there when the part is taken again",
+        "PartsOfUpdate._require_same_again",
+        "            self._put_unseen_back()  # what the second has read\n",
+        "            pass\n",
+        ODD_OPTIMIZERS,
+        "average_of_the_weights",
     ),
     Mutant(
         "judge: the first update alone is compared",

@@ -1,5 +1,7 @@
 """``nonfinite=``: steps with a gradient that holds NaN or infinity."""
 
+import copy
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch import nn
 import instep
 from instep.errors import AttachError, NonFiniteGradientError, TornStepError
 from tests.cases import Blocks, batch, optimizer_cases, two_groups, weights
+from tests.judged import own_steps_are_judged
 from tests.parity.lockstep import CLIP, SMALL, WAYS, Contender, lockstep, loss_of
 
 BAD = [float("nan"), float("inf"), float("-inf")]
@@ -176,6 +179,50 @@ def test_what_a_step_without_gradients_would_count_is_put_back(way: str, bad_ste
         return model, Counting(two_groups(model), lr=0.1)
 
     lockstep(way, make, skipping("outer.weight", BAD[0], bad_steps), nonfinite="skip")
+
+
+class WritesWithoutGradients(Counting):
+    """Writes, without any gradient, what no other optimizer here does: parameters, an average in a module, lists, an
+    entry of state, and generators."""
+
+    def __init__(self, params: Any, average: nn.Module, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.average = average
+        self._counts = [0]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self._counts[0] += 1
+        self._counts.append(random.randrange(100))
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(1 - 0.01 * torch.rand(()))
+                self.state[p]["decayed"] = self._counts[0]
+        for mean, p in zip(self.average.parameters(), self.param_groups[0]["params"], strict=False):
+            mean.lerp_(p, 0.1)
+        return super().step(closure)
+
+
+@in_ways
+@pytest.mark.parametrize("bad_steps", [(0, 2), (1, 3, 4)])
+def test_what_a_foreign_step_without_gradients_writes_is_put_back(way: str, bad_steps: tuple[int, ...]) -> None:
+    def make() -> tuple[nn.Module, Any]:
+        model = Blocks()
+        # What is written in a module stays, wherever parts are compared: undo raises of it.
+        average = nn.Module() if way == "undo" else copy.deepcopy(model)
+        return model, WritesWithoutGradients(model.parameters(), average, lr=1e-2, momentum=0.9)
+
+    def step(lane: Contender, i: int) -> tuple[Any, ...]:
+        torch.manual_seed(i)
+        random.seed(i)
+        skipping("outer.weight", BAD[0], bad_steps)(lane, i)
+        optimizer: Any = lane.optimizer
+        average = torch.cat([torch.zeros(1), *(p.detach().flatten() for p in optimizer.average.parameters())])
+        return list(optimizer._counts), average, torch.get_rng_state(), random.random()
+
+    with own_steps_are_judged():
+        lane = lockstep(way, make, step, nonfinite="skip")
+    assert lane.overlap.skip_count == len(bad_steps)
 
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["backward", "by hand"])

@@ -698,18 +698,22 @@ class KeepsIds(torch.optim.Optimizer):
 
 
 class Averages(torch.optim.SGD):
-    """Keeps an average of the weights, in a module."""
+    """Keeps an average of the weights, in a module; weights are drawn to it."""
 
-    def __init__(self, model: nn.Module, lr: float) -> None:
+    def __init__(self, model: nn.Module, lr: float, *, by_data: bool) -> None:
         super().__init__(model.parameters(), lr=lr)
         self.average = copy.deepcopy(model).requires_grad_(False)
         self.origin = model
+        self.by_data = by_data
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
+        mine = {id(p) for group in self.param_groups for p in group["params"] if p.grad is not None}
         for kept, now in zip(self.average.parameters(), self.origin.parameters(), strict=True):
-            kept.lerp_(now, 0.1)
+            (kept.data if self.by_data else kept).lerp_(now, 0.1)
+            if id(now) in mine:
+                now.lerp_(kept, 0.5)
         return loss
 
 
@@ -822,12 +826,19 @@ def test_state_under_the_ids_of_parameters(way: str) -> None:
 
 
 @in_every_way
-def test_an_average_of_the_weights_in_a_module(way: str) -> None:
-    """Nobody puts it back: the step that shows it is refused, and no parameter is written."""
-    in_backward = WAYS[way]["schedule"] == "backward"
-    refused = {way: Refused(UnsupportedOptimizerError, "idle", "or those of a module")} if in_backward else None
+@pytest.mark.parametrize("by_data", [False, True])
+def test_an_average_of_the_weights_in_a_module(way: str, by_data: bool) -> None:
+    """What parts write in it is put back: every step is left whole."""
+
+    def step(lane: Contender, i: int) -> Any:
+        learn(lane, i)
+        optimizer: Any = lane.optimizer
+        return list(map(torch.clone, optimizer.average.parameters()))
+
     with own_steps_are_judged():
-        lockstep(way, building(lambda m: Averages(m, lr=0.1)), refused=refused)
+        lane = lockstep(way, building(lambda m: Averages(m, lr=0.1, by_data=by_data)), step)
+    if WAYS[way]["schedule"] == "backward":
+        assert "an average of the weights" in lane.overlap.plan.judged[0]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -447,13 +447,18 @@ class _Place:
 
 
 class Beside:
-    """What a foreign optimizer holds beside parameters and their state, as a step begins with it."""
+    """What a foreign optimizer holds beside parameters and their state, as a step begins with it.
+
+    Attributes:
+        unseen: tensors that it reaches, and that are not put back here.
+        wrote_in_place: whether one of these was written.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._groups: list[_Place] = []
         self._others: list[_Place] = []
-        self._unseen: list[torch.Tensor] = []  # tensors that it reaches, and that nobody puts back
+        self.unseen: list[torch.Tensor] = []
         self._versions: list[int] = []
         self.wrote_in_place = False
 
@@ -476,8 +481,8 @@ class Beside:
             _Place("state", optimizer.state, named, apart),
         ]
         large = (tensor for place in (*self._groups, *self._others) for tensor in place.large)
-        self._unseen = [*large, *_in_modules(optimizer, layout)]
-        self._versions = versions_of(self._unseen)
+        self.unseen = [*large, *_in_modules(optimizer, layout)]
+        self._versions = versions_of(self.unseen)
 
     def note(self, members: Sequence[Members]) -> None:
         """A bucket was updated: what that has changed is noted, and taken back."""
@@ -505,7 +510,7 @@ class Beside:
         self.wrote_unseen()
 
     def wrote_unseen(self) -> bool:
-        written = versions_of(self._unseen) != self._versions
+        written = versions_of(self.unseen) != self._versions
         self.wrote_in_place |= written
         return written
 
@@ -540,7 +545,7 @@ class Beside:
 
     def forget(self) -> None:
         # Attributes may refer to the model, which nothing here must keep.
-        self._groups, self._others, self._unseen, self._versions = [], [], [], []
+        self._groups, self._others, self.unseen, self._versions = [], [], [], []
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -611,7 +616,12 @@ def writes_others(optimizer: str) -> UnsupportedOptimizerError:
 
 def writes_what_stays(optimizer: str) -> UnsupportedOptimizerError:
     return UnsupportedOptimizerError(
-        f"{optimizer} writes large tensors to which its attributes refer, or those of a module (an average of the "
-        "weights?): bucket by bucket that would happen once per bucket. They were written, and are not put back. "
-        f"Update them in the loop, after optimizer.step(). {STEPPED_WHOLE}"
+        f"{optimizer}: {WRITES_UNSEEN}. They were written, and are not put back. Update them in the loop, after "
+        f"optimizer.step(). {STEPPED_WHOLE}"
     )
+
+
+WRITES_UNSEEN = (
+    "its step() writes large tensors to which its attributes refer, or those of a module (an average of the weights?): "
+    "bucket by bucket that would happen once per bucket"
+)

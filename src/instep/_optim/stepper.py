@@ -338,6 +338,11 @@ class Stepper:
     # What the updates of the running step have done.
 
     @property
+    def unseen(self) -> list[torch.Tensor]:
+        """The tensors that the running step may write, and that are not put back."""
+        return [] if self._own_object is None else self._own_object.beside.unseen
+
+    @property
     def wrote_in_place(self) -> bool:
         """Whether an update has changed an object beside parameters and their state that nobody can put back."""
         return self._own_object is not None and self._own_object.beside.wrote_in_place

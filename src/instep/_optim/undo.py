@@ -1,7 +1,7 @@
 """Parameters and state as they were before a step, to be put back bit for bit, and gradients that are lent to it."""
 
 import weakref
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,12 +11,13 @@ from torch.optim import Optimizer
 
 from instep._optim.contents import Contents, Restore, copy_of, require_contents, restore
 from instep._optim.kinds import is_torchs_own, read_by_update
-from instep._optim.own_object import reached_by
-from instep._optim.shadow import GroupLayout
+from instep._optim.own_object import Beside, reached_by
+from instep._optim.random_numbers import Generators
+from instep._optim.shadow import GroupLayout, parameters_of
 from instep._optim.stages import Stage, Update
 from instep._optim.values import reachable_values, same_bits
 from instep._torch.engine import is_captured
-from instep._torch.versions import version_of
+from instep._torch.versions import memory_of, version_of
 from instep.errors import UnsupportedOptimizerError, class_name
 
 # Gradients that are lent to an update on trial: some optimizers write or replace the gradient in their ``step()``.
@@ -151,6 +152,68 @@ class KeptByParameter:
         read = {} if optimizer is None else read_by_update(optimizer)
         found = [value for value in reachable_values([read]) if isinstance(value, MutableMapping)]
         return [mapping for mapping in found if any(isinstance(key, torch.Tensor) for key in mapping)]
+
+
+class BeforeUpdate:
+    """What an update of a foreign optimizer may write, as it is now: these parameters with their state, what it keeps
+    of parameters elsewhere, and the gradients.
+
+    Args:
+        tensors: the parameters that it is given, and all others that it may reach.
+
+    Raises:
+        TypeError: one could not be put back.
+    """
+
+    def __init__(self, optimizer: Optimizer, tensors: Iterable[torch.Tensor]) -> None:
+        every = {id(tensor): tensor for tensor in tensors}.values()
+        self._saved = [SavedParameter(tensor, optimizer, host=False) for tensor in every]
+        self._others = KeptByParameter(optimizer)
+        self._gradients = [(t, t.grad, None if t.grad is None else copy_of(t.grad, False)) for t in every]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Whoever is interrupted here does it again."""
+        for saved in reversed(self._saved):
+            saved.restore()
+        self._others.restore()
+        for tensor, gradient, values in self._gradients:
+            tensor.grad = gradient
+            if gradient is not None and values is not None:
+                restore(gradient, values)
+
+
+def keep_all(optimizer: Optimizer) -> Callable[[], None]:
+    """A step of a foreign optimizer is left out, whose ``step()`` finds no gradient: it may decay parameters, count
+    and draw nevertheless. A copy of all parameters and their state is kept meanwhile.
+
+    Returns:
+        A function that puts all back.
+
+    Raises:
+        UnsupportedOptimizerError: something could not be put back.
+    """
+    name = class_name(optimizer)
+    parameters = list(parameters_of(optimizer))
+    generators = Generators({memory_of(p).device for p in parameters}, [optimizer])
+    beside = Beside(name)
+    beside.begin(optimizer, GroupLayout(name, optimizer.param_groups))
+    try:
+        if beside.opaque is not None:
+            raise TypeError(beside.opaque)
+        before = BeforeUpdate(optimizer, [*parameters, *beside.unseen])
+    except TypeError as error:
+        raise UnsupportedOptimizerError(
+            f"a step of {name} is to be left out, and what its step() may write without gradients could not be put "
+            f"back: {error}. Leave such steps out in the loop: do not call optimizer.step()"
+        ) from error
+
+    def put_back() -> None:
+        beside.take_back()
+        before.put_back()
+        generators.restore()
+
+    return put_back
 
 
 def _cannot_put_back(optimizer: Optimizer, parameter: torch.Tensor, error: TypeError) -> UnsupportedOptimizerError:

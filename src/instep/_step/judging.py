@@ -27,14 +27,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.contents import copy_of, digest_of, digest_of_value, restore
+from instep._optim.contents import Kept, copy_of, digest_of, digest_of_value, is_back, restore
 from instep._optim.kinds import STEPPED_WHOLE
-from instep._optim.own_object import Beside, reached_by
+from instep._optim.own_object import WRITES_UNSEEN, Beside, reached_by
 from instep._optim.parameters import AttachedParameter, AttachedParameters, calls_of
 from instep._optim.random_numbers import Generators
 from instep._optim.shadow import parameters_of
 from instep._optim.stepper import Stepper
-from instep._optim.undo import KeptByParameter, SavedParameter
+from instep._optim.undo import BeforeUpdate
 from instep._optim.values import values_differ
 from instep._step.state import gradient_of
 from instep._torch.engine import listen
@@ -84,6 +84,7 @@ class PartsOfUpdate:
         self._digests: dict[AttachedParameter, _Digest] = {}
         self._before: dict[int, Any] = {}
         self._reached = reached_by(self._optimizer) if stepper.is_foreign else []
+        self._unseen: list[tuple[torch.Tensor, Kept]] = []  # averages in a module, say: copied once, not for each part
         self._beside: Beside | None = None
 
     # Before the update.
@@ -99,12 +100,14 @@ class PartsOfUpdate:
         Raises:
             UnsupportedOptimizerError: it keeps what cannot be put back. Nothing of the step is written.
         """
+        optimizer = self._optimizer
         # Versions do not tell: what is written through ``.data`` counts nothing.
-        self._before = {id(p): digest_of(p) for p in parameters_of(self._optimizer)}
+        self._before = {id(p): digest_of(p) for p in parameters_of(optimizer)}
         compiles = _Compiles()
         try:
             # Asked first: a part may move on what cannot be put back, a Python generator, say.
             self.reason = _HOOKS if has_global_step_hooks() else self._stepper.begin_parts()
+            self._keep_unseen()
             for part in self._parts if self.reason is None else ():
                 try:
                     self._take_part(part, twice=twice)
@@ -117,9 +120,23 @@ class PartsOfUpdate:
             if in_pairs and self.reason is None and self.counts:
                 self._compare_pairs()
         finally:
+            self._put_unseen_back()
             self._beside = self._stepper.end_parts()
-        if written := self._written(list(parameters_of(self._optimizer))):
+        if written := self._written(list(parameters_of(optimizer))):
             self._raise_written(written)
+
+    def _keep_unseen(self) -> None:
+        try:
+            self._unseen = [(tensor, copy_of(tensor, host=False)) for tensor in self._stepper.unseen]
+        except TypeError as error:
+            self.reason = self.reason or f"what its attributes refer to could not be put back ({error})"
+
+    def _put_unseen_back(self) -> None:
+        """By what they hold, not by their versions: averages are often written through ``.data``."""
+        for tensor, kept in self._unseen:
+            if not is_back(tensor, kept):
+                restore(tensor, kept)
+                self.reason = self.reason or WRITES_UNSEEN
 
     def _meet_compiler(self, is_warm: bool) -> None:
         # What is compiled for one parameter is compiled by now, where the loop has come to it. What is compiled for a
@@ -131,7 +148,7 @@ class PartsOfUpdate:
 
     def _take_part(self, part: AttachedParameters, *, twice: bool) -> None:
         optimizer, tensors = self._optimizer, part.tensors()
-        kept = _Kept(optimizer, tensors, self._reached)
+        kept = BeforeUpdate(optimizer, [*tensors, *self._reached])
         try:
             returned = self._step(part)
             mine = set(map(id, tensors))
@@ -157,9 +174,9 @@ class PartsOfUpdate:
             for call in calls_of(part, gradients, alias=False):
                 returned = self._stepper.step_part(call.tensors, call.parameters, notes=notes)
         except UnsupportedOptimizerError as error:
-            if self._stepper.wrote_in_place:
-                raise  # the plain loop would go on from other values than these
-            self.reason = self.reason or str(error).removesuffix(f". {STEPPED_WHOLE}").removeprefix(f"{name} ")
+            # What it has written there is put back, with all parts.
+            why = str(error).removesuffix(f". {STEPPED_WHOLE}").removeprefix(f"{name} ")
+            self.reason = self.reason or (WRITES_UNSEEN if self._stepper.wrote_in_place else why)
         except Exception as error:
             raised = f"its step() raises on {_names(part)} alone ({in_short(error)})"
             self.reason = _no_dict(self._optimizer, part) or raised
@@ -172,6 +189,8 @@ class PartsOfUpdate:
     def _require_same_again(self, part: AttachedParameters, digests: Sequence[_Digest]) -> None:
         self._step(part)
         again = [_digest(self._optimizer, tensor) for tensor in part.tensors()]
+        if again != digests:
+            self._put_unseen_back()  # what the second has read
         if self.reason is None and again != digests:
             name = next(a.spec.name for a, one, two in zip(part, digests, again, strict=True) if one != two)
             raise UnsupportedOptimizerError(
@@ -206,7 +225,7 @@ class PartsOfUpdate:
         """Nobody takes the step as a whole: the first of two that are stepped together comes out as by itself. Where
         updates draw by the key of the first, only that one does."""
         for one, other in zip(self._parts, self._parts[1:], strict=False):
-            kept = _Kept(self._optimizer, [*one.tensors(), *other.tensors()], self._reached)
+            kept = BeforeUpdate(self._optimizer, [*one.tensors(), *other.tensors(), *self._reached])
             try:
                 self._step(AttachedParameters((*one, *other)), notes=False)
                 found = [_digest(self._optimizer, tensor) for tensor in one.tensors()]
@@ -249,27 +268,6 @@ class PartsOfUpdate:
                 return f"parameter {attached.spec.name!r} gets {what} when it is stepped without the others"
         differs = None if self._beside is None else self._beside.differs()
         return None if differs is None else f"its {differs} depends on which parameters step together"
-
-
-class _Kept:
-    """What one part may write, to be put back: parameters with their state, gradients, and where attributes reach other
-    parameters, these too."""
-
-    def __init__(self, optimizer: Optimizer, tensors: Sequence[torch.Tensor], reached: Sequence[torch.Tensor]) -> None:
-        every = {id(tensor): tensor for tensor in (*tensors, *reached)}.values()
-        self._saved = [SavedParameter(tensor, optimizer, host=False) for tensor in every]
-        self._others = KeptByParameter(optimizer)
-        self._gradients = [(t, t.grad, None if t.grad is None else copy_of(t.grad, False)) for t in every]
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        for saved in reversed(self._saved):
-            saved.restore()
-        self._others.restore()
-        for tensor, gradient, values in self._gradients:
-            tensor.grad = gradient
-            if gradient is not None and values is not None:
-                restore(gradient, values)
 
 
 def _digest(optimizer: Optimizer, parameter: torch.Tensor) -> _Digest:

@@ -49,6 +49,7 @@ import torch
 from instep._optim.guards import remember_settings
 from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._optim.stepper import Stepper
+from instep._optim.undo import keep_all
 from instep._ranks.votes import StepVotes
 from instep._torch.engine import graph_task
 from instep._torch.placeholders import HeldGradient, Placeholder
@@ -527,8 +528,10 @@ class Round:
     # What step() writes beside parameters and their state.
 
     def leave_out(self, stepper: Stepper) -> None:
-        """The step is left out. ``step()`` writes some things without gradients, too."""
-        self._settings = remember_settings(stepper.optimizer())
+        """The step is left out. ``step()`` writes some things without gradients, too: of a foreign optimizer nobody
+        knows which."""
+        keep = keep_all if stepper.is_foreign else remember_settings
+        self._settings = keep(stepper.optimizer())
 
     def remember_settings(self, stepper: Stepper) -> None:
         """The step may be stopped."""
