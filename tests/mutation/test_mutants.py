@@ -5119,10 +5119,18 @@ MUTANTS = [
     Mutant(
         "proved: with any settings",
         "is_proved",
-        'settings_of(optimizer) == found["settings"]',
+        'settings_of(optimizer) in found["settings"]',
         "True",
         JUDGED_MORE,
         "with_its_settings",
+    ),
+    Mutant(
+        "proved: over parameters of any kind",
+        "settings_of",
+        " | kinds)",
+        ")",
+        JUDGED_MORE,
+        "parameters_of_one_kind",
     ),
     Mutant(
         "proved: with any step",

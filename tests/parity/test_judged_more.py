@@ -901,12 +901,17 @@ class Swept(Plain):
         self.mode = "usual"
 
 
-def swept(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> Any:
+def swept(monkeypatch: pytest.MonkeyPatch, model: nn.Module | None = None, **changed: Any) -> Any:
     optimizer = Swept(layers())
-    found = {"distribution": "torch", "version": "1", "settings": proved.settings_of(optimizer), **changed}
+    found = {
+        "distribution": "torch",
+        "version": "1",
+        "settings": [["mode=another"], proved.settings_of(optimizer)],
+        **changed,
+    }
     monkeypatch.setattr(proved, "_proved", lambda: {f"{__name__}.Swept": found})
     monkeypatch.setattr(proved, "_version_of", {"torch": "1"}.get)
-    return optimizer
+    return optimizer if model is None else Swept(model)
 
 
 def test_a_class_is_proved_in_one_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -924,6 +929,10 @@ def test_a_class_is_proved_with_its_settings(monkeypatch: pytest.MonkeyPatch) ->
     del optimizer.param_groups[0]["clip"]
     optimizer.mode = "another"
     assert not proved.is_proved(optimizer)
+
+
+def test_a_class_is_proved_over_parameters_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not proved.is_proved(swept(monkeypatch, layers().bfloat16()))
 
 
 def test_a_step_that_was_replaced_is_not_proved(monkeypatch: pytest.MonkeyPatch) -> None:

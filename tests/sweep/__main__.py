@@ -6,11 +6,12 @@ import subprocess
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 from tests.sweep import environments, table
 from tests.sweep.cases import CASES, LEFT_OUT, Case
-from tests.sweep.judging import EQUAL
+from tests.sweep.judging import EQUAL, NOT_JUDGED, Result
 
 SHAPES = tuple(table.SHAPES)
 LONGEST = 3600
@@ -37,8 +38,8 @@ def run(case: Case, folder: Path, shapes: str, results: Path) -> None:
     lines = [line for line in began.stdout.splitlines() if line.startswith('{"case"')]
     if not lines:
         said = (began.stderr.strip().splitlines() or ["nothing is said"])[-1]
-        row = {"case": case.name, "verdict": "not judged", "why": f"does not begin: {said}", "optimizer": "", "log": []}
-        lines = [json.dumps({**row, "shape": "one", "way": "backward"})]
+        result = Result(NOT_JUDGED, f"does not begin: {said}")
+        lines = [json.dumps({"case": case.name, "shape": "one", "way": "backward", **asdict(result)})]
     with _writing:
         with results.open("a") as file:
             file.write("\n".join(lines) + "\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tests.sweep.digests import Digests
@@ -19,7 +19,7 @@ EQUAL, PLAINLY, REFUSED, OTHER, RAISES, NOT_JUDGED = (
     "raises",
     "not judged",
 )
-PLAIN_WORDS = re.compile(r"\bplain(ly)?\b|at once|left to torch", re.IGNORECASE)
+PLAIN_WORDS = re.compile(r"\bplain(ly)?\b|at once|left to (torch|optimizer.step)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Result:
     why: str = ""
     optimizer: str = ""
     """The class, with its module."""
+    settings: list[str] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
 
 
@@ -41,13 +42,17 @@ def judge(way: str, plain: Sequence[Run | None], again: Sequence[Run | None], se
     if unable:
         return Result(NOT_JUDGED, unable, name)
     results = [_judge(p, s, way) for p, s in zip(plain, seen, strict=True)]
-    log = [line for run in seen if run for line in run.log]
+    of_all: dict[str, Any] = {
+        "optimizer": name,
+        "settings": next((run.settings for run in seen if run), []),
+        "log": [line for run in seen if run for line in run.log],
+    }
     verdicts = {verdict for verdict, _ in results}
     if len(verdicts) == 1:
-        return Result(*results[0], optimizer=name, log=log)
+        return Result(*results[0], **of_all)
     if OTHER in verdicts:
-        return Result(OTHER, next(why for verdict, why in results if verdict == OTHER), name, log)
-    return Result(RAISES, "ranks differ: " + "; ".join(f"{verdict}: {why}" for verdict, why in results), name, log)
+        return Result(OTHER, next(why for verdict, why in results if verdict == OTHER), **of_all)
+    return Result(RAISES, "ranks differ: " + "; ".join(f"{verdict}: {why}" for verdict, why in results), **of_all)
 
 
 def _unable(plain: Sequence[Run | None], again: Sequence[Run | None]) -> str:

@@ -27,18 +27,19 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Embedding, two blocks, a norm and a head."""
+    """Embedding, two blocks, of which ``depth`` are used, a norm and a head."""
 
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.depth = 2
+        self.blocks = nn.ModuleList(Block() for _ in range(self.depth))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.words(x)
-        for block in self.blocks:
+        for block in self.blocks[: self.depth]:
             y = block(y)
         return self.head(self.norm(y))
 

@@ -28,7 +28,7 @@ BACKWARD = ("small", "backward")
 COLUMNS = {"`backward`": BACKWARD, "`undo=True`": ("undo",), "`defer=True`": ("defer",)}
 
 Row = dict[str, Any]
-"""A line of the results: case, shape, way, verdict, why, optimizer, log."""
+"""A line of the results: case, shape, way, verdict, why, optimizer, settings, log."""
 
 
 def read(file: Path) -> list[Row]:
@@ -108,20 +108,25 @@ def _word(row: Row) -> str:
     return str(row["verdict"]).replace(PLAINLY, "equal, plainly").replace(OTHER, "**other**")
 
 
-def proved(rows: list[Row]) -> dict[str, str]:
-    """By class: the distribution whose class it is, where all cases of it were stepped in backward, and equal.
+def proved(rows: list[Row]) -> dict[str, Any]:
+    """By class: the distribution whose class it is, its version, and the settings of its cases, where all cases of it
+    were stepped in backward, and equal.
 
     A shape in which the plain loop does not run says nothing; one device has to be there.
     """
     cases = {case.name: case for case in CASES}
     backward = [row for row in rows if row["way"] in BACKWARD]
-    found: dict[str, str] = {}
+    found: dict[str, Any] = {}
     failed = {row["optimizer"] for row in backward if not _proves(row)}
     for row in backward:
         case = cases.get(row["case"])
         if case is not None and row["optimizer"] not in failed and _is_published(case, row["optimizer"]):
-            found[row["optimizer"]] = case.pins[0]
-    return dict(sorted(found.items()))
+            distribution, version = case.pins[0].split("==")
+            entry = {"distribution": distribution, "version": version, "settings": []}
+            settings = found.setdefault(row["optimizer"], entry)["settings"]
+            if row["settings"] and row["settings"] not in settings:
+                settings.append(row["settings"])
+    return {name: {**entry, "settings": sorted(entry["settings"])} for name, entry in sorted(found.items())}
 
 
 def _proves(row: Row) -> bool:

@@ -78,7 +78,7 @@ def rows(name: str, optimizer: str, **verdicts: str) -> list[dict[str, Any]]:
     found = [(shape, way) for shape in ("one", "ddp", "fsdp") for way in WAYS]
     return [
         {"case": name, "shape": shape, "way": way, "verdict": verdicts.get(f"{shape}_{way}", EQUAL)}
-        | {"why": "", "optimizer": optimizer, "log": []}
+        | {"why": "", "optimizer": optimizer, "settings": ["eps=1e-08", f"shape={shape}"], "log": []}
         for shape, way in found
     ]
 
@@ -87,7 +87,11 @@ LION = "lion_pytorch.Lion"
 
 
 def test_what_is_proved() -> None:
-    assert set(proved(rows(LION, "lion_pytorch.lion_pytorch.Lion"))) == {"lion_pytorch.lion_pytorch.Lion"}
+    found = proved(rows(LION, "lion_pytorch.lion_pytorch.Lion"))
+    settings = [["eps=1e-08", f"shape={shape}"] for shape in ("ddp", "fsdp", "one")]
+    assert found == {
+        "lion_pytorch.lion_pytorch.Lion": {"distribution": "lion-pytorch", "version": "0.2.5", "settings": settings}
+    }
     assert proved(rows(LION, "x.Lion", one_undo=REFUSED)), "that is another way"
     assert proved(rows(LION, "x.Lion", fsdp_small=NOT_JUDGED)), "the plain loop does not run there"
     for verdict in (PLAINLY, OTHER, RAISES, REFUSED):
@@ -112,12 +116,14 @@ def test_where_the_table_goes() -> None:
 
 
 def test_what_has_been_proved() -> None:
-    """``{"module.Class": "distribution==version"}``, in the order of names."""
+    """``{"module.Class": {"distribution": …, "version": …, "settings": [[…], …]}}``, in the order of names."""
     found = json.loads(PROVED.read_text())
     assert list(found) == sorted(found)
-    for name, pin in found.items():
+    for name, entry in found.items():
         assert re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", name), name
-        assert re.fullmatch(r"[A-Za-z0-9][\w.-]*==\d[\w.+]*", pin), pin
+        assert f"{entry['distribution']}=={entry['version']}" in {pin for case in CASES for pin in case.pins}
+        assert entry["settings"], name
+        assert all(settings == sorted(set(settings)) for settings in entry["settings"])
         assert not name.startswith(("torch.optim.", "tests."))
 
 

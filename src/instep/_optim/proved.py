@@ -1,8 +1,8 @@
 """Classes of foreign optimizers that are known to update each parameter by itself.
 
 ``proved.json`` is what ``python -m tests.sweep`` writes: each class that came out equal, bucket by bucket, on one
-device and on two ranks, with its version and its settings. The first updates of such an optimizer are not compared, so
-that they need no more memory than the others.
+device and on two ranks, with its distribution, its version, and the settings with which it did. The first updates of
+such an optimizer are not compared, so that they need no more memory than the others.
 """
 
 import json
@@ -14,7 +14,9 @@ from typing import Any
 from torch.optim import Optimizer
 
 from instep._optim.kinds import read_by_update, replaced_step
+from instep._optim.shadow import parameters_of
 from instep._optim.values import is_immutable
+from instep._torch.versions import memory_of
 
 FREE = frozenset({"lr", "initial_lr", "weight_decay", "betas", "eps", "momentum"})
 """Numbers that may be others than in the sweep. Any other setting may switch on what couples parameters."""
@@ -27,16 +29,17 @@ def is_proved(optimizer: Optimizer) -> bool:
         found is not None
         and replaced_step(optimizer) is None
         and _version_of(found["distribution"]) == found["version"]
-        and settings_of(optimizer) == found["settings"]
+        and settings_of(optimizer) in found["settings"]
     )
 
 
 def settings_of(optimizer: Optimizer) -> list[str]:
-    """Its groups' settings and its attributes, as the sweep compares them: each once, in order."""
+    """Its groups' settings, its attributes, and of which kinds its parameters are: each once, in order."""
     places = [dict(group, params=None, param_names=None) for group in optimizer.param_groups]
     places.append({name: value for name, value in read_by_update(optimizer).items() if name != "defaults"})
     found = ((name, value) for place in places for name, value in place.items() if name not in FREE)
-    return sorted({f"{name}={_in_words(value)}" for name, value in found})
+    kinds = {f"{type(memory_of(p)).__name__} of {p.dtype}" for p in parameters_of(optimizer)}
+    return sorted({f"{name}={_in_words(value)}" for name, value in found} | kinds)
 
 
 def _in_words(value: Any) -> str:
