@@ -453,7 +453,7 @@ def test_a_digest_is_of_the_elements_and_not_of_their_memory() -> None:
 
 
 def test_a_large_tensor_is_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instep._optim.contents._PIECE", 1 << 16)
+    monkeypatch.setattr("instep._optim.contents._WORDS", 1 << 13)
     tensor = torch.rand(7, 9, 1001)
     digest = digest_of(tensor)
     assert digest_of(tensor.permute(2, 0, 1).contiguous().permute(1, 2, 0)) == digest

@@ -13,7 +13,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
-from random import Random
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, Protocol
 
@@ -601,9 +600,8 @@ def _function(held: FunctionType, enclosed: list[Restore | None]) -> Restore:
 
 Digest = tuple[Any, ...]
 
-_PIECE = 1 << 26  # bytes
-_ROW = 1 << 15  # words
-_ROWS = 128  # at once, on an accelerator: fewer calls
+_WORDS = 1 << 18
+"""In one piece: on a CPU it stays in the cache."""
 _FEW = 4096  # bytes, on a CPU: those of a few go through a hash at once
 
 
@@ -643,16 +641,14 @@ def _digest_of_quantized(tensor: torch.Tensor) -> Digest:
 def _digest_of_memory(tensor: torch.Tensor) -> Digest:
     if is_pinned(tensor):
         _await_copies()
-    bits = _bits_of(tensor.detach())
-    if bits.device.type == "cpu" and bits.numel() * bits.element_size() <= _FEW:
+    bits = _bits_of(tensor.detach()).reshape(-1)
+    if bits.device.type == "cpu" and bits.nbytes <= _FEW:
         numbers: Any = bits.contiguous().numpy()
-        content = hashlib.blake2b(numbers, digest_size=16).digest()
-        return tensor.dtype, tensor.shape, tensor.layout, content
-    sums = torch.stack([number for piece in _pieces(bits) for number in _sums(piece)]).tolist()
-    if len(sums) > 2:
-        content = hashlib.blake2b(struct.pack(f"={len(sums)}q", *sums), digest_size=16).digest()
-        return tensor.dtype, tensor.shape, tensor.layout, content
-    return tensor.dtype, tensor.shape, tensor.layout, *sums
+    else:
+        room = torch.empty(min(_WORDS, bits.nbytes // 8 + 1), dtype=torch.int64, device=bits.device)
+        numbers = torch.stack([number for words in _words_of(bits) for number in _sums(words, room)]).cpu().numpy()
+    content = hashlib.blake2b(numbers, digest_size=16).digest()
+    return tensor.dtype, tensor.shape, tensor.layout, content
 
 
 _DIGESTS: dict[Any, Callable[[torch.Tensor], Digest]] = {
@@ -664,84 +660,27 @@ _DIGESTS: dict[Any, Callable[[torch.Tensor], Digest]] = {
 }
 
 
-def _pieces(bits: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Of a size that may be copied. Where it is cut depends on the shape alone."""
-    size = bits.numel() * bits.element_size()
-    if size <= _PIECE:
-        yield bits
-        return
-    dim = next(dim for dim, length in enumerate(bits.shape) if length > 1)
-    for part in bits.split(max(1, bits.shape[dim] * _PIECE // size), dim):
-        yield from _pieces(part)
-
-
-def _sums(piece: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    words, rest = _words_of(piece.reshape(-1))
-    if words.numel() < _ROW:
-        words = words if rest is None else torch.cat([words, rest])
-        low, high = words, words >> 32
-    else:
-        low, high = _added_up(words)
-        if rest is not None:
-            low[:1].add_(rest, alpha=_weight(-1))
-            high[:1].add_(rest >> 32, alpha=_weight(-2))
-    columns = _columns(piece.device)
-    return (low * columns[0, : low.numel()]).sum(), (high * columns[1, : high.numel()]).sum()
-
-
-def _words_of(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Words of 64 bits, and one more of the bytes that are left."""
+def _words_of(flat: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Pieces of up to ``_WORDS`` words of 64 bits; zeros behind the last."""
     each = 8 // flat.element_size()
-    flat = flat.as_strided(flat.shape, (1,))  # of one element, it may be another
-    whole = flat.numel() // each * each
-    words = flat[:whole]
-    if words.storage_offset() % each:
-        words = words.clone()
-    if whole == flat.numel():
-        return words.view(torch.int64), None
-    rest = flat.new_zeros(each)
-    rest[: flat.numel() - whole] = flat[whole:]
-    return words.view(torch.int64), rest.view(torch.int64)
+    for piece in flat.split(_WORDS * each):
+        if piece.numel() % each or piece.storage_offset() % each:
+            piece = torch.nn.functional.pad(piece, (0, -piece.numel() % each))
+        yield piece.view(torch.int64)
 
 
-def _added_up(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of words, each by its own weights: once the words, and once their upper halves."""
-    row = _ROW
-    low, high, half = (words.new_zeros(row) for _ in range(3))
-    count = words.numel() // row
-    last = words[count * row :]
-    if words.device.type == "cpu":
-        for index, one in enumerate(words[: count * row].view(count, row).unbind()):
-            # In the processor's cache: a pass over the memory is all there is.
-            torch.add(low, one, alpha=_weight(2 * index), out=low)
-            torch.bitwise_right_shift(one, 32, out=half)
-            torch.add(high, half, alpha=_weight(2 * index + 1), out=high)
-    else:
-        for start in range(0, count, _ROWS):
-            block = words[start * row : min(count, start + _ROWS) * row].view(-1, row)
-            weights = _weights(start, block.shape[0], words.device)
-            low += (block * weights[:, :1]).sum(0)
-            high += ((block >> 32) * weights[:, 1:]).sum(0)
-    low[: last.numel()].add_(last, alpha=_weight(2 * count))
-    high[: last.numel()].add_(last >> 32, alpha=_weight(2 * count + 1))
-    return low, high
-
-
-def _weights(start: int, count: int, device: torch.device) -> torch.Tensor:
-    each = [[_weight(2 * index), _weight(2 * index + 1)] for index in range(start, start + count)]
-    return torch.tensor(each, dtype=torch.int64, device=device)
+def _sums(words: torch.Tensor, room: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    low, high = _weights(words.device)[:, : words.numel()]
+    room = room[: words.numel()]  # memory that is not new is faster
+    sum_of_words = torch.mul(words, low, out=room).sum()
+    return sum_of_words, torch.bitwise_right_shift(words, 32, out=room).mul_(high).sum()
 
 
 @cache
-def _weight(index: int) -> int:
-    """Odd, of 64 bits with a sign."""
-    return (Random(index + 2).getrandbits(64) | 1) - (1 << 63)
-
-
-@cache
-def _columns(device: torch.device) -> torch.Tensor:
+def _weights(device: torch.device) -> torch.Tensor:
     generator = torch.Generator("cpu").manual_seed(0)  # torch's own is left alone
-    found = torch.randint(-(1 << 63), (1 << 63) - 1, (2, _ROW), generator=generator, dtype=torch.int64, device="cpu")
+    shape = (2, _WORDS)
+    found = torch.randint(-(1 << 63), (1 << 63) - 1, shape, generator=generator, dtype=torch.int64, device="cpu")
     return (found | 1).to(device)
 
 
