@@ -2474,8 +2474,8 @@ MUTANTS = [
     ),
     Mutant(
         "keep what a step that was left out counts",
-        "_remembered",
-        "                place[key] = value()\n",
+        "Round.restore_settings",
+        "                settings()\n",
         "                pass\n",
         NONFINITE,
     ),
@@ -4945,8 +4945,8 @@ MUTANTS = [
     Mutant(
         "skip: a foreign step() without gradients may write parameters",
         "Round.leave_out",
-        "keep_all if stepper.is_foreign else remember_settings",
-        "remember_settings",
+        "keep_all if stepper.is_foreign else keep_beside",
+        "keep_beside",
         NONFINITE,
         "foreign_step_without_gradients",
     ),

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.contents import Restore, copy_of, is_back, restore
-from instep._optim.kinds import SCALES, beside_parameters
 from instep._optim.shadow import GroupLayout, Members
 from instep._optim.stages import Stage, Update
 from instep._optim.values import (
@@ -21,13 +19,12 @@ from instep._optim.values import (
     bytes_of,
     fingerprint,
     is_immutable,
-    private,
     same,
     waits_for_host,
 )
 from instep._torch.engine import as_default_device, default_device
 from instep._torch.versions import are_plain, versions_of
-from instep.errors import HyperparameterChangedError, UnsupportedOptimizerError
+from instep.errors import HyperparameterChangedError
 
 
 class SettingsGuard(Stage):
@@ -473,67 +470,3 @@ def _precision_of_products() -> str | None:
         return torch.get_float32_matmul_precision()
     except RuntimeError:  # some were set by the newer names, of which there is one for each backend
         return None
-
-
-# Settings that ``optimizer.step()`` may write, to be restored when the step turns out to be left out.
-
-
-def remember_settings(optimizer: Optimizer) -> Callable[[], None]:
-    """Copy the values that ``step()`` may write outside of parameters and their own state.
-
-    Returns:
-        A function that restores them: in the groups, in ``state`` and on the optimizer itself.
-
-    Raises:
-        UnsupportedOptimizerError: one could not be restored.
-    """
-    try:
-        return _remembered(optimizer)
-    except TypeError as error:
-        raise UnsupportedOptimizerError(
-            f"{type(optimizer).__name__} keeps {error} in its groups, attributes or shared state, which could not be "
-            "put back where a step is left out. Keep it elsewhere, or use no undo and schedule='forward'"
-        ) from error
-
-
-def _remembered(optimizer: Optimizer) -> Callable[[], None]:
-    places: list[tuple[Any, dict[Any, Restore]]] = [
-        (group, {key: _kept(value) for key, value in group.items() if key not in PER_PARAMETER})
-        for group in optimizer.param_groups
-    ]
-    places.append((optimizer.state, {key: _kept(v) for key, v in beside_parameters(optimizer.state).items()}))
-    places.append((vars(optimizer), {key: _kept(value) for key, value in _attributes(optimizer).items()}))
-    known = [set(place) for place, _ in places]
-
-    def restore_all() -> None:
-        for (place, before), names in zip(places, known, strict=True):
-            for key in place.keys() - names:
-                if place is not vars(optimizer) or _may_be_setting(key):
-                    del place[key]
-            for key, value in before.items():
-                place[key] = value()
-
-    return restore_all
-
-
-def _kept(value: Any) -> Restore:
-    """A tensor is put back into itself, others may refer to it: and is not written where it is as it was."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter):
-        copied = private(value)
-        return lambda: copied
-    kept = copy_of(value, host=False)
-    return lambda: value if is_back(value, kept) else restore(value, kept)
-
-
-def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """The numbers and tensors that a loop may set on an optimizer beside its groups."""
-    return {
-        name: value
-        for name, value in vars(optimizer).items()
-        if _may_be_setting(name) and (isinstance(value, torch.Tensor) or is_immutable(value))
-    }
-
-
-def _may_be_setting(name: str) -> bool:
-    # The underscore is torch's own; the two names are GradScaler's, for the duration of a fused step.
-    return not name.startswith("_") and name not in SCALES

@@ -39,7 +39,7 @@ from instep._optim.kinds import (
     held_by_classes,
     read_by_update,
 )
-from instep._optim.overrides import MANAGER, moved, places_in_bucket
+from instep._optim.overrides import MANAGER, overrides_in_bucket
 from instep._optim.random_numbers import TorchDraws
 from instep._optim.shadow import CallUpdate, GroupLayout, Members, parameters_of, without_autocast
 from instep._optim.stages import Update
@@ -198,8 +198,7 @@ class OwnObject:
     def _call(self, optimizer: Optimizer, members: Sequence[Members], tensors: Sequence[Any], call: CallUpdate) -> Any:
         attributes, groups = vars(optimizer), optimizer.param_groups
         instead, whole = self._instead, _lists_of(groups)
-        ids = ((id(p), id(p)) for p in tensors)
-        if (overrides := moved(optimizer, places_in_bucket([m.in_group for m in members]), ids)) is not None:
+        if (overrides := overrides_in_bucket(optimizer, (m.in_group for m in members))) is not None:
             instead = {**instead, MANAGER: overrides}
         before = [(name, attributes.get(name, ABSENT)) for name in instead]
         try:

@@ -183,30 +183,27 @@ class BeforeUpdate:
                 restore(gradient, values)
 
 
-def keep_all(optimizer: Optimizer) -> Callable[[], None]:
-    """A step of a foreign optimizer is left out, whose ``step()`` finds no gradient: it may decay parameters, count
-    and draw nevertheless. A copy of all parameters and their state is kept meanwhile.
+def keep_beside(optimizer: Optimizer) -> Callable[[], None]:
+    """A step may be stopped, or is left out: what ``step()`` may write beside parameters and their state is kept.
 
     Returns:
-        A function that puts all back.
+        A function that puts it back.
 
     Raises:
         UnsupportedOptimizerError: something could not be put back.
     """
-    name = class_name(optimizer)
-    parameters = list(parameters_of(optimizer))
+    return _kept_beside(optimizer).take_back
+
+
+def keep_all(optimizer: Optimizer) -> Callable[[], None]:
+    """The same of a foreign optimizer that finds no gradient: it may decay parameters, count and draw nevertheless. A
+    copy of all parameters and their state is kept."""
+    beside, parameters = _kept_beside(optimizer), list(parameters_of(optimizer))
     generators = Generators({memory_of(p).device for p in parameters}, [optimizer])
-    beside = Beside(name)
-    beside.begin(optimizer, GroupLayout(name, optimizer.param_groups))
     try:
-        if beside.opaque is not None:
-            raise TypeError(beside.opaque)
         before = BeforeUpdate(optimizer, [*parameters, *beside.unseen])
     except TypeError as error:
-        raise UnsupportedOptimizerError(
-            f"a step of {name} is to be left out, and what its step() may write without gradients could not be put "
-            f"back: {error}. Leave such steps out in the loop: do not call optimizer.step()"
-        ) from error
+        raise _cannot_leave_out(optimizer, str(error)) from error
 
     def put_back() -> None:
         beside.take_back()
@@ -214,6 +211,22 @@ def keep_all(optimizer: Optimizer) -> Callable[[], None]:
         generators.restore()
 
     return put_back
+
+
+def _kept_beside(optimizer: Optimizer) -> Beside:
+    name = class_name(optimizer)
+    beside = Beside(name)
+    beside.begin(optimizer, GroupLayout(name, optimizer.param_groups))
+    if beside.opaque is not None:
+        raise _cannot_leave_out(optimizer, beside.opaque)
+    return beside
+
+
+def _cannot_leave_out(optimizer: Optimizer, why: str) -> UnsupportedOptimizerError:
+    return UnsupportedOptimizerError(
+        f"what {class_name(optimizer)}.step() may write in a step that is left out, or stopped, could not be put back: "
+        f"{why}. Use no undo and schedule='forward', and leave such steps out in the loop"
+    )
 
 
 def _cannot_put_back(optimizer: Optimizer, parameter: torch.Tensor, error: TypeError) -> UnsupportedOptimizerError:

@@ -46,10 +46,9 @@ from typing import Protocol
 
 import torch
 
-from instep._optim.guards import remember_settings
 from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._optim.stepper import Stepper
-from instep._optim.undo import keep_all
+from instep._optim.undo import keep_all, keep_beside
 from instep._ranks.votes import StepVotes
 from instep._torch.engine import graph_task
 from instep._torch.placeholders import HeldGradient, Placeholder
@@ -530,12 +529,12 @@ class Round:
     def leave_out(self, stepper: Stepper) -> None:
         """The step is left out. ``step()`` writes some things without gradients, too: of a foreign optimizer nobody
         knows which."""
-        keep = keep_all if stepper.is_foreign else remember_settings
+        keep = keep_all if stepper.is_foreign else keep_beside
         self._settings = keep(stepper.optimizer())
 
     def remember_settings(self, stepper: Stepper) -> None:
         """The step may be stopped."""
-        self._settings_before = remember_settings(stepper.optimizer())
+        self._settings_before = keep_beside(stepper.optimizer())
 
     def restore_settings(self, *, stopped: bool = False) -> None:
         """Of a step that was left out; with ``stopped``, of one that was stopped as well."""
