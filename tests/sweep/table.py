@@ -20,12 +20,13 @@ HEAD = f"""## Published optimizers
 
 `python -m tests.sweep` trains a small model with each of these for eight steps, on one device, on two ranks of DDP and
 on two of FSDP2, beside a process without instep (torch {torch.__version__.split("+")[0]}, CPU). *equal*: the same bits
-of weights and state after each step. *plainly*: found to be no update of each parameter by itself, so that `step()`
-steps it, and no gradient is freed. *refused*: nothing was written, and the loop goes on."""
+of weights and state after each step. *plainly*: `optimizer.step()` takes every step, and no gradient is freed, with
+`schedule="backward"` because parts of an update came out otherwise than the whole. *refused*: nothing was written, and
+the loop goes on."""
 WORST = (OTHER, RAISES, REFUSED, PLAINLY, NOT_JUDGED, EQUAL)
 SHAPES = {"one": "one device", "ddp": "DDP", "fsdp": "FSDP2"}
 BACKWARD = ("small", "backward")
-COLUMNS = {"`backward`": BACKWARD, "`undo=True`": ("undo",), "`defer=True`": ("defer",)}
+COLUMNS = {"`backward`": BACKWARD, "`undo=True`": ("undo",), "`forward`": ("defer",)}
 
 Row = dict[str, Any]
 """A line of the results: case, shape, way, verdict, why, optimizer, settings, log."""
