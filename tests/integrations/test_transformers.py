@@ -115,7 +115,7 @@ def require_was_attached(of: Trainer, way: str) -> None:
     )
     assert f"{len(witness.seen)} steps" in witness.seen[-1]
     if kind != "DistributedDataParallel" or way != "forward":  # there it is one of 16 MiB
-        assert "1 buckets" not in witness.seen[-1]
+        assert " 1 buckets" not in witness.seen[-1]
     assert any(witness.spent) == (way in ("backward", "together"))
     assert inside.overlap is None
     assert instep.attached(of.model_wrapped) is None

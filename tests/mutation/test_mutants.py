@@ -419,6 +419,14 @@ MUTANTS = [
         "tests/unit/test_kernels.py",
     ),
     Mutant(
+        "a compiled model warns of a hook that watches all modules",
+        "WaitingReaders.watch",
+        "schedule.observed.is_compiled = bool(compiled)",
+        "pass",
+        "tests/unit/test_advice.py",
+        "does_not_warn",
+    ),
+    Mutant(
         "a part of the model finds weights that are watched",
         "Observed._part_runs",
         "self.let_go()",

@@ -190,6 +190,11 @@ def test_a_model_that_is_dropped_while_it_is_looked_at_is_freed() -> None:
         gc.enable()
 
 
+def test_a_compiled_model_does_not_warn_of_hooks() -> None:
+    """torch's wrapper warns of any hook of all modules, and warnings are errors here."""
+    assert Loop(lambda: torch.compile(layers(), backend="eager")).train(nothing) == ""
+
+
 @pytest.mark.parametrize("drops", [True, False])
 def test_no_hook_of_every_module_stays(drops: bool) -> None:
     """There is one between a backward that is looked at and whatever comes next."""

@@ -51,9 +51,12 @@ class Observed:
             known.
         step_seconds: how long the calls of ``step()`` took; several optimizers' together.
         iteration_seconds: from one step to the next.
+        is_compiled: whether the model has a part that ``torch.compile`` has wrapped: gradients are not looked at then.
+            Such a wrapper warns of any hook that is on all modules.
     """
 
     def __init__(self, living: Callable[[], list[torch.Tensor]]) -> None:
+        self.is_compiled = False
         self.uses_gradients: bool | None = None
         self.step_seconds: list[float] = []
         self.iteration_seconds: list[float] = []
@@ -83,7 +86,7 @@ class Observed:
 
     def backward_ended(self) -> None:
         """The loop goes on, and may look at gradients."""
-        if not self._looks or self.uses_gradients or torch.compiler.is_compiling():
+        if not self._looks or self.uses_gradients or self.is_compiled or torch.compiler.is_compiling():
             return
         found = [p for p in self._living() if p.requires_grad]
         if are_plain(found) and not self._is_watching:

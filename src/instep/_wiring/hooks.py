@@ -775,6 +775,7 @@ class WaitingReaders:
         schedule = self._schedule
         # torch.compile runs the hooks of what it wraps only once, when it traces. Its own wrapper's run each time.
         compiled = _compiled_in(model)
+        schedule.observed.is_compiled = bool(compiled)
         inside = {module for wrapper in compiled for module in wrapper.modules()}
         for wrapper in compiled:
             below = {id(p) for p in wrapper.parameters()}
