@@ -1,7 +1,7 @@
 """``TornStepError`` tells the truth of each parameter, on the rank whose update stops and on the others."""
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +21,7 @@ from tests.distributed.pool import RankPool
 from tests.distributed.sharded import nested
 from tests.distributed.sharded_failures import fsdp1
 from tests.inside import schedule_of
-from tests.stopping import LEFT, Stops, require_true
+from tests.stopping import LEFT, Stops, require_true, updates_stop
 
 BUCKET_MIB = 0.004
 
@@ -78,9 +78,27 @@ def stopped(way: str, left: int) -> str | None:
     wrap, options = WAYS[way]
     torch.manual_seed(0)
     model = wrap(Blocks())
-    optimizer = Stops(model.parameters(), lr=0.1)
+    is_put_off = options["schedule"] == "forward" and "shard_state" not in options
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if is_put_off else Stops(model.parameters(), lr=0.1)
     with patch.object(instep.options, "DEFAULT_BUCKET_BYTES", 4_000):  # of updates that are put off
         overlap = instep.attach(model, optimizer, **options)
+    with updates_stop() if is_put_off else nullcontext():
+        told = stopped_in_the_second_step(model, optimizer, overlap, left)
+    with torch._C.DisableTorchFunctionSubclass():
+        found = values(model)
+    if told is not None:
+        named = {name.removeprefix("module.") for name in (*told.applied, *told.pending, *told.unsure)}
+        assert named
+        words = [
+            [name.removeprefix("module.") for name in names] for names in (told.applied, told.pending, told.unsure)
+        ]
+        require_true(TornStepError(2, words[0], words[1], told.rank, None, words[2]), found, old, new)
+    return None if told is None else str(told)
+
+
+def stopped_in_the_second_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, overlap: instep.Attachment, left: int
+) -> TornStepError | None:
     told: TornStepError | None = None
     for i in range(2):
         if i == 1 and dist.get_rank() == 0:
@@ -98,16 +116,7 @@ def stopped(way: str, left: int) -> str | None:
             told = error
         except (ZeroDivisionError, InstepError):
             pass
-    with torch._C.DisableTorchFunctionSubclass():
-        found = values(model)
-    if told is not None:
-        named = {name.removeprefix("module.") for name in (*told.applied, *told.pending, *told.unsure)}
-        assert named
-        words = [
-            [name.removeprefix("module.") for name in names] for names in (told.applied, told.pending, told.unsure)
-        ]
-        require_true(TornStepError(2, words[0], words[1], told.rank, None, words[2]), found, old, new)
-    return None if told is None else str(told)
+    return told
 
 
 @pytest.mark.parametrize("left", [0, 3, 6])

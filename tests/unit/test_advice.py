@@ -192,7 +192,11 @@ def test_a_model_that_is_dropped_while_it_is_looked_at_is_freed() -> None:
 
 def test_a_compiled_model_does_not_warn_of_hooks() -> None:
     """torch's wrapper warns of any hook of all modules, and warnings are errors here."""
-    assert Loop(lambda: torch.compile(layers(), backend="eager")).train(nothing) == ""
+
+    def compiled() -> Any:
+        return torch.compile(layers(), backend="eager")
+
+    assert Loop(compiled).train(nothing) == ""
 
 
 @pytest.mark.parametrize("drops", [True, False])
