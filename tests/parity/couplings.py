@@ -365,7 +365,7 @@ class ThroughScript(Coupled):
         return [scripted()([p.grad for p in those]).item()] * len(those)
 
 
-@torch.library.custom_op("instep_tests::joint_norm", mutates_args=())
+@torch.library.custom_op("instep_tests::joint_norm", mutates_args=(), schema="(Tensor[] gradients) -> Tensor")
 def joint_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([gradient.norm() for gradient in gradients]).norm()
 
