@@ -452,6 +452,7 @@ def _run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             del instead  # or it would refer to itself, by way of this frame
 
 
+@untraced
 def _tell_of_error(
     error: BaseException, outputs: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> BaseException | None:
