@@ -496,7 +496,8 @@ def require_contents(value: Any, known: torch.Tensor) -> None:
 
 def _dict(held: dict[Any, Any], items: dict[Any, Restore]) -> Restore:
     def put() -> dict[Any, Any]:
-        held.update((key, item()) for key, item in items.items())
+        for key, item in items.items():
+            held[key] = item()  # not by update(), which a Counter's adds to
         for key in held.keys() - items.keys():
             del held[key]
         put_in_order(held, items)

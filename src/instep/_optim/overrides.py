@@ -8,6 +8,7 @@ bitsandbytes documents ``override_config`` and ``register_module_override``, not
 """
 
 from collections.abc import Iterable, Mapping
+from inspect import getattr_static
 from typing import Any
 
 from torch.optim import Optimizer
@@ -34,7 +35,10 @@ class Overrides:
 
 def is_manager(value: object) -> bool:
     """Whether an attribute of an optimizer is the manager, or stands in its place."""
-    return hasattr(value, "index2config") and hasattr(value, "module_weight_config_triple")
+    # Looked up past what a class does with names that it does not know.
+    return all(
+        getattr_static(value, name, None) is not None for name in ("index2config", "module_weight_config_triple")
+    )
 
 
 def overrides_in_bucket(optimizer: Optimizer, in_group: Iterable[Iterable[int]]) -> Overrides | None:

@@ -323,7 +323,8 @@ _INERT = (weakref.ref, BuiltinFunctionType, CodeType, Enum, re.Pattern)
 
 def _put_items(held: dict[Any, Any], items: dict[Any, Restore]) -> dict[Any, Any]:
     """Put back a dict, without what it has under parameters: that is taken for state of these."""
-    held.update((key, item()) for key, item in items.items())
+    for key, item in items.items():
+        held[key] = item()
     for key in [key for key in held if key not in items and not isinstance(key, torch.Tensor)]:
         del held[key]
     put_in_order(held, items)

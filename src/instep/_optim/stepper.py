@@ -459,6 +459,12 @@ class Stepper:
             self.wait_for_state()
         self._forget()
 
+    def stops(self) -> None:
+        """The step is torn: nothing more is stepped of it."""
+        self.wait_for_state()
+        if self._own_object is not None:
+            self._own_object.forget()  # it refers to the optimizer, and so to its parameters
+
     def _forget(self) -> None:
         if self._running is not None:
             for stage in (*self.options, *self._running.stages):

@@ -190,7 +190,7 @@ class Writes(ABC):
         step.ledger.tear(number, names, pending, cause, in_part=bool(pending), unsure=tuple(mixed))
         self.release()
         for stepper in members.steppers:
-            stepper.wait_for_state()  # it is there to be read
+            stepper.stops()  # its state is there to be read
         if is_known:
             step.ledger.votes.forget()
         else:
