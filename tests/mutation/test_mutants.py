@@ -4309,7 +4309,7 @@ MUTANTS = [
     Mutant(
         "what was looked at in an optimizer is kept, and with it the model",
         "Beside.forget",
-        "        self._groups, self._others, self.unseen, self._versions = [], [], [], []\n",
+        "        self._groups, self._others, self.unseen, self._versions, self._shared = [], [], [], [], []\n",
         "        pass\n",
         "tests/unit/test_life.py",
         "looked_at",
@@ -4968,16 +4968,16 @@ MUTANTS = [
             "foreign_step_without_gradients",
         )
         for what, before, after in (
-            ("an attribute", "        beside.take_back()\n", ""),
+            ("an attribute", "        beside.put_all_back()\n", ""),
             ("a parameter", "        before.put_back()\n", ""),
             ("a draw", "        generators.restore()\n", ""),
-            ("an average in a module", "[*parameters, *beside.unseen]", "parameters"),
+            ("an average in a module", "[*parameters, *beside.unseen, *in_functions(optimizer)]", "parameters"),
         )
     ),
     Mutant(
         "judge: what a part writes in a module stays",
         "PartsOfUpdate.take",
-        "            self._put_unseen_back()\n",
+        "            self._put_beside_back()\n",
         "",
         ODD_OPTIMIZERS,
         "average_of_the_weights",
@@ -4985,7 +4985,7 @@ MUTANTS = [
     Mutant(
         "judge: what a part has written in a module is there when the part is taken again",
         "PartsOfUpdate._require_same_again",
-        "            self._put_unseen_back()  # what the second has read\n",
+        "            self._put_beside_back()  # what the second has read\n",
         "            pass\n",
         ODD_OPTIMIZERS,
         "average_of_the_weights",

@@ -5,7 +5,6 @@ and values, of a wrapper class that of the tensors inside, of a ``DTensor`` its 
 what a tensor holds, ``copy_of`` raises: what is put back is seen to be back.
 """
 
-import copy
 import hashlib
 import struct
 import sys
@@ -13,12 +12,23 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
+from threading import local
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, Protocol
 
 import torch
 
-from instep._optim.values import attributes_of, inner_of, is_closed, is_filled, is_immutable, is_wrapper
+from instep._optim.values import (
+    access_to,
+    attributes_of,
+    has_buffer,
+    inner_of,
+    is_closed,
+    is_filled,
+    is_generator,
+    is_immutable,
+    is_wrapper,
+)
 from instep._torch.versions import is_pinned
 
 # One tensor: what is kept of it depends on how it keeps its values.
@@ -458,15 +468,21 @@ class Contents:
         return _tuple(value, [self.of(item) for item in (value.func, value.args, value.keywords)])
 
     def _object(self, value: Any) -> Restore:
+        if isinstance(value, (bytearray, array)):
+            return _buffer(value, value[:])
+        if is_generator(value):
+            return _generator(value)
+        if isinstance(value, local) or has_buffer(value):  # of ctypes, say
+            raise TypeError(f"a {type(value).__name__}, whose values are not its attributes")
         attributes = attributes_of(value)
         if (attributes or hasattr(value, "__dict__")) and not isinstance(value, (type, ModuleType)):
             return _object(value, {name: self.of(item) for name, item in (attributes or {}).items()})
-        if isinstance(value, (bytearray, array)):
-            return _buffer(value, value[:])
         if hasattr(type(value), "__next__"):
             raise TypeError(f"a {type(value).__name__}, which moves on when it is asked")
-        copied = copy.deepcopy(value)
-        return lambda: copy.deepcopy(copied)  # which is written, too
+        kind: Any = type(value)
+        if kind.__eq__ is object.__eq__ or kind.__hash__ is None:
+            raise TypeError(f"a {type(value).__name__}, which does not tell what it holds")
+        return lambda: value  # compared by value, and hashed: a number, a date
 
     def _filled(self, cell: Any) -> Restore | None:
         return self.of(cell.cell_contents) if is_filled(cell) else None
@@ -530,6 +546,17 @@ def _list(held: Any, items: list[Restore]) -> Restore:
         else:
             held.clear()
             held.extend(values)
+        return held
+
+    return put
+
+
+def _generator(held: Any) -> Restore:
+    read, write = access_to(held)
+    state = read()
+
+    def put() -> Any:
+        write(state)
         return held
 
     return put

@@ -225,7 +225,8 @@ CHECKED_ONCE = "_need_device_dtype_check_for_fused"
 # By which GradScaler tells a fused kernel of a loss scale.
 SCALES = ("grad_scale", "found_inf")
 # Which torch itself, its schedulers and GradScaler write on any optimizer, at any time.
-_WRITTEN_BY_TORCH = ("_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured", CHECKED_ONCE, *SCALES)
+OF_SCHEDULERS = ("_opt_called", "_step_count")
+_WRITTEN_BY_TORCH = (*OF_SCHEDULERS, "_warned_capturable_if_run_uncaptured", CHECKED_ONCE, *SCALES)
 NO_SETTINGS = frozenset((*OF_EVERY_OPTIMIZER, *_WRITTEN_BY_TORCH, *STEPS_ONE, "step")) - {"defaults"}
 
 
@@ -249,8 +250,12 @@ def read_by_update(optimizer: Optimizer) -> dict[str, Any]:
 def held_by_classes(optimizer: Optimizer) -> dict[str, Any]:
     """The attributes of the optimizer's classes, torch's aside. All instances share them, and methods enclose
     values."""
-    classes = [cls for cls in type(optimizer).__mro__ if cls is not object and not cls.__module__.startswith("torch.")]
-    return {f"{cls.__name__}.{name}": value for cls in classes for name, value in vars(cls).items()}
+    return {f"{cls.__name__}.{name}": value for cls in classes_of(optimizer) for name, value in vars(cls).items()}
+
+
+def classes_of(optimizer: Optimizer) -> list[type]:
+    """Those that it is of, torch's aside."""
+    return [cls for cls in type(optimizer).__mro__ if cls is not object and not cls.__module__.startswith("torch.")]
 
 
 def has_ids(state: Mapping[Any, Any], parameters: Iterable[torch.Tensor]) -> bool:

@@ -14,6 +14,7 @@ What the call has made of settings, attributes and state beside that of paramete
 is put into the object when the step is committed, in place of what ``step()`` without gradients has made of it.
 """
 
+import inspect
 import re
 import threading
 import weakref
@@ -29,13 +30,15 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.contents import Contents, Restore, put_in_order
+from instep._optim.contents import Contents, Restore, digest_of_value, put_in_order
 from instep._optim.given_back import StorageAddresses
 from instep._optim.kinds import (
     NO_SETTINGS,
+    OF_SCHEDULERS,
     STEP_HOOKS,
     STEPPED_WHOLE,
     beside_parameters,
+    classes_of,
     held_by_classes,
     read_by_update,
 )
@@ -47,6 +50,7 @@ from instep._optim.values import (
     ABSENT,
     PER_PARAMETER,
     alike,
+    attributes_of,
     compiled_from,
     fingerprint,
     held_in,
@@ -96,6 +100,25 @@ for _name in ("__mul__", "__rmul__", "copy", "count", "index"):
 _Params.__radd__ = lambda self, other: other + list(self)  # type: ignore[attr-defined]
 
 
+class Groups:
+    """The list of an optimizer's groups, as it is now."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._list = optimizer.param_groups
+        self._groups = list(self._list)
+
+    def put_back(self) -> bool:
+        """Whether it was replaced, or holds others."""
+        optimizer, groups = self._optimizer, self._groups
+        same = len(self._list) == len(groups) and all(map(is_, self._list, groups))
+        if same and optimizer.param_groups is self._list:
+            return False
+        self._list[:] = groups
+        optimizer.param_groups = self._list
+        return True
+
+
 _OF_ALL = ("state_dict", "load_state_dict", "add_param_group", "zero_grad", "__getstate__")
 """The methods of an optimizer that need all of its parameters."""
 
@@ -110,6 +133,7 @@ class OwnObject:
         beside: what the object holds beside parameters and their state.
         notes: whether what an update has made of other values is what the step leaves.
         returned: what the last ``step()`` has returned.
+        wrote: whether the last ``step()`` without notes has written parameters that it was given.
         gave_back: whether an update of this step has given back memory of an accelerator that it has read.
     """
 
@@ -124,7 +148,7 @@ class OwnObject:
         self.beside = Beside(name)
         self.notes = True
         self.returned: Any = None
-        self.gave_back = False
+        self.wrote = self.gave_back = False
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout, *, may_draw: bool) -> None:
         """A step begins, with its first bucket.
@@ -167,18 +191,21 @@ class OwnObject:
                 self.gave_back |= places.were_left(map(state.get, tensors))
 
     def _step(self, optimizer: Optimizer, members: Sequence[Members], tensors: Sequence[Any], call: CallUpdate) -> None:
-        draws, groups = self._draws, len(optimizer.param_groups)
+        draws, groups = self._draws, Groups(optimizer)
         others = [p for p in self._reached if not any(map(partial(is_, p), tensors))] if self._reached else []
         versions = versions_of(others)
         if draws is not None:
             draws.begin()
         try:
+            given = [] if self.notes else versions_of(tensors)
             self.returned = self._call(optimizer, members, tensors, call)
+            self.wrote = not self.notes and versions_of(tensors) != given
             if draws is not None and draws.end():
                 raise draws_in_step(self._name)
         except BaseException:
             if draws is not None:
                 draws.end()  # to be drawn again, if the update runs again
+            groups.put_back()
             self.beside.take_back()
             raise
         if self.notes:
@@ -187,8 +214,8 @@ class OwnObject:
             self.beside.take_back()
         if versions_of(others) != versions:
             raise writes_others(self._name)
-        if len(optimizer.param_groups) != groups:
-            raise depends_on_buckets(self._name, "the number of its param_groups")
+        if groups.put_back():
+            raise depends_on_buckets(self._name, "its list of param_groups")
 
     def forget(self) -> None:
         """The step is over."""
@@ -404,6 +431,14 @@ class _Place:
             return value is then and alike(fingerprint(value), self._looks[key])
         return value is then or (type(value) is type(then) and alike(value, then))
 
+    def digest(self) -> Any:
+        """Of all that it holds, however deep."""
+        return digest_of_value(self._mine())
+
+    def put_all_back(self) -> None:
+        """Also what ``changed`` does not look into."""
+        self.take_back(self._mine().keys() | self._values.keys())
+
     def take_back(self, changed: Iterable[Any]) -> None:
         for key in changed:
             if key not in self._values:
@@ -460,6 +495,8 @@ class Beside:
         self._others: list[_Place] = []
         self.unseen: list[torch.Tensor] = []
         self._versions: list[int] = []
+        self._shared: list[tuple[Any, str, Any]] = []
+        self._holds: str | None = None
         self.wrote_in_place = False
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
@@ -482,6 +519,9 @@ class Beside:
         ]
         large = (tensor for place in (*self._groups, *self._others) for tensor in place.large)
         self.unseen = [*large, *_in_modules(optimizer, layout)]
+        self._shared = list(_values_elsewhere(optimizer))
+        held = (value for value in reachable_values([read]) if isinstance(value, Optimizer) and value is not optimizer)
+        self._holds = next((f"it holds another optimizer ({type(value).__name__})" for value in held), None)
         self._versions = versions_of(self.unseen)
 
     def note(self, members: Sequence[Members]) -> None:
@@ -509,6 +549,21 @@ class Beside:
             place.take_back(place.changed())
         self.wrote_unseen()
 
+    def digest(self) -> Any:
+        """Of all that it holds, and of the attributes of its classes."""
+        places = [place.digest() for place in (*self._groups, *self._others)]
+        return places, [getattr(owner, name, ABSENT) for owner, name, _ in self._shared]
+
+    def put_all_back(self) -> None:
+        """Also what is not looked into after each bucket."""
+        for place in (*self._groups, *self._others):
+            place.put_all_back()
+        for owner, name, value in self._shared:
+            if value is ABSENT:
+                vars(owner).pop(name, None)
+            elif getattr(owner, name, ABSENT) is not value:
+                setattr(owner, name, value)
+
     def wrote_unseen(self) -> bool:
         written = versions_of(self.unseen) != self._versions
         self.wrote_in_place |= written
@@ -530,7 +585,8 @@ class Beside:
         found = (
             (place.where, key, why) for place in (*self._groups, *self._others) for key, why in place.opaque.items()
         )
-        return next((f"its {where} {key!r} cannot be put back ({why})" for where, key, why in found), None)
+        said = (f"its {where} {key!r} cannot be put back ({why})" for where, key, why in found)
+        return self._holds or next(said, None)
 
     def differs(self) -> str | None:
         """What ``step()`` has left otherwise than buckets have, in words; ``None``: nothing."""
@@ -545,7 +601,7 @@ class Beside:
 
     def forget(self) -> None:
         # Attributes may refer to the model, which nothing here must keep.
-        self._groups, self._others, self.unseen, self._versions = [], [], [], []
+        self._groups, self._others, self.unseen, self._versions, self._shared = [], [], [], [], []
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -582,6 +638,45 @@ def _in_modules(optimizer: Optimizer, layout: GroupLayout) -> Iterator[torch.Ten
             for tensor in chain(value.parameters(), value.buffers()):
                 if not layout.holds(tensor) and not tensor.is_inference():
                     yield tensor
+
+
+def tables_in(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
+    """By which the modules that its attributes reach know their parameters and buffers."""
+    for value in reachable_values([read_by_update(optimizer)]):
+        if isinstance(value, torch.nn.Module):
+            for module in value.modules():
+                yield from (module._parameters, module._buffers)
+
+
+def _values_elsewhere(optimizer: Optimizer) -> Iterator[tuple[Any, str, Any]]:
+    """What it counts in its classes, in slots, and under names that torch's schedulers use, too."""
+    for cls in classes_of(optimizer):
+        for name, value in vars(cls).items():
+            if is_immutable(value) and not name.startswith("__"):
+                yield cls, name, value
+    for name, value in (attributes_of(optimizer) or {}).items():
+        if name not in vars(optimizer):
+            yield optimizer, name, value
+    for name in OF_SCHEDULERS:
+        yield optimizer, name, vars(optimizer).get(name, ABSENT)
+
+
+def in_functions(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """The tensors to which its methods refer otherwise than by the object: those in closures, and in globals that the
+    methods name."""
+    mine = set(map(id, parameters_of(optimizer)))
+    methods = (inspect.unwrap(value) for cls in classes_of(optimizer) for value in vars(cls).values())
+    functions = [method for method in methods if isinstance(method, FunctionType)]
+    named = (f.__globals__.get(name) for f in functions for name in f.__code__.co_names)
+    owners = [held_by_classes(optimizer), *(value for value in named if isinstance(value, _HOLDERS))]
+    for value in reachable_values(owners):
+        modules = (*value.parameters(), *value.buffers()) if isinstance(value, torch.nn.Module) else ()
+        for tensor in (value, *modules):
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in mine and not tensor.is_inference():
+                yield tensor
+
+
+_HOLDERS = (torch.nn.Module, torch.Tensor, dict, list, tuple)
 
 
 def reached_by(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -622,6 +717,6 @@ def writes_what_stays(optimizer: str) -> UnsupportedOptimizerError:
 
 
 WRITES_UNSEEN = (
-    "its step() writes large tensors to which its attributes refer, or those of a module (an average of the weights?): "
-    "bucket by bucket that would happen once per bucket"
+    "its step() writes large tensors to which it refers, or those of a module (an average of the weights?): bucket by "
+    "bucket that would happen once per bucket"
 )

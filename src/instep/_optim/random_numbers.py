@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from instep._optim.dtensor import drawn_by_part, shard_index
 from instep._optim.stages import Stage, Update
-from instep._optim.values import reachable_values
+from instep._optim.values import access_to, is_generator, reachable_values
 from instep._torch.engine import graph_task, is_captured, is_of_backward
 from instep._torch.versions import memory_of
 from instep._torch.worker import NAME
@@ -148,7 +148,7 @@ class Generators:
     def _find(self) -> None:
         for generator in _held_by(self._owners):
             if id(generator) not in self._known:
-                self._known[id(generator)] = access = _access(generator)
+                self._known[id(generator)] = access = access_to(generator)
                 self._before[id(generator)] = access[0]()
 
 
@@ -194,21 +194,8 @@ def _shared(devices: Iterable[torch.device]) -> Iterator[tuple[Read, Write]]:
         yield partial(numpy.random.get_state, legacy=False), numpy.random.set_state
 
 
-def _access(generator: Any) -> tuple[Read, Write]:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state, generator.set_state
-    if isinstance(generator, random.Random):
-        return generator.getstate, generator.setstate
-    bits = getattr(generator, "bit_generator", None) or generator._bit_generator
-    return lambda: bits.state, lambda state: setattr(bits, "state", state)
-
-
 def _held_by(owners: Iterable[object]) -> Iterator[Any]:
-    numpy = sys.modules.get("numpy")
-    kinds: tuple[type, ...] = (torch.Generator, random.Random)
-    if numpy is not None:
-        kinds += (numpy.random.Generator, numpy.random.RandomState)
-    return (value for value in reachable_values(owners) if isinstance(value, kinds))
+    return (value for value in reachable_values(owners) if is_generator(value))
 
 
 def _same(now: Any, before: Any) -> bool:

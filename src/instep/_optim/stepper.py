@@ -204,6 +204,11 @@ class Stepper:
             del self._state_guard.left[noted:]  # that of buckets which backward has stepped stays
         return own.returned
 
+    @property
+    def wrote_given(self) -> bool:
+        """Whether the last part, of which no notes were taken, has written its parameters."""
+        return self._own_object is not None and self._own_object.wrote
+
     def end_parts(self) -> Beside | None:
         """All parts were put back. Returns what they have left beside parameters and state, to be compared."""
         own = self._own_object
@@ -341,6 +346,14 @@ class Stepper:
     def unseen(self) -> list[torch.Tensor]:
         """The tensors that the running step may write, and that are not put back."""
         return [] if self._own_object is None else self._own_object.beside.unseen
+
+    def digest_beside(self) -> Any:
+        """Of what a foreign optimizer holds beside parameters and their state, however deep."""
+        return None if self._own_object is None else self._own_object.beside.digest()
+
+    def put_beside_back(self) -> None:
+        if self._own_object is not None:
+            self._own_object.beside.put_all_back()
 
     @property
     def wrote_in_place(self) -> bool:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from instep._optim.contents import Contents, Restore, copy_of, require_contents, restore
 from instep._optim.kinds import is_torchs_own, read_by_update
-from instep._optim.own_object import Beside, reached_by
+from instep._optim.own_object import Beside, Groups, in_functions, reached_by
 from instep._optim.random_numbers import Generators
 from instep._optim.shadow import GroupLayout, parameters_of
 from instep._optim.stages import Stage, Update
@@ -192,21 +192,22 @@ def keep_beside(optimizer: Optimizer) -> Callable[[], None]:
     Raises:
         UnsupportedOptimizerError: something could not be put back.
     """
-    return _kept_beside(optimizer).take_back
+    return _kept_beside(optimizer).put_all_back
 
 
 def keep_all(optimizer: Optimizer) -> Callable[[], None]:
     """The same of a foreign optimizer that finds no gradient: it may decay parameters, count and draw nevertheless. A
     copy of all parameters and their state is kept."""
-    beside, parameters = _kept_beside(optimizer), list(parameters_of(optimizer))
+    beside, groups, parameters = _kept_beside(optimizer), Groups(optimizer), list(parameters_of(optimizer))
     generators = Generators({memory_of(p).device for p in parameters}, [optimizer])
     try:
-        before = BeforeUpdate(optimizer, [*parameters, *beside.unseen])
+        before = BeforeUpdate(optimizer, [*parameters, *beside.unseen, *in_functions(optimizer)])
     except TypeError as error:
         raise _cannot_leave_out(optimizer, str(error)) from error
 
     def put_back() -> None:
-        beside.take_back()
+        groups.put_back()
+        beside.put_all_back()
         before.put_back()
         generators.restore()
 

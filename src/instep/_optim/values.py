@@ -1,10 +1,12 @@
 """Values that an optimizer holds: what can be reached from it, copied and put back, and whether it was changed."""
 
 import logging
+import random
 import reprlib
+import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -47,6 +49,25 @@ def reachable_values(owners: Iterable[object]) -> Iterator[Any]:
             left.extend(cell.cell_contents for cell in value.__closure__ or () if is_filled(cell))
         elif not isinstance(value, (torch.Tensor, type)) and not callable(value):
             left.extend(getattr(value, "__dict__", {}).values())
+
+
+def is_generator(value: Any) -> bool:
+    """Whether it is a random number generator: of torch, Python or NumPy."""
+    numpy = sys.modules.get("numpy")
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    if numpy is not None:
+        kinds += (numpy.random.Generator, numpy.random.RandomState)
+    return isinstance(value, kinds)
+
+
+def access_to(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """What reads the state of a random number generator, and what writes it."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state, generator.set_state
+    if isinstance(generator, random.Random):
+        return generator.getstate, generator.setstate
+    bits = getattr(generator, "bit_generator", None) or generator._bit_generator
+    return lambda: bits.state, lambda state: setattr(bits, "state", state)
 
 
 def compiled_from(function: Any) -> Any:
@@ -326,11 +347,19 @@ def _items_of(value: Any) -> dict[Any, Any] | None:
 
 def _content_of_buffer(value: Any) -> dict[Any, Any] | None:
     """Of a NumPy array, or another one."""
-    try:
-        view = memoryview(value)
-    except (TypeError, ValueError, BufferError):
+    if not has_buffer(value):
         return None
+    view = memoryview(value)
     return {"bytes": bytes(view)} if view.nbytes <= 8 * MOST else None
+
+
+def has_buffer(value: Any) -> bool:
+    """Whether it has memory that others may look at, in which its values are."""
+    try:
+        memoryview(value)
+    except (TypeError, ValueError, BufferError):
+        return False
+    return True
 
 
 def attributes_of(value: Any) -> dict[Any, Any] | None:

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from instep._optim.contents import Kept, copy_of, digest_of, digest_of_value, is_back, restore
 from instep._optim.kinds import STEPPED_WHOLE
-from instep._optim.own_object import WRITES_UNSEEN, Beside, reached_by
+from instep._optim.own_object import WRITES_UNSEEN, Beside, in_functions, reached_by, tables_in
 from instep._optim.parameters import AttachedParameter, AttachedParameters, calls_of
 from instep._optim.random_numbers import Generators
 from instep._optim.shadow import parameters_of
@@ -83,8 +83,11 @@ class PartsOfUpdate:
         self._parts = parts
         self._digests: dict[AttachedParameter, _Digest] = {}
         self._before: dict[int, Any] = {}
-        self._reached = reached_by(self._optimizer) if stepper.is_foreign else []
+        self._is_foreign = stepper.is_foreign
+        self._reached = reached_by(self._optimizer) if self._is_foreign else []
         self._unseen: list[tuple[torch.Tensor, Kept]] = []  # averages in a module, say: copied once, not for each part
+        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of parameters and buffers, in modules
+        self._held: Any = None  # a digest of what the optimizer holds beside
         self._beside: Beside | None = None
 
     # Before the update.
@@ -107,7 +110,8 @@ class PartsOfUpdate:
         try:
             # Asked first: a part may move on what cannot be put back, a Python generator, say.
             self.reason = _HOOKS if has_global_step_hooks() else self._stepper.begin_parts()
-            self._keep_unseen()
+            if self.reason is None:
+                self._look_beside()
             for part in self._parts if self.reason is None else ():
                 try:
                     self._take_part(part, twice=twice)
@@ -120,23 +124,39 @@ class PartsOfUpdate:
             if in_pairs and self.reason is None and self.counts:
                 self._compare_pairs()
         finally:
-            self._put_unseen_back()
+            self._put_beside_back()
             self._beside = self._stepper.end_parts()
         if written := self._written(list(parameters_of(optimizer))):
             self._raise_written(written)
 
-    def _keep_unseen(self) -> None:
+    def _look_beside(self) -> None:
+        tensors = (
+            {id(t): t for t in (*self._stepper.unseen, *in_functions(self._optimizer))} if self._is_foreign else {}
+        )
         try:
-            self._unseen = [(tensor, copy_of(tensor, host=False)) for tensor in self._stepper.unseen]
-        except TypeError as error:
-            self.reason = self.reason or f"what its attributes refer to could not be put back ({error})"
+            self._unseen = [(tensor, copy_of(tensor, host=False)) for tensor in tensors.values()]
+            self._tables = [(table, dict(table)) for table in tables_in(self._optimizer)]
+            self._held = self._stepper.digest_beside()
+        except (TypeError, RecursionError) as error:
+            self.reason = f"what it refers to could not be put back ({in_short(error)})"
 
-    def _put_unseen_back(self) -> None:
-        """By what they hold, not by their versions: averages are often written through ``.data``."""
+    def _put_beside_back(self) -> None:
+        """Put back what parts have moved that is not looked into after each of them. By what tensors hold, not by their
+        versions: averages are often written through ``.data``."""
+        for table, before in self._tables:
+            if table.keys() != before.keys() or not all(table[name] is before[name] for name in before):
+                table.clear()
+                table.update(before)
+                self.reason = self.reason or WRITES_UNSEEN
         for tensor, kept in self._unseen:
             if not is_back(tensor, kept):
                 restore(tensor, kept)
                 self.reason = self.reason or WRITES_UNSEEN
+        if self._held is not None and self._stepper.digest_beside() != self._held:
+            self._stepper.put_beside_back()
+            self.reason = self.reason or "its step() changes what instep does not look into for each bucket"
+            if self._stepper.digest_beside() != self._held:
+                raise self._moved_on("what its attributes hold")
 
     def _meet_compiler(self, is_warm: bool) -> None:
         # What is compiled for one parameter is compiled by now, where the loop has come to it. What is compiled for a
@@ -159,7 +179,7 @@ class PartsOfUpdate:
             if self.reason is None and twice:
                 self._require_same_again(part, digests)
                 kept.put_back()
-            if self.reason is None and self._stepper.is_foreign:
+            if self.reason is None and self._is_foreign:
                 self._step_without_gradient(part, returned)
         finally:
             kept.put_back()
@@ -190,15 +210,18 @@ class PartsOfUpdate:
         self._step(part)
         again = [_digest(self._optimizer, tensor) for tensor in part.tensors()]
         if again != digests:
-            self._put_unseen_back()  # what the second has read
+            self._put_beside_back()  # what the second has read
         if self.reason is None and again != digests:
             name = next(a.spec.name for a, one, two in zip(part, digests, again, strict=True) if one != two)
-            raise UnsupportedOptimizerError(
-                f"{self._stepper.name}.step() gives {name!r} other values when the same step is taken again: it keeps "
-                "something that instep does not find, and cannot put back, such as a counter outside of its attributes "
-                "or a generator of its module. Nothing of this step was written, but what it keeps has moved: make the "
-                f"optimizer anew. {STEPPED_WHOLE}"
-            )
+            raise self._moved_on(repr(name))
+
+    def _moved_on(self, what: str) -> UnsupportedOptimizerError:
+        return UnsupportedOptimizerError(
+            f"{self._stepper.name}.step() gives {what} other values when the same step is taken again: it keeps "
+            "something that instep does not find, and cannot put back, such as a counter outside of its attributes "
+            "or a generator of its module. Nothing of this step was written, but what it keeps has moved: make the "
+            f"optimizer anew. {STEPPED_WHOLE}"
+        )
 
     def _step_without_gradient(self, part: AttachedParameters, returned: Any) -> None:
         """After backward ``step()`` finds no gradient: it must leave all as it is, and return the same."""
@@ -216,7 +239,8 @@ class PartsOfUpdate:
             for tensor, gradient in zip(tensors, gradients, strict=True):
                 tensor.grad = gradient
         after = [_digest(self._optimizer, tensor) for tensor in tensors]
-        if any(_has_moved(*pair) for pair in zip(before, after, strict=True)):
+        # Of a weight that is written with what it holds (clamped, say) autograd is told nevertheless.
+        if self._stepper.wrote_given or any(_has_moved(*pair) for pair in zip(before, after, strict=True)):
             self.reason = f"its step() changes parameters that have no gradient, or their state ({_names(part)})"
         elif values_differ(nothing, returned):
             self.reason = "its step() returns a value that depends on what it updates"

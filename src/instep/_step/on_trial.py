@@ -634,9 +634,9 @@ class TrialWrites(Writes):
         """What ``step()`` is about to write is rolled back too, if an error or Ctrl-C stops it half way."""
         if self._raises:
             return  # again, most likely: what it then leaves is the plain loop's
-        if stepper.is_foreign:
-            self._step.round.remember_settings(stepper)
         try:
+            if stepper.is_foreign:
+                self._step.round.remember_settings(stepper)
             # On the stream that step() will write on.
             self._rollback.copies.save([a.get() for a in left if gradient_of(a) is not None], stepper.optimizer())
         except UnsupportedOptimizerError:
