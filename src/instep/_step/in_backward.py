@@ -513,6 +513,8 @@ class BackwardSchedule(BucketSink):
         # A rank that has found parts to differ raises here, and a forward under FSDP would wait for it.
         step.hear(self._writes.release, wait=step.judge is not None and step.judge.has_compared)
         self.calls.require_not_torn()
+        if step.judge is not None:
+            step.judge.look(step.members.all)
         step.accumulation.waiting()  # what the loop has thrown away is freed before the forward needs memory
         self._writes.before_forward()
         if self._clips and not step.members.offered:

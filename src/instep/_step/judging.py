@@ -13,6 +13,9 @@ which is right, and saves nothing; the log says so once, with the road that the 
 what nobody can put back (a counter in a closure, a generator of a module) is told by a part that comes out differently
 when it is stepped twice: then an error is raised, before anything of the step is written.
 
+A parameter that gets its first gradient later is left once, and compared. Where more parameters require a gradient than
+before (a layer was unfrozen, a group added), all begins anew: one alone shows no coupling.
+
 A coupling may begin later: so of every ``EVERY``-th step two buckets are left to ``optimizer.step()``, other ones each
 time, and compared in the same way.
 
@@ -278,6 +281,11 @@ class PartsOfUpdate:
         self._digests.clear()
         self._beside = None
 
+    @property
+    def indices(self) -> list[int]:
+        """Of the parameters of all parts."""
+        return [index for part in self._parts for index in part.indices]
+
     def compare(self) -> str | None:
         """``step()`` has returned. Why parts differ from what it has made of them, in words; ``None``: they do not."""
         if self.reason is not None or not self.counts:
@@ -342,10 +350,14 @@ class Judge:
         self.verdict: str | None = None
         self._in_parts = in_parts
         self.due: dict[Stepper, int] = {}
+        self._unproved: set[Stepper] = set()
         self.leaves_all = False
         self._running: dict[Stepper, PartsOfUpdate] = {}
         self._has_begun: set[Stepper] = set()  # to be judged: its first update was compared, one by one
         self._is_warm: set[Stepper] = set()  # those that have taken a step
+        self._known: set[int] = set()  # the parameters that were compared, by their indices
+        self._requiring: set[int] = set()  # those that required a gradient when all began
+        self._meets_new = False  # whether a bucket of the running step is left that was never compared
         self._apart: list[Sequence[int]] = []  # buckets of the running step that are left, to be compared
         self._steps_others = False  # whether backward steps other ones of it
         self._objects = False
@@ -359,7 +371,21 @@ class Judge:
     def meet(self, stepper: Stepper) -> None:
         """An optimizer is foreign."""
         self.due[stepper] = 0 if stepper.is_proved else FIRST
+        if self.due[stepper]:
+            self._unproved.add(stepper)
         self.leaves_all = self.verdict is not None or (self._in_parts and any(self.due.values()))
+
+    def look(self, every: Iterable[AttachedParameter]) -> None:
+        """A forward begins."""
+        if self.verdict is not None or not self._unproved or not self._in_parts:
+            return
+        requiring = {a.spec.index for a in every if a.get().requires_grad}
+        if not requiring <= self._requiring:
+            self._requiring |= requiring
+            for stepper in self._unproved:
+                self.due[stepper] = FIRST
+                self._has_begun.discard(stepper)
+            self.leaves_all = True
 
     def step_opens(self, number: int, buckets: Iterable[Sequence[int]]) -> None:
         """The first final gradient of step ``number`` has come.
@@ -368,7 +394,7 @@ class Judge:
             buckets: those of the plan, by the indices of their parameters. Those that backward steps may be others, and
                 come in another order on each rank: the ranks must leave the same.
         """
-        self._apart, self._steps_others = [], False
+        self._apart, self._steps_others, self._meets_new = [], False, False
         for stepper in self.due if self.verdict is None else ():
             if has_global_step_hooks():
                 self._objects = True
@@ -381,9 +407,11 @@ class Judge:
         """Whether this bucket is left to ``optimizer.step()``, to be compared."""
         if self.leaves_all:  # since this step began
             return True
-        if not self._apart or not any(stepper.is_foreign for stepper in bucket.steppers):
+        if not any(stepper.is_foreign for stepper in bucket.steppers):
             return False
-        leaves = not all(map(set(bucket.indices).isdisjoint, self._apart))
+        is_new = not self._unproved.isdisjoint(bucket.steppers) and not self._known.issuperset(bucket.indices)
+        self._meets_new |= is_new
+        leaves = is_new or not all(map(set(bucket.indices).isdisjoint, self._apart))
         self._steps_others |= not leaves
         return leaves
 
@@ -401,11 +429,15 @@ class Judge:
             UnsupportedOptimizerError: the optimizer keeps what cannot be put back, or, where nobody but instep can take
                 its steps, couples parameters. Nothing of the step is written.
         """
-        if self.verdict is not None or not (self.due.get(stepper) or self._apart):
+        if self.verdict is not None or not (self.due.get(stepper) or self._apart or self._meets_new):
             return
         there = [a for a in left if gradient_of(a) is not None and (a.shard is None or a.shard.is_owner)]
         is_first = bool(self.due.get(stepper)) and stepper not in self._has_begun
-        parts = _one_by_one(stepper, there) if is_first else in_buckets(there, self._apart or buckets)
+        parts = (
+            _one_by_one(stepper, there)
+            if is_first
+            else in_buckets(there, buckets if self._meets_new else self._apart or buckets)
+        )
         if not parts:
             return
         in_pairs = stepper.steps_every_parameter or any(a.is_divided for a in there)
@@ -439,6 +471,7 @@ class Judge:
                 )
         elif running.counts:
             stepper.came_out_alike()
+            self._known.update(running.indices)
             self._has_begun.add(stepper)
             self.due[stepper] = max(0, self.due.get(stepper, 0) - 1)
             self.leaves_all = self._in_parts and any(self.due.values())
@@ -464,7 +497,7 @@ class Judge:
     def forget(self) -> None:
         """The running step was none, or is given up."""
         self._running.clear()
-        self._apart, self._steps_others = [], False
+        self._apart, self._steps_others, self._meets_new = [], False, False
 
     def __str__(self) -> str:
         if self.verdict is not None:
