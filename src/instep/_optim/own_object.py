@@ -191,7 +191,8 @@ class OwnObject:
                 self.gave_back |= places.were_left(map(state.get, tensors))
 
     def _step(self, optimizer: Optimizer, members: Sequence[Members], tensors: Sequence[Any], call: CallUpdate) -> None:
-        draws, groups = self._draws, Groups(optimizer)
+        draws, groups, state = self._draws, Groups(optimizer), optimizer.state
+        entries = dict(state)
         others = [p for p in self._reached if not any(map(partial(is_, p), tensors))] if self._reached else []
         versions = versions_of(others)
         if draws is not None:
@@ -214,6 +215,10 @@ class OwnObject:
             self.beside.take_back()
         if versions_of(others) != versions:
             raise writes_others(self._name)
+        if optimizer.state is not state or len(state) < len(entries):
+            optimizer.state = state
+            state.update(entries)
+            raise takes_state_out(self._name)
         if groups.put_back():
             raise depends_on_buckets(self._name, "its list of param_groups")
 
@@ -706,6 +711,13 @@ def writes_others(optimizer: str) -> UnsupportedOptimizerError:
     return UnsupportedOptimizerError(
         f"{optimizer} writes parameters that it was not given, to which its attributes refer: bucket by bucket that "
         f"comes at another time than in the plain loop. {STEPPED_WHOLE}"
+    )
+
+
+def takes_state_out(optimizer: str) -> UnsupportedOptimizerError:
+    return UnsupportedOptimizerError(
+        f"{optimizer} takes entries out of its state in step(), or replaces it (a restart?): parameters that are "
+        f"stepped later would find none. {STEPPED_WHOLE}"
     )
 
 
