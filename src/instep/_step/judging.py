@@ -16,8 +16,8 @@ when it is stepped twice: then an error is raised, before anything of the step i
 A coupling may begin later: so of every ``EVERY``-th step two buckets are left to ``optimizer.step()``, other ones each
 time, and compared in the same way.
 
-Where nobody takes a step as a whole (``random="keyed"``, ``offload``, ``shard_state``), each parameter is compared with
-itself stepped together with the next one.
+Where nobody takes a step as a whole (``random="keyed"``, ``offload``, ``shard_state``), each part is compared with
+itself stepped together with the next one. With keys parts are parameters, as each update then is of one.
 """
 
 import logging
@@ -381,7 +381,9 @@ class Judge:
             return
         there = [a for a in left if gradient_of(a) is not None and (a.shard is None or a.shard.is_owner)]
         is_first = bool(self.due.get(stepper)) and stepper not in self._has_begun
-        parts = _one_by_one(stepper, there) if is_first else in_buckets(there, self._apart or buckets)
+        # With keys each update is of one parameter: stepped together, the second would draw by the key of the first.
+        by_one = is_first or stepper.keyed is not None
+        parts = _one_by_one(stepper, there) if by_one else in_buckets(there, self._apart or buckets)
         if not parts:
             return
         in_pairs = stepper.steps_every_parameter or any(a.is_divided for a in there)
