@@ -13,7 +13,7 @@ from torch import nn
 import instep
 from instep._step.deferred_buckets import DeferredBucket
 from instep.errors import InstepError, TornStepError
-from tests.inside import before_updates, schedule_of
+from tests.inside import after_updates, schedule_of
 from tests.living import no_gc
 
 SOURCE = Path(instep.__file__).parent
@@ -92,7 +92,7 @@ def test_an_update_that_is_stopped_keeps_no_gradient(
             optimizer.zero_grad()
         overlap.synchronize()
         buckets.clear()
-        with no_gc(), before_updates(stop):
+        with no_gc(), after_updates(stop):
             model(torch.ones(2, 3)).sum().backward()
             told = []
             for optimizer in made:
