@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from instep._optim.autocast import autocast_matters
 from instep._optim.guards import Entries, SettingsGuard, StateGuard
 from instep._optim.kernels import Kernel, kernel_of
-from instep._optim.kinds import SCALES, STEPPED_WHOLE, has_usual_parameters, has_values, is_torchs_own
+from instep._optim.kinds import SCALES, STEPPED_WHOLE, has_usual_parameters, is_torchs_own
 from instep._optim.local_shard import LocalShard
 from instep._optim.offload import OffloadedState
 from instep._optim.own_object import Beside, OwnObject
@@ -235,10 +235,8 @@ class Stepper:
 
     @property
     def is_proved(self) -> bool:
-        """Whether it is known of this class, in this version and with such settings, that it updates each parameter by
-        itself. Where there are no values there is nothing to compare: a plan takes it for granted."""
-        optimizer = self.optimizer()
-        return not has_values(optimizer) or is_proved(optimizer)
+        """Whether this class, in this version and with such settings, is known to update each parameter by itself."""
+        return is_proved(self.optimizer())
 
     def _begin(self, optimizer: Optimizer, *, in_parts: bool = False) -> _RunningStep:
         """A step begins: choose the stages of its updates."""

@@ -44,7 +44,8 @@ def version_of(tensor: torch.Tensor) -> int:
         return 0  # none is counted
     # Read past whoever watches the parameter: to ask for a version is no use of the values.
     slot = None if type(tensor) in _PLAIN else getattr(plain_type(tensor), "_local_tensor", None)
-    return VERSION(tensor) if slot is None else VERSION(tensor) + VERSION(slot.__get__(tensor))
+    memory = tensor if slot is None else slot.__get__(tensor)
+    return VERSION(tensor) if memory is tensor else VERSION(tensor) + VERSION(memory)
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
