@@ -40,14 +40,31 @@ def before_forward(overlap: instep.Attachment) -> None:
 def before_updates(look: Callable[[list[torch.Tensor]], None], of: str = "sgd") -> Iterator[None]:
     """``look`` is given the parameters of each update of torch's own SGD, or Adam, that is not fused, before it runs:
     wherever it runs. It may raise."""
+    with _around_updates(look, lambda parameters: None, of):
+        yield
+
+
+@contextmanager
+def after_updates(look: Callable[[list[torch.Tensor]], None], of: str = "sgd") -> Iterator[None]:
+    """The same, when it has written."""
+    with _around_updates(lambda parameters: None, look, of):
+        yield
+
+
+@contextmanager
+def _around_updates(
+    before: Callable[[list[torch.Tensor]], None], after: Callable[[list[torch.Tensor]], None], of: str
+) -> Iterator[None]:
     module = sys.modules[f"torch.optim.{of}"]
     update = getattr(module, of)
 
     @wraps(update)
     def told(parameters: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
         if parameters:
-            look(parameters)
+            before(parameters)
         update(parameters, *args, **kwargs)
+        if parameters:
+            after(parameters)
 
     with patch.object(module, of, told):
         yield

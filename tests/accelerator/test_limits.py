@@ -1,7 +1,5 @@
 """What docs/accelerators.md says that a loop must know."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -11,6 +9,7 @@ from instep.errors import TornStepError, UncommittedStepError
 from tests.accelerator.device import emu
 from tests.accelerator.loops import WAYS
 from tests.accelerator.recording import recorded
+from tests.inside import after_updates
 
 pytestmark = pytest.mark.accelerator
 
@@ -62,21 +61,15 @@ def test_a_forward_on_another_stream_after_buckets_were_read_in_another_order(mo
     assert read
 
 
-class Interrupted(torch.optim.SGD):
-    """Ctrl-C comes in the middle of an update."""
-
-    now = False
-
-    def step(self, closure: object = None) -> Any:
-        super().step()
-        if self.now:
-            raise KeyboardInterrupt
+def ctrl_c(parameters: list[torch.Tensor]) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_ctrl_c(model: nn.Module, way: str) -> None:
-    """It reaches the loop once, on the loop's own stream; then the step is torn, or was put back."""
-    optimizer = Interrupted(model.parameters(), lr=0.1, momentum=0.9)
+    """In an update of torch's own, as those are that wait. It reaches the loop once, on the loop's own stream; then
+    the step is torn, or was put back."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     overlap = instep.attach(model, optimizer, bucket_bytes=1, **WAYS[way])
     x = torch.ones(2, 16, device="emu")
 
@@ -87,10 +80,8 @@ def test_ctrl_c(model: nn.Module, way: str) -> None:
     with recorded() as log:
         train()
         optimizer.zero_grad()
-        optimizer.now = True
-        with pytest.raises(KeyboardInterrupt):
+        with after_updates(ctrl_c), pytest.raises(KeyboardInterrupt):
             train()
-        optimizer.now = False
         if "undo" not in way:
             with pytest.raises(TornStepError):
                 model(x)

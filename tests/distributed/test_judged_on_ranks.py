@@ -45,6 +45,14 @@ class Foreign(torch.optim.Optimizer):
         self.calls += bool(there)
 
 
+class Keeps(Foreign):
+    """Keeps its parameters: whether an update writes others than its own is looked at."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.kept = [p for group in self.param_groups for p in group["params"]]
+
+
 def norm_of(there: list[Any]) -> float:
     """Of this rank's shards."""
     gradients = (local_of(p.grad) if isinstance(p.grad, DTensor) else p.grad for p in there)
@@ -145,8 +153,8 @@ class Pair:
         assert self.optimizers[0].calls == self.optimizers[1].calls
 
 
-def stays_apart(wrapper: str, undo: bool, groups: bool) -> None:
-    pair = Pair(wrapper, Foreign, undo=undo, groups=groups)
+def stays_apart(wrapper: str, undo: bool, groups: bool, cls: Any = Foreign) -> None:
+    pair = Pair(wrapper, cls, undo=undo, groups=groups)
     with pair.overlap:
         for i in range(STEPS):
             pair.step(i)
@@ -159,6 +167,12 @@ def stays_apart(wrapper: str, undo: bool, groups: bool) -> None:
 @each_wrapper
 def test_what_couples_nothing_is_stepped_in_backward(two_ranks: RankPool, wrapper: str, undo: bool) -> None:
     two_ranks.run(stays_apart, wrapper, undo, False)
+
+
+@each_way
+@each_wrapper
+def test_a_look_at_parameters_that_it_keeps_is_no_use_of_them(two_ranks: RankPool, wrapper: str, undo: bool) -> None:
+    two_ranks.run(stays_apart, wrapper, undo, False, Keeps)
 
 
 @each_wrapper

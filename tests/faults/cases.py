@@ -22,6 +22,9 @@ KINDS = (*RAISES, *LOSES_A_RANK, *NONFINITE, "error", "save", DIFFERS)
 TURNS = 150
 """Into how many moments a step is divided, for interrupts at any time."""
 
+STAGED_SGD = "SGD in stages"
+"""The optimizer that has a place between state and parameter where updates wait; elsewhere it is ``"Staged"``."""
+
 POINTS = {
     "forward": "before a block runs",
     "in FSDP's forward": "FSDP2 calls a function of its own while the model's forward runs",

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -28,8 +28,8 @@ from instep._ranks import step_ranks
 from instep._step import deferred_buckets as pending
 from instep.sources.ddp.buckets import Reduction
 from instep.sources.ddp.reducer import ReducerGroup, work_of
-from tests.faults.cases import ALL, NONFINITE, RAISES, TIMEOUT, TURNS, Case
-from tests.faults.program import Staged
+from tests.faults.cases import ALL, NONFINITE, RAISES, STAGED_SGD, TIMEOUT, TURNS, Case
+from tests.faults.program import Staged, staged_sgd
 
 if TYPE_CHECKING:
     from tests.faults.rank import Run
@@ -222,7 +222,9 @@ def _update(trigger: Trigger, run: "Run") -> Iterator[None]:
         if point == "after write":
             trigger.hit()
 
+    staged = trigger.case.optimizer == STAGED_SGD
     with (
+        patch.object(sys.modules["torch.optim.sgd"], "sgd", staged_sgd) if staged else nullcontext(),
         patch("instep._step.writes.calls_of", divide),
         patch.object(Stepper, "step", step),
         patch.object(Reduction, "arrived", property(lambda self: False)),

@@ -16,7 +16,7 @@ from instep import ClipNorm
 from tests.cases import Blocks, Sometimes, Tied, batch
 from tests.devices import bytes_of
 from tests.distributed.sharded import two_d
-from tests.faults.cases import DIFFERS, TIMEOUT, Case
+from tests.faults.cases import DIFFERS, STAGED_SGD, TIMEOUT, Case
 
 
 class Staged(torch.optim.Optimizer):
@@ -41,6 +41,25 @@ class Staged(torch.optim.Optimizer):
                 p.add_(state["momentum"], alpha=-group["lr"])
 
 
+def staged_sgd(
+    parameters: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    momenta: list[Any],
+    *_: Any,
+    lr: float,
+    momentum: float,
+    **__: Any,
+) -> None:
+    """torch's own SGD with momentum, in the same stages: an update that waits for a later forward is torch's own."""
+    for number, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+        if momenta[number] is None:
+            momenta[number] = gradient.clone()
+        else:
+            momenta[number].mul_(momentum).add_(gradient)
+        Staged.between()
+        parameter.add_(momenta[number], alpha=-lr)
+
+
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
@@ -51,6 +70,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2, foreach=False),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2, foreach=False),
     "Staged": Staged,
+    STAGED_SGD: lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, foreach=False),
     "plain SGD": lambda p: torch.optim.SGD(p, lr=0.05, foreach=False),
 }
 

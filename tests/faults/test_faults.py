@@ -12,7 +12,7 @@ import pytest
 from tests import net
 from tests.accelerator.building import why_not
 from tests.faults import sweep
-from tests.faults.cases import ALL, KINDS, LIMIT, POINTS, STEPS, Case
+from tests.faults.cases import ALL, KINDS, LIMIT, POINTS, STAGED_SGD, STEPS, Case
 from tests.faults.harness import (
     BY_SEVERITY,
     HANG,
@@ -36,7 +36,7 @@ from tests.pace import TICK
 SHORT = [
     Case(point="in the update", kind="raise", where=0),
     Case(way="undo", point="in the update", kind="raise", where=7, optimizer="AdamW foreach"),
-    Case(way="forward", point="between state and parameter", kind="raise", where=5, optimizer="Staged"),
+    Case(way="forward", point="between state and parameter", kind="raise", where=5, optimizer=STAGED_SGD),
     Case(point="model", kind="interrupt", where=14),
     Case(point="model", kind="save", where=14),
     Case("ddp", point="in the update", kind="raise", where=1, rank=1, world=2),

@@ -4871,9 +4871,17 @@ MUTANTS = [
         "compiled_for_one",
     ),
     Mutant(
+        "judge: with keys buckets are compared, too",
+        "Judge.before_update",
+        "by_one = is_first or stepper.keyed is not None",
+        "by_one = is_first",
+        "tests/parity/test_keyed.py",
+        "couples_nothing",
+    ),
+    Mutant(
         "judge: parameters of others that a part writes are not looked at",
         "PartsOfUpdate.take",
-        "if written := self._written(list(parameters_of(self._optimizer))):",
+        "if written := self._written(list(parameters_of(optimizer))):",
         "if written := 0:",
         JUDGED_MORE,
         "through_a_global",

@@ -14,6 +14,7 @@ from torch import nn
 
 import instep
 from instep import ClipNorm, ClipValue
+from instep._step.judging import EVERY
 from instep.errors import AttachError, HyperparameterChangedError, InstepError, UnsupportedOptimizerError
 from instep.verification import first_difference
 from tests.cases import Tied, batch
@@ -133,6 +134,15 @@ def compare(
 @in_every_way
 def test_every_update_draws_by_its_key(way: str, recipe: str, bucket_bytes: int | None) -> None:
     lane = compare(way, RECIPES[recipe], bucket_bytes=bucket_bytes)
+    assert lane.overlap.step_count == 5
+
+
+@pytest.mark.parametrize("recipe", list(RECIPES))
+@pytest.mark.parametrize("way", ["backward", "undo", "forward"])
+def test_what_draws_by_its_key_couples_nothing(way: str, recipe: str) -> None:
+    """Its groups are in another order than its buckets: what is compared must not draw by another one's key."""
+    with own_steps_are_judged():
+        lane = compare(way, RECIPES[recipe])
     assert lane.overlap.step_count == 5
 
 
@@ -619,7 +629,7 @@ def test_what_no_key_reaches_is_refused(way: str, make: Make, words: str) -> Non
 
 
 class LateDraw(Rounded):
-    """Draws from Python's generator after the first 20 steps: longer than it was tried."""
+    """Draws from Python's generator after the first 20 steps: longer than its first updates are compared."""
 
     def update(self, p: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any, begun: Any) -> None:
         super().update(p, gradient, state, group, begun)
@@ -627,13 +637,14 @@ class LateDraw(Rounded):
             p.mul_(1 + 1e-3 * random.random())
 
 
-@pytest.mark.parametrize("way", ["backward", "forward", "put off"])
-def test_a_draw_without_key_is_found_while_training(way: str) -> None:
-    lane = Lane(LateDraw, Dropping, WAYS[way])
-    for i in range(20):
+def test_a_draw_without_key_is_found_while_training() -> None:
+    """By the next step of which two buckets are compared."""
+    with own_steps_are_judged():
+        lane = Lane(LateDraw, Dropping, {**WAYS["backward"], "bucket_bytes": 2_000})
+    for i in range(EVERY - 1):
         lane.run(learn, i)
-    with pytest.raises(UnsupportedOptimizerError, match="random='keyed' seeds torch's default generators alone"):
-        learn_to_the_end(lane, 20)
+    with pytest.raises(UnsupportedOptimizerError, match=r"it draws random numbers in step\(\)"):
+        lane.run(learn, EVERY - 1)
     lane.overlap.detach()
 
 
@@ -658,16 +669,29 @@ def test_without_keys_it_is_as_before(options: Any) -> None:
 
 
 class Once(Langevin):
-    """Not tried by another test."""
+    """Not judged by another test."""
 
 
-def test_what_was_found_with_keys_is_not_taken_without() -> None:
+def test_what_was_found_with_keys_is_not_taken_without(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         model = Dropping()
         optimizer = Once(groups_of(model))
-        instep.attach(model, optimizer, schedule="backward", **KEYED).detach()
-        with pytest.raises(UnsupportedOptimizerError, match="draws random numbers"):
-            instep.attach(model, optimizer, schedule="backward")
+        with own_steps_are_judged():
+            with instep.attach(model, optimizer, schedule="backward", **KEYED) as overlap:
+                train(model, optimizer)
+            assert "left to optimizer.step()" not in repr(overlap)
+            caplog.clear()
+            with instep.attach(model, optimizer, schedule="backward") as overlap:
+                train(model, optimizer)
+            assert "left to optimizer.step(): Once" in repr(overlap)
+            assert "Once: draws random numbers in step()" in caplog.text
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for i in range(3):
+        nn.functional.cross_entropy(model(batch(i)[0].to(here())), batch(i)[1].to(here())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(
@@ -796,9 +820,11 @@ class Multiplied(Rounded):
         super().update(p, gradient, state, group, begun)
 
 
+@pytest.mark.parametrize("make", [Rounded, Multiplied])
 @pytest.mark.parametrize("way", ["backward", "forward", "undo"])
-def test_a_step_in_an_autocast_block(way: str) -> None:
-    """Updates run outside of it: that is said where it matters."""
+def test_a_step_in_an_autocast_block(way: str, make: Make) -> None:
+    """Updates run outside of it, and no step that is taken inside is there to be compared with: whatever the update
+    does, nothing of it is written."""
 
     def in_autocast(lane: Lane, i: int) -> None:
         for number, p in enumerate(lane.model.parameters()):
@@ -807,8 +833,7 @@ def test_a_step_in_an_autocast_block(way: str) -> None:
             lane.optimizer.step()
         lane.optimizer.zero_grad()
 
-    compare(way, Rounded, in_autocast)
-    lane = Lane(Multiplied, lambda: Dropping(torch.float32), WAYS[way])
+    lane = Lane(make, lambda: Dropping(torch.float32), WAYS[way])
     before = [p.detach().clone() for p in lane.model.parameters()]
     with pytest.raises(HyperparameterChangedError, match="inside an autocast block"):
         in_autocast(lane, 0)

@@ -22,6 +22,7 @@ from instep.planning.rehearse import DryRun, LiveBytes, LiveInside, order_of_gra
 from instep.planning.show import size_of, verdict
 from instep.planning.simulate import Link, MachineRates, times
 from tests import net
+from tests.judged import own_steps_are_judged
 from tests.planning import models
 
 HERE = "tests.planning.models"
@@ -193,6 +194,17 @@ def test_an_optimizer_that_wraps_another_is_refused_with_everything() -> None:
     assert [peak.way for peak in found.peaks] == ["plain", "forward"]
     with pytest.raises(PlanError, match="instep refuses it: LBFGS"):
         plan(Job(f"{HERE}:layers", "LBFGS"))
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", f"{HERE}:CountsInItsGroup"])
+def test_what_is_judged_has_all_rows_and_an_assumption(optimizer: str) -> None:
+    with own_steps_are_judged():
+        found = plan(Job(f"{HERE}:layers_and_rows", optimizer, micro_batches=2, rates=Rates(1, 1, 1, 1)))
+    ways = ("plain", "backward", "backward, micro_batches", "forward", "backward, undo", "backward, two_pass")
+    assert tuple(dict.fromkeys(peak.way for peak in found.peaks)) == ways
+    assert not [one for one in found.assumptions if one.startswith("left out")]
+    judged = [one for one in found.assumptions if one.startswith("CountsInItsGroup updates each parameter by itself")]
+    assert len(judged) == (optimizer != "AdamW")
 
 
 def test_what_is_known_of_memory_by_hand() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 import instep
 from instep._step.deferred_buckets import DeferredBucket
 from instep.errors import InstepError, TornStepError
-from tests.inside import schedule_of
+from tests.inside import after_updates, schedule_of
 from tests.living import no_gc
 
 SOURCE = Path(instep.__file__).parent
@@ -47,17 +47,6 @@ def test_no_frame_keeps_the_error_that_it_raises() -> None:
     assert not found
 
 
-class Interrupted(torch.optim.SGD):
-    """Ctrl-C comes, or an error, in the middle of an update."""
-
-    by: type[BaseException] | None = None
-
-    def step(self, closure: Any = None) -> Any:
-        super().step()
-        if Interrupted.by is not None:
-            raise Interrupted.by("in the update")
-
-
 class Nothing:
     """The parts of one rank alone."""
 
@@ -84,11 +73,14 @@ def buckets(monkeypatch: pytest.MonkeyPatch) -> list["weakref.ref[Any]"]:
 @pytest.mark.parametrize("here", [True, False], ids=["on the loop's thread", "on the worker's"])
 @pytest.mark.parametrize("optimizers", [1, 2])
 def test_an_update_that_is_stopped_keeps_no_gradient(
-    by: type[BaseException], here: bool, optimizers: int, buckets: list["weakref.ref[Any]"], monkeypatch: Any
+    by: type[BaseException], here: bool, optimizers: int, buckets: list["weakref.ref[Any]"]
 ) -> None:
+    def stop(_: list[torch.Tensor]) -> None:
+        raise by("in the update")
+
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     parts = [model] if optimizers == 1 else list(model)
-    made = [Interrupted(part.parameters(), lr=0.1, momentum=0.9) for part in parts]
+    made = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9, foreach=False) for part in parts]
     with instep.attach(model, made, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap:
         if here:  # as with shard_state: this rank's part is updated, and sent, in step()
             schedule_of(overlap).gather = lambda parameters: Nothing()
@@ -100,8 +92,7 @@ def test_an_update_that_is_stopped_keeps_no_gradient(
             optimizer.zero_grad()
         overlap.synchronize()
         buckets.clear()
-        with no_gc():
-            monkeypatch.setattr(Interrupted, "by", by)
+        with no_gc(), after_updates(stop):
             model(torch.ones(2, 3)).sum().backward()
             told = []
             for optimizer in made:

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.overrides import is_manager
+from instep._optim.values import is_fake
 from instep._torch.versions import version_of
 from instep._torch.watch import class_of, plain_type
 
@@ -110,8 +111,16 @@ def is_torchs_own(optimizer: Optimizer) -> bool:
 def has_usual_parameters(optimizer: Optimizer) -> bool:
     """Whether all parameters are tensors of torch's own classes, or of such that change nothing of what torch does with
     them. A class with operations of its own (quantized weights, say) may draw, or round, in each update."""
-    kinds = {_type_of_memory(p) for group in optimizer.param_groups for p in group["params"]}
-    return all(map(_is_usual, kinds))
+    return all(map(_is_usual, _types_of_memory(optimizer)))
+
+
+def has_values(optimizer: Optimizer) -> bool:
+    """Whether its parameters have values that an update may change: those of a plan have none."""
+    return not any(map(is_fake, _types_of_memory(optimizer)))
+
+
+def _types_of_memory(optimizer: Optimizer) -> set[type[torch.Tensor]]:
+    return {_type_of_memory(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _type_of_memory(parameter: torch.Tensor) -> type[torch.Tensor]:
@@ -128,7 +137,8 @@ def _is_usual(kind: type[torch.Tensor]) -> bool:
         getattr(cls.__torch_function__, "__func__", cls.__torch_function__)
         for cls in (kind, torch.Tensor, torch.nn.Parameter)
     )
-    return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and function in (usual, of_parameters)
+    dispatches = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not is_fake(kind)
+    return not dispatches and function in (usual, of_parameters)
 
 
 def is_in_torch_optim(made_by: Callable[..., Optimizer]) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from instep._optim.kinds import read_by_update, replaced_step
+from instep._optim.kinds import has_values, read_by_update, replaced_step
 from instep._optim.shadow import parameters_of
 from instep._optim.values import is_immutable
 from instep._torch.versions import memory_of
@@ -23,7 +23,10 @@ FREE = frozenset({"lr", "initial_lr", "weight_decay", "betas", "eps", "momentum"
 
 
 def is_proved(optimizer: Optimizer) -> bool:
-    """Whether the sweep has proved the class of ``optimizer``, in the version that is installed, with its settings."""
+    """Whether the sweep has proved the class of ``optimizer``, in the version that is installed, with its settings.
+    Where there are no values there is nothing to compare: a plan takes it for granted."""
+    if not has_values(optimizer):
+        return True
     found = _proved().get(_name_of(type(optimizer)))
     return (
         found is not None

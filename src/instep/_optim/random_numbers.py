@@ -1,5 +1,6 @@
 """Random numbers in an update: the generators that it may draw from, and ``random="keyed"``."""
 
+import ctypes
 import hashlib
 import random
 import sys
@@ -200,12 +201,17 @@ def _held_by(owners: Iterable[object]) -> Iterator[Any]:
 
 def _same(now: Any, before: Any) -> bool:
     if isinstance(now, torch.Tensor):
-        return bool(now.numpy().tobytes() == before.numpy().tobytes())  # no operation: one would meet the modes
+        return _bytes_of(now) == _bytes_of(before)
     if isinstance(now, dict):
         return now.keys() == before.keys() and all(_same(value, before[key]) for key, value in now.items())
     if hasattr(now, "tobytes"):  # an array of NumPy's
         return bool(now.tobytes() == before.tobytes())
     return bool(now == before)
+
+
+def _bytes_of(state: torch.Tensor) -> bytes:
+    """Of a generator, by its address: any operation, and ``numpy()``, would meet the modes that the loop is in."""
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
 # ``random="keyed"``: the update of each parameter draws from generators that are seeded for it, and for the step.

@@ -240,8 +240,7 @@ class Stepper:
 
     @property
     def is_proved(self) -> bool:
-        """Whether it is known of this class, in this version and with such settings, that it updates each parameter by
-        itself."""
+        """Whether this class, in this version and with such settings, is known to update each parameter by itself."""
         return is_proved(self.optimizer())
 
     def _begin(self, optimizer: Optimizer, *, in_parts: bool = False) -> _RunningStep:

@@ -147,7 +147,7 @@ class _Values:
     def like(self, other: "_Values") -> bool:
         if self._copy is not None and other._copy is not None:
             return same_bits(self._copy, other._copy)
-        if self._tensor is other._tensor:
+        if self._tensor is other._tensor and not is_fake(type(self._tensor)):
             return self._version == other._version and self._address == other._address
         return torch.equal(self._tensor, other._tensor)
 
@@ -242,7 +242,12 @@ _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether the tensor's class, and not torch, knows where its values are."""
-    return type(tensor).__torch_dispatch__ is not _NO_DISPATCH
+    return type(tensor).__torch_dispatch__ is not _NO_DISPATCH and not is_fake(type(tensor))
+
+
+def is_fake(kind: type[torch.Tensor]) -> bool:
+    """Whether it is torch's class of tensors without values, on which torch's own operations run."""
+    return kind.__module__ == "torch._subclasses.fake_tensor"
 
 
 def inner_of(tensor: Any) -> dict[str, torch.Tensor]:

@@ -19,8 +19,8 @@ before (a layer was unfrozen, a group added), all begins anew: one alone shows n
 A coupling may begin later: so of every ``EVERY``-th step two buckets are left to ``optimizer.step()``, other ones each
 time, and compared in the same way.
 
-Where nobody takes a step as a whole (``random="keyed"``, ``offload``, ``shard_state``), each parameter is compared with
-itself stepped together with the next one.
+Where nobody takes a step as a whole (``random="keyed"``, ``offload``, ``shard_state``), each part is compared with
+itself stepped together with the next one. With keys parts are parameters, as each update then is of one.
 """
 
 import logging
@@ -433,11 +433,10 @@ class Judge:
             return
         there = [a for a in left if gradient_of(a) is not None and (a.shard is None or a.shard.is_owner)]
         is_first = bool(self.due.get(stepper)) and stepper not in self._has_begun
-        parts = (
-            _one_by_one(stepper, there)
-            if is_first
-            else in_buckets(there, buckets if self._meets_new else self._apart or buckets)
-        )
+        # With keys each update is of one parameter: stepped together, the second would draw by the key of the first.
+        by_one = is_first or stepper.keyed is not None
+        of_plan = buckets if self._meets_new or not self._apart else self._apart
+        parts = _one_by_one(stepper, there) if by_one else in_buckets(there, of_plan)
         if not parts:
             return
         in_pairs = stepper.steps_every_parameter or any(a.is_divided for a in there)

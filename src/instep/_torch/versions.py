@@ -11,6 +11,7 @@ from operator import attrgetter
 import torch
 
 from instep._torch.placeholders import Placeholder
+from instep._torch.watch import plain_type
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 VERSION: Callable[[torch.Tensor], int] = attrgetter("_version")
@@ -41,7 +42,9 @@ def version_of(tensor: torch.Tensor) -> int:
     its local tensor, or an alias of that, are counted there."""
     if tensor.is_inference():
         return 0  # none is counted
-    memory = memory_of(tensor)
+    # Read past whoever watches the parameter: to ask for a version is no use of the values.
+    slot = None if type(tensor) in _PLAIN else getattr(plain_type(tensor), "_local_tensor", None)
+    memory = tensor if slot is None else slot.__get__(tensor)
     return VERSION(tensor) if memory is tensor else VERSION(tensor) + VERSION(memory)
 
 

@@ -24,7 +24,7 @@ from instep.planning.job import (
     Sizes,
 )
 from instep.planning.model import MakeOptimizer, PlannedModel, optimizer_makers
-from instep.planning.refusals import ask_attach
+from instep.planning.refusals import ask_attach, is_judged
 from instep.planning.rehearse import DryRun, Measured, bytes_by_dtype, forward_flops, order_of_gradients
 from instep.planning.simulate import MachineRates, times
 from instep.sources.replicate.buckets import IN_FLIGHT
@@ -98,7 +98,12 @@ class _Planning:
         self._order = order_of_gradients(self._planned)
         # The default schedule takes every optimizer, so that a refused one has a row for ``forward`` alone.
         self._refused = next((one.reason for one in refusals if one.options.startswith(EVERYTHING)), None)
+        name = job.optimizer.rpartition(":")[2]
         peaks = self._peaks()
+        if self._refused is None and is_judged(self._planned, make):
+            self._assumptions.append(
+                f"{name} updates each parameter by itself, as its first two updates show, with the memory of plain"
+            )
         plain = self._first
         assert plain is not None
         buckets = self._buckets(plain)
@@ -114,7 +119,7 @@ class _Planning:
         found = times(buckets, machine, forward)
         return Estimate(
             model=type(model).__name__,
-            optimizer=job.optimizer.rpartition(":")[2],
+            optimizer=name,
             ranks=job.world_size,
             tensors=len(list(model.parameters())),
             numel=sum(p.numel() for p in model.parameters()),

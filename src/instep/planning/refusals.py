@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from instep._gradients.clipping import ClipNorm, ClipValue
 from instep._optim.parameters import MIB
+from instep._optim.stepper import Stepper
 from instep.attaching import attach
 from instep.errors import AttachError
 from instep.planning.job import EVERYTHING, Job, PlanError, Refusal
@@ -111,6 +112,13 @@ def _refusal(planned: PlannedModel, make: MakeOptimizer, wrap: Any, arguments: d
     except AttachError as error:
         return str(error)
     return None
+
+
+def is_judged(planned: PlannedModel, make: MakeOptimizer) -> bool:
+    """Return whether ``attach`` compares the first updates of this optimizer with their parts."""
+    optimizer = make(p for p in _small(planned).parameters() if p.requires_grad)
+    stepper = Stepper(optimizer)
+    return stepper.is_foreign and not stepper.is_proved
 
 
 SIDE = 2

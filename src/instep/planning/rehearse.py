@@ -90,7 +90,7 @@ class DryRun:
         """
         model, optimizer = self._planned.model, self._optimizer
         clip = ClipNorm(1.0, mode="two_pass") if two_pass else None
-        with self._planned.fakes.copying():  # ``attach`` tries unknown optimizers out, on copies
+        with self._planned.fakes():
             attached = attach(model, optimizer, schedule="backward", undo=undo, clip=clip, bucket_bytes=bucket_bytes)
         with attached as overlap:
             how = overlap if together else overlap.accumulate
