@@ -4649,7 +4649,7 @@ MUTANTS = [
     Mutant(
         "own object: what buckets have left is not put in",
         "Stepper.commit",
-        "                self._own_object.beside.commit()\n",
+        "                self.own_object.beside.commit()\n",
         "                pass\n",
         JUDGED_MORE,
         "step_leaves_is",
@@ -4689,7 +4689,7 @@ MUTANTS = [
     Mutant(
         "own object: an update may add groups",
         "OwnObject._step",
-        "if len(optimizer.param_groups) != groups:",
+        "if groups.put_back():",
         "if False:",
         JUDGED_MORE,
         "group_that_an_update_adds",
@@ -4809,7 +4809,7 @@ MUTANTS = [
     Mutant(
         "judge: a step without gradients is not asked for",
         "PartsOfUpdate._take_part",
-        "if self.reason is None and self._stepper.is_foreign:",
+        "if self.reason is None and self._is_foreign:",
         "if False:",
         JUDGED_MORE,
         "without_a_gradient",

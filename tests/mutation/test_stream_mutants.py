@@ -697,7 +697,7 @@ MUTANTS = [
     _mutant(
         "offload: a torn step leaves copies under way",
         "Writes.tear",
-        "            stepper.wait_for_state()  # it is there to be read\n",
+        "            stepper.stops()  # its state is there to be read\n",
         "            pass\n",
         OFFLOAD,
         "read_when_the_step_is_torn",

@@ -326,7 +326,7 @@ def test_what_cannot_be_split_is_left_to_step(
 
 
 def test_what_cannot_be_put_back_is_refused_with_the_way_out() -> None:
-    with own_steps_are_judged(), pytest.raises(UnsupportedOptimizerError) as told:
+    with pytest.raises(UnsupportedOptimizerError) as told:
         trained(Averages, {"schedule": "backward"})
     assert "They were written, and are not put back. Update them in the loop, after optimizer.step()" in str(told.value)
     assert "Use schedule='forward' with defer='auto'" in str(told.value)

@@ -217,8 +217,11 @@ class OwnObject:
             raise writes_others(self._name)
         if optimizer.state is not state or len(state) < len(entries):
             optimizer.state = state
-            state.update(entries)
-            raise takes_state_out(self._name)
+            mine = set(map(id, tensors))
+            lost = {key: entry for key, entry in entries.items() if id(key) not in mine and key not in state}
+            state.update(lost)
+            if lost:
+                raise takes_state_out(self._name)
         if groups.put_back():
             raise depends_on_buckets(self._name, "its list of param_groups")
 
@@ -511,7 +514,7 @@ class Beside:
         ]
         attributes, read = vars(optimizer), read_by_update(optimizer)
         named = partial(beside_parameters, optimizer.state)
-        has_tensors = any(isinstance(value, torch.Tensor) for value in reachable_values([read, named()]))
+        has_tensors = any(isinstance(value, torch.Tensor) for value in reachable_values([read, named()], optimizer))
         apart = _memory_of_parameters(optimizer) if has_tensors else frozenset()
         self._others = [
             _Place(
@@ -525,7 +528,7 @@ class Beside:
         large = (tensor for place in (*self._groups, *self._others) for tensor in place.large)
         self.unseen = [*large, *_in_modules(optimizer, layout)]
         self._shared = list(_values_elsewhere(optimizer))
-        held = (value for value in reachable_values([read]) if isinstance(value, Optimizer) and value is not optimizer)
+        held = (value for value in reachable_values([read], optimizer) if isinstance(value, Optimizer))
         self._holds = next((f"it holds another optimizer ({type(value).__name__})" for value in held), None)
         self._versions = versions_of(self.unseen)
 
@@ -638,7 +641,7 @@ def _in_modules(optimizer: Optimizer, layout: GroupLayout) -> Iterator[torch.Ten
     """The parameters and buffers of modules that its attributes reach, without its own parameters. They may be large,
     and are not copied."""
     owners = [read_by_update(optimizer), beside_parameters(optimizer.state)]
-    for value in reachable_values(owners):
+    for value in reachable_values(owners, optimizer):
         if isinstance(value, torch.nn.Module):
             for tensor in chain(value.parameters(), value.buffers()):
                 if not layout.holds(tensor) and not tensor.is_inference():
@@ -647,7 +650,7 @@ def _in_modules(optimizer: Optimizer, layout: GroupLayout) -> Iterator[torch.Ten
 
 def tables_in(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
     """By which the modules that its attributes reach know their parameters and buffers."""
-    for value in reachable_values([read_by_update(optimizer)]):
+    for value in reachable_values([read_by_update(optimizer)], optimizer):
         if isinstance(value, torch.nn.Module):
             for module in value.modules():
                 yield from (module._parameters, module._buffers)
@@ -674,7 +677,7 @@ def in_functions(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     functions = [method for method in methods if isinstance(method, FunctionType)]
     named = (f.__globals__.get(name) for f in functions for name in f.__code__.co_names)
     owners = [held_by_classes(optimizer), *(value for value in named if isinstance(value, _HOLDERS))]
-    for value in reachable_values(owners):
+    for value in reachable_values(owners, optimizer):
         modules = (*value.parameters(), *value.buffers()) if isinstance(value, torch.nn.Module) else ()
         for tensor in (value, *modules):
             if isinstance(tensor, torch.Tensor) and id(tensor) not in mine and not tensor.is_inference():
@@ -690,7 +693,7 @@ def reached_by(optimizer: Optimizer) -> list[torch.Tensor]:
     mine = set(map(id, parameters_of(optimizer)))
     groups = (_settings(group) for group in optimizer.param_groups)
     owners = [read_by_update(optimizer), beside_parameters(optimizer.state), held_by_classes(optimizer), *groups]
-    return [value for value in reachable_values(owners) if id(value) in mine]
+    return [value for value in reachable_values(owners, optimizer) if id(value) in mine]
 
 
 def depends_on_buckets(optimizer: str, what: str) -> UnsupportedOptimizerError:

@@ -99,7 +99,7 @@ class Stepper:
         self._call_is_seen = False
         self._layout = GroupLayout(self.name, ())
         self._settings = SettingsGuard(self.name)
-        self._own_object: OwnObject | None = None  # of a foreign optimizer, once it was stepped
+        self.own_object: OwnObject | None = None  # of a foreign optimizer, once it was stepped
         self._matters: dict[torch.dtype, bool] = {}  # whether it does that step() is called inside of autocast
         self._state_guard = StateGuard(self.name)
         self._kind = kind or _kind_of(optimizer)
@@ -176,7 +176,7 @@ class Stepper:
         back, in words; ``None``: nothing, as far as is known."""
         if self._running is None:
             self._begin(self.optimizer(), in_parts=True)
-        own = self._own_object
+        own = self.own_object
         return None if own is None or not self.is_foreign else own.beside.opaque
 
     def step_part(
@@ -194,7 +194,7 @@ class Stepper:
         """
         optimizer = self.optimizer()
         running = self._running or self._begin(optimizer, in_parts=True)
-        own, noted = self._own_object, len(self._state_guard.left)
+        own, noted = self.own_object, len(self._state_guard.left)
         assert own is not None, "torch's own are not judged"
         own.notes = notes
         try:
@@ -204,14 +204,9 @@ class Stepper:
             del self._state_guard.left[noted:]  # that of buckets which backward has stepped stays
         return own.returned
 
-    @property
-    def wrote_given(self) -> bool:
-        """Whether the last part, of which no notes were taken, has written its parameters."""
-        return self._own_object is not None and self._own_object.wrote
-
     def end_parts(self) -> Beside | None:
         """All parts were put back. Returns what they have left beside parameters and state, to be compared."""
-        own = self._own_object
+        own = self.own_object
         beside = None if own is None else own.beside
         if own is not None and self._running is not None and self._running.in_parts:
             own.beside = Beside(self.name)
@@ -257,8 +252,8 @@ class Stepper:
         if self.offloaded is not None:
             stages.append(self.offloaded)
         if not known:
-            self._own_object = self._own_object or OwnObject(self.name)
-            self._own_object.begin(optimizer, self._layout, may_draw=self.draws is not None)
+            self.own_object = self.own_object or OwnObject(self.name)
+            self.own_object.begin(optimizer, self._layout, may_draw=self.draws is not None)
             if self.draws is not None:
                 stages.append(self.draws)
                 divides = self.draws
@@ -297,10 +292,10 @@ class Stepper:
             update.entries = list(map(update.optimizer.state.get, update.owned))
         over_parameters = running.finds_own_state and update.tensors is update.owned
         stages = running.over_parameters if over_parameters else running.stages
-        if self._own_object is None or running.is_known:
+        if self.own_object is None or running.is_known:
             step = step_shadow
         else:
-            step = partial(self._own_object.step, call=self._kind.call)
+            step = partial(self.own_object.step, call=self._kind.call)
         _through(iter(stages), update, partial(update.run, step, counts_writes=self._looks_back))
 
     def _call_kernel(
@@ -342,22 +337,9 @@ class Stepper:
     # What the updates of the running step have done.
 
     @property
-    def unseen(self) -> list[torch.Tensor]:
-        """The tensors that the running step may write, and that are not put back."""
-        return [] if self._own_object is None else self._own_object.beside.unseen
-
-    def digest_beside(self) -> Any:
-        """Of what a foreign optimizer holds beside parameters and their state, however deep."""
-        return None if self._own_object is None else self._own_object.beside.digest()
-
-    def put_beside_back(self) -> None:
-        if self._own_object is not None:
-            self._own_object.beside.put_all_back()
-
-    @property
     def wrote_in_place(self) -> bool:
         """Whether an update has changed an object beside parameters and their state that nobody can put back."""
-        return self._own_object is not None and self._own_object.beside.wrote_in_place
+        return self.own_object is not None and self.own_object.beside.wrote_in_place
 
     @property
     def state_was_written(self) -> bool:
@@ -373,7 +355,7 @@ class Stepper:
     @property
     def gave_back(self) -> bool:
         """Whether an update of this step has given back memory of an accelerator that it has read."""
-        return self._running is not None and self._own_object is not None and self._own_object.gave_back
+        return self._running is not None and self.own_object is not None and self.own_object.gave_back
 
     # The call of step().
 
@@ -437,8 +419,8 @@ class Stepper:
             )
         for stage in self._running.stages:
             stage.require_unchanged(optimizer)
-        if self._own_object is not None:
-            self._own_object.beside.require_unchanged()
+        if self.own_object is not None:
+            self.own_object.beside.require_unchanged()
 
     def require_same_scale(self) -> None:
         """Raise ``HyperparameterChangedError`` if ``step()`` would take off another loss scale than buckets' updates
@@ -459,8 +441,8 @@ class Stepper:
         optimizer = into or self.optimizer()
         if self._running is not None:
             self.wait_for_state()
-            if self._own_object is not None:
-                self._own_object.beside.commit()
+            if self.own_object is not None:
+                self.own_object.beside.commit()
             for key in self._layout.added_to(optimizer.state, self._running.size):
                 optimizer.state[key] = optimizer.state.pop(key)
         self._forget()
@@ -474,15 +456,14 @@ class Stepper:
     def stops(self) -> None:
         """The step is torn: nothing more is stepped of it."""
         self.wait_for_state()
-        if self._own_object is not None:
-            self._own_object.forget()  # it refers to the optimizer, and so to its parameters
+        (self.own_object or OwnObject(self.name)).forget()  # it refers to the optimizer, and so to its parameters
 
     def _forget(self) -> None:
         if self._running is not None:
             for stage in (*self.options, *self._running.stages):
                 stage.forget()
-            if self._own_object is not None:
-                self._own_object.forget()
+            if self.own_object is not None:
+                self.own_object.forget()
         self._running = None
 
     def wait_for_state(self) -> None:

@@ -160,16 +160,18 @@ class BeforeUpdate:
 
     Args:
         tensors: the parameters that it is given, and all others that it may reach.
+        gradients: whether it finds any.
 
     Raises:
         TypeError: one could not be put back.
     """
 
-    def __init__(self, optimizer: Optimizer, tensors: Iterable[torch.Tensor]) -> None:
+    def __init__(self, optimizer: Optimizer, tensors: Iterable[torch.Tensor], *, gradients: bool = True) -> None:
         every = {id(tensor): tensor for tensor in tensors}.values()
         self._saved = [SavedParameter(tensor, optimizer, host=False) for tensor in every]
         self._others = KeptByParameter(optimizer)
-        self._gradients = [(t, t.grad, None if t.grad is None else copy_of(t.grad, False)) for t in every]
+        found = [(t, t.grad) for t in every] if gradients else []
+        self._gradients = [(t, grad, None if grad is None else copy_of(grad, False)) for t, grad in found]
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -201,7 +203,8 @@ def keep_all(optimizer: Optimizer) -> Callable[[], None]:
     beside, groups, parameters = _kept_beside(optimizer), Groups(optimizer), list(parameters_of(optimizer))
     generators = Generators({memory_of(p).device for p in parameters}, [optimizer])
     try:
-        before = BeforeUpdate(optimizer, [*parameters, *beside.unseen, *in_functions(optimizer)])
+        tensors = [*parameters, *beside.unseen, *in_functions(optimizer)]
+        before = BeforeUpdate(optimizer, tensors, gradients=False)
     except TypeError as error:
         raise _cannot_leave_out(optimizer, str(error)) from error
 

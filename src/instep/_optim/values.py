@@ -24,10 +24,14 @@ _NUMBERS = frozenset({bool, int, float, str, type(None)})
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-def reachable_values(owners: Iterable[object]) -> Iterator[Any]:
+def reachable_values(owners: Iterable[object], but: object = None) -> Iterator[Any]:
     """``owners`` and all that they refer to through containers, attributes, and what functions of theirs enclose.
-    Numbers are left out; tensors and classes are not looked into, nor is what a module holds but parameters."""
-    seen: set[int] = set()
+    Numbers are left out; tensors and classes are not looked into, nor is what a module holds but parameters.
+
+    Args:
+        but: what is not looked into either: an optimizer to which its own functions refer.
+    """
+    seen: set[int] = {id(but)}
     left = list(owners)
     while left:
         value = left.pop()

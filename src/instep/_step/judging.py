@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from instep._optim.contents import Kept, copy_of, digest_of, digest_of_value, is_back, restore
 from instep._optim.kinds import STEPPED_WHOLE
-from instep._optim.own_object import WRITES_UNSEEN, Beside, in_functions, reached_by, tables_in
+from instep._optim.own_object import WRITES_UNSEEN, Beside, OwnObject, in_functions, reached_by, tables_in
 from instep._optim.parameters import AttachedParameter, AttachedParameters, calls_of
 from instep._optim.random_numbers import Generators
 from instep._optim.shadow import parameters_of
@@ -132,14 +132,19 @@ class PartsOfUpdate:
         if written := self._written(list(parameters_of(optimizer))):
             self._raise_written(written)
 
+    @property
+    def _own(self) -> OwnObject:
+        own = self._stepper.own_object
+        assert own is not None, "torch's own are not judged"
+        return own
+
     def _look_beside(self) -> None:
-        tensors = (
-            {id(t): t for t in (*self._stepper.unseen, *in_functions(self._optimizer))} if self._is_foreign else {}
-        )
+        others = (*self._own.beside.unseen, *in_functions(self._optimizer)) if self._is_foreign else ()
+        tensors = {id(t): t for t in others}
         try:
             self._unseen = [(tensor, copy_of(tensor, host=False)) for tensor in tensors.values()]
             self._tables = [(table, dict(table)) for table in tables_in(self._optimizer)]
-            self._held = self._stepper.digest_beside()
+            self._held = self._own.beside.digest()
         except (TypeError, RecursionError) as error:
             self.reason = f"what it refers to could not be put back ({in_short(error)})"
 
@@ -155,10 +160,10 @@ class PartsOfUpdate:
             if not is_back(tensor, kept):
                 restore(tensor, kept)
                 self.reason = self.reason or WRITES_UNSEEN
-        if self._held is not None and self._stepper.digest_beside() != self._held:
-            self._stepper.put_beside_back()
+        if self._held is not None and self._own.beside.digest() != self._held:
+            self._own.beside.put_all_back()
             self.reason = self.reason or "its step() changes what instep does not look into for each bucket"
-            if self._stepper.digest_beside() != self._held:
+            if self._own.beside.digest() != self._held:
                 raise self._moved_on("what its attributes hold")
 
     def _meet_compiler(self, is_warm: bool) -> None:
@@ -243,7 +248,7 @@ class PartsOfUpdate:
                 tensor.grad = gradient
         after = [_digest(self._optimizer, tensor) for tensor in tensors]
         # Of a weight that is written with what it holds (clamped, say) autograd is told nevertheless.
-        if self._stepper.wrote_given or any(_has_moved(*pair) for pair in zip(before, after, strict=True)):
+        if self._own.wrote or any(_has_moved(*pair) for pair in zip(before, after, strict=True)):
             self.reason = f"its step() changes parameters that have no gradient, or their state ({_names(part)})"
         elif values_differ(nothing, returned):
             self.reason = "its step() returns a value that depends on what it updates"
@@ -332,6 +337,25 @@ def in_short(error: BaseException) -> str:
 # The updates that are judged, of all optimizers of one attachment.
 
 
+class _Met:
+    """What was there to be compared.
+
+    Attributes:
+        unproved: the optimizers that are compared.
+        compared: parameters, by their indices.
+        requiring: those that required a gradient when all began.
+    """
+
+    def __init__(self) -> None:
+        self.unproved: set[Stepper] = set()
+        self.compared: set[int] = set()
+        self.requiring: set[int] = set()
+
+    def is_new(self, bucket: AttachedParameters) -> bool:
+        """Whether a parameter in it was never compared."""
+        return not self.unproved.isdisjoint(bucket.steppers) and not self.compared.issuperset(bucket.indices)
+
+
 class Judge:
     """Judges the first updates of each foreign optimizer of an attachment, and parts of later ones.
 
@@ -350,13 +374,11 @@ class Judge:
         self.verdict: str | None = None
         self._in_parts = in_parts
         self.due: dict[Stepper, int] = {}
-        self._unproved: set[Stepper] = set()
         self.leaves_all = False
         self._running: dict[Stepper, PartsOfUpdate] = {}
         self._has_begun: set[Stepper] = set()  # to be judged: its first update was compared, one by one
         self._is_warm: set[Stepper] = set()  # those that have taken a step
-        self._known: set[int] = set()  # the parameters that were compared, by their indices
-        self._requiring: set[int] = set()  # those that required a gradient when all began
+        self._met = _Met()
         self._meets_new = False  # whether a bucket of the running step is left that was never compared
         self._apart: list[Sequence[int]] = []  # buckets of the running step that are left, to be compared
         self._steps_others = False  # whether backward steps other ones of it
@@ -372,17 +394,17 @@ class Judge:
         """An optimizer is foreign."""
         self.due[stepper] = 0 if stepper.is_proved else FIRST
         if self.due[stepper]:
-            self._unproved.add(stepper)
+            self._met.unproved.add(stepper)
         self.leaves_all = self.verdict is not None or (self._in_parts and any(self.due.values()))
 
     def look(self, every: Iterable[AttachedParameter]) -> None:
         """A forward begins."""
-        if self.verdict is not None or not self._unproved or not self._in_parts:
+        if self.verdict is not None or not self._met.unproved or not self._in_parts:
             return
         requiring = {a.spec.index for a in every if a.get().requires_grad}
-        if not requiring <= self._requiring:
-            self._requiring |= requiring
-            for stepper in self._unproved:
+        if not requiring <= self._met.requiring:
+            self._met.requiring |= requiring
+            for stepper in self._met.unproved:
                 self.due[stepper] = FIRST
                 self._has_begun.discard(stepper)
             self.leaves_all = True
@@ -409,7 +431,7 @@ class Judge:
             return True
         if not any(stepper.is_foreign for stepper in bucket.steppers):
             return False
-        is_new = not self._unproved.isdisjoint(bucket.steppers) and not self._known.issuperset(bucket.indices)
+        is_new = self._met.is_new(bucket)
         self._meets_new |= is_new
         leaves = is_new or not all(map(set(bucket.indices).isdisjoint, self._apart))
         self._steps_others |= not leaves
@@ -470,7 +492,7 @@ class Judge:
                 )
         elif running.counts:
             stepper.came_out_alike()
-            self._known.update(running.indices)
+            self._met.compared.update(running.indices)
             self._has_begun.add(stepper)
             self.due[stepper] = max(0, self.due.get(stepper, 0) - 1)
             self.leaves_all = self._in_parts and any(self.due.values())
