@@ -5,6 +5,7 @@ and values, of a wrapper class that of the tensors inside, of a ``DTensor`` its 
 what a tensor holds, ``copy_of`` raises: what is put back is seen to be back.
 """
 
+import copy
 import hashlib
 import struct
 import sys
@@ -480,9 +481,10 @@ class Contents:
         if hasattr(type(value), "__next__"):
             raise TypeError(f"a {type(value).__name__}, which moves on when it is asked")
         kind: Any = type(value)
-        if kind.__eq__ is object.__eq__ or kind.__hash__ is None:
-            raise TypeError(f"a {type(value).__name__}, which does not tell what it holds")
-        return lambda: value  # compared by value, and hashed: a number, a date
+        # A class, say, which is its own copy; or what is compared by value, and hashed: a number, a date.
+        if copy.deepcopy(value) is value or not (kind.__eq__ is object.__eq__ or kind.__hash__ is None):
+            return lambda: value
+        raise TypeError(f"a {kind.__name__}, which does not tell what it holds")
 
     def _filled(self, cell: Any) -> Restore | None:
         return self.of(cell.cell_contents) if is_filled(cell) else None

@@ -731,9 +731,9 @@ class BackwardCalls(StepCalls):
     def require_not_torn(self) -> None:
         """The same, where no backward and no commit is under way."""
         round_ = self._step.round
-        if round_.evaluates_again:
-            return  # a line search: all of the step is left to step(), which goes on
         if round_.stepper is not None and not round_.is_ending:
+            if round_.evaluates_again:
+                return  # a line search: all of the step is left to step(), which goes on
             self._end_raised(round_.stepper)
         self._step.ledger.require_whole()
 
