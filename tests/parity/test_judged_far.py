@@ -488,3 +488,37 @@ def with_a_group_more(model: nn.Module, optimizer: Any, i: int) -> None:
 )
 def test_parameters_that_come_late(make: Callable[[nn.Module], Any], learn: Callable[..., None], way: str) -> None:
     require_same(make, way, learn=learn, steps=8)
+
+
+# Parameters that it reads, and is not given.
+
+
+class ReadsByAttribute(Plain):
+    """Divides by the norm of all weights, to which a list refers."""
+
+    def made(self) -> None:
+        self.every = [p for group in self.param_groups for p in group["params"]]
+
+    def count(self) -> float:
+        return float(torch.stack([p.detach().norm() for p in self.every]).norm())
+
+
+def reads_by_closure(model: nn.Module) -> Any:
+    """Preconditions gradients by the model's weights, as adapters of low rank are."""
+
+    class Reads(Plain):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad.div_(1 + next(model.parameters()).square().mean())
+            super().step()
+
+    return Reads(model.parameters())
+
+
+@each_way
+@pytest.mark.parametrize("make", [lambda model: ReadsByAttribute(model.parameters()), reads_by_closure])
+def test_parameters_that_it_reads(make: Callable[[nn.Module], Any], way: str) -> None:
+    plan = require_same(make, way)
+    assert ("reads parameters that it was not given" in str(plan.judged)) == (way != "default")

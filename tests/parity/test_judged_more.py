@@ -289,17 +289,21 @@ def test_an_update_that_raises_on_less_than_all() -> None:
 WEIGHTS: list[Any] = []
 
 
-def test_a_parameter_that_is_written_through_a_global() -> None:
-    class Writes(Plain):
-        def made(self, model: nn.Module) -> None:
-            WEIGHTS[:] = [next(model.parameters())]
+def shrink() -> None:
+    WEIGHTS[0].mul_(0.99)
 
+
+def test_a_parameter_that_is_written_through_a_global() -> None:
+    """Of a function that a method calls: nobody looks there."""
+
+    class Writes(Plain):
         def update(self, those: list[Any]) -> Any:
             super().update(those)
             if those:
-                WEIGHTS[0].mul_(0.99)
+                shrink()
 
     model = layers()
+    WEIGHTS[:] = [next(model.parameters())]
     optimizer = Writes(model)
     with own_steps_are_judged(), instep.attach(model, optimizer, schedule="backward", bucket_bytes=64):
         backward(model, 0)

@@ -673,26 +673,29 @@ def in_functions(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """The tensors to which its methods refer otherwise than by the object: those in closures, and in globals that the
     methods name."""
     mine = set(map(id, parameters_of(optimizer)))
-    methods = (inspect.unwrap(value) for cls in classes_of(optimizer) for value in vars(cls).values())
-    functions = [method for method in methods if isinstance(method, FunctionType)]
-    named = (f.__globals__.get(name) for f in functions for name in f.__code__.co_names)
-    owners = [held_by_classes(optimizer), *(value for value in named if isinstance(value, _HOLDERS))]
-    for value in reachable_values(owners, optimizer):
+    for value in reachable_values(_of_functions(optimizer), optimizer):
         modules = (*value.parameters(), *value.buffers()) if isinstance(value, torch.nn.Module) else ()
         for tensor in (value, *modules):
             if isinstance(tensor, torch.Tensor) and id(tensor) not in mine and not tensor.is_inference():
                 yield tensor
 
 
+def _of_functions(optimizer: Optimizer) -> list[Any]:
+    methods = (inspect.unwrap(value) for cls in classes_of(optimizer) for value in vars(cls).values())
+    functions = [method for method in methods if isinstance(method, FunctionType)]
+    named = (f.__globals__.get(name) for f in functions for name in f.__code__.co_names)
+    return [held_by_classes(optimizer), *(value for value in named if isinstance(value, _HOLDERS))]
+
+
 _HOLDERS = (torch.nn.Module, torch.Tensor, dict, list, tuple)
 
 
 def reached_by(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The optimizer's parameters to which its attributes, groups, shared state or the functions of its classes refer
-    too: nobody knows what an update does with them."""
+    """The optimizer's parameters to which its attributes, groups, shared state or methods refer too: nobody knows what
+    an update does with them."""
     mine = set(map(id, parameters_of(optimizer)))
     groups = (_settings(group) for group in optimizer.param_groups)
-    owners = [read_by_update(optimizer), beside_parameters(optimizer.state), held_by_classes(optimizer), *groups]
+    owners = [read_by_update(optimizer), beside_parameters(optimizer.state), *_of_functions(optimizer), *groups]
     return [value for value in reachable_values(owners, optimizer) if id(value) in mine]
 
 

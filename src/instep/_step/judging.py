@@ -42,6 +42,7 @@ from instep._optim.values import values_differ
 from instep._step.state import gradient_of
 from instep._torch.engine import listen
 from instep._torch.hooks import has_global_step_hooks
+from instep._torch.versions import memory_of
 from instep.errors import UnsupportedOptimizerError
 
 _logger = logging.getLogger("instep")
@@ -187,6 +188,8 @@ class PartsOfUpdate:
             if self.reason is None and twice:
                 self._require_same_again(part, digests)
                 kept.put_back()
+                self._look_at_reads(part, digests)
+                kept.put_back()
             if self.reason is None and self._is_foreign:
                 self._step_without_gradient(part, returned)
         finally:
@@ -222,6 +225,20 @@ class PartsOfUpdate:
         if self.reason is None and again != digests:
             name = next(a.spec.name for a, one, two in zip(part, digests, again, strict=True) if one != two)
             raise self._moved_on(repr(name))
+
+    def _look_at_reads(self, part: AttachedParameters, digests: Sequence[_Digest]) -> None:
+        """Other parameters to which it refers are put back with this part: they may be changed meanwhile. In backward
+        some of them are stepped before it, and in the whole update after it."""
+        mine = set(map(id, part.tensors()))
+        others = [memory_of(tensor) for tensor in self._reached if id(tensor) not in mine]
+        if self.reason is not None or not others:
+            return
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for tensor in others:
+                tensor.add_(1)
+        self._step(part, notes=False)
+        if self.reason is None and [_digest(self._optimizer, tensor) for tensor in part.tensors()] != digests:
+            self.reason = "its step() reads parameters that it was not given, to which its attributes or methods refer"
 
     def _moved_on(self, what: str) -> UnsupportedOptimizerError:
         return UnsupportedOptimizerError(
