@@ -5012,7 +5012,7 @@ MUTANTS = [
         "not self.compared.issuperset(bucket.indices)",
         "False",
         "tests/parity/test_judged_far.py",
-        "come_late",
+        "first_used_late",
     ),
     Mutant(
         "judge: weights without a gradient may be written with what they hold",
@@ -5048,9 +5048,9 @@ MUTANTS = [
     ),
     Mutant(
         "contents: a mapping is put back by its own update()",
-        "_dict",
-        "            held[key] = item()  # not by update(), which a Counter's adds to\n",
-        "            held.update({key: item()})\n",
+        "_put_items",
+        "        held[key] = item()\n",
+        "        held.update({key: item()})\n",
         "tests/parity/test_judged_far.py",
         "a_counter",
     ),

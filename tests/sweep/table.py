@@ -61,7 +61,8 @@ def write(rows: list[Row]) -> None:
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
     DOCS.write_text(f"{before}{BEGIN}\n\n{HEAD}\n\n{table(rows)}\n\n{END}{after}")
-    PROVED.write_text(json.dumps(proved(rows), indent=2) + "\n")
+    lines = (f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in proved(rows).items())
+    PROVED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def table(rows: Iterable[Row]) -> str:
