@@ -504,7 +504,6 @@ class Beside:
         self.unseen: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._shared: list[tuple[Any, str, Any]] = []
-        self._holds: str | None = None
         self.wrote_in_place = False
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
@@ -527,10 +526,18 @@ class Beside:
         ]
         large = (tensor for place in (*self._groups, *self._others) for tensor in place.large)
         self.unseen = [*large, *_in_modules(optimizer, layout)]
-        self._shared = list(_values_elsewhere(optimizer))
-        held = (value for value in reachable_values([read], optimizer) if isinstance(value, Optimizer))
-        self._holds = next((f"it holds another optimizer ({type(value).__name__})" for value in held), None)
         self._versions = versions_of(self.unseen)
+
+    def look_deeper(self, optimizer: Optimizer) -> str | None:
+        """All is to be put back: also what is not looked into in each step. Returns what cannot be, in words."""
+        self._shared = list(_values_elsewhere(optimizer))
+        reached = reachable_values([read_by_update(optimizer)], optimizer)
+        if (other := next((value for value in reached if isinstance(value, Optimizer)), None)) is not None:
+            return f"it holds another optimizer ({type(other).__name__})"
+        found = (
+            (place.where, key, why) for place in (*self._groups, *self._others) for key, why in place.opaque.items()
+        )
+        return next((f"its {where} {key!r} cannot be put back ({why})" for where, key, why in found), None)
 
     def note(self, members: Sequence[Members]) -> None:
         """A bucket was updated: what that has changed is noted, and taken back."""
@@ -563,7 +570,7 @@ class Beside:
         return places, [getattr(owner, name, ABSENT) for owner, name, _ in self._shared]
 
     def put_all_back(self) -> None:
-        """Also what is not looked into after each bucket."""
+        """Also what is not looked into after each bucket (``look_deeper``)."""
         for place in (*self._groups, *self._others):
             place.put_all_back()
         for owner, name, value in self._shared:
@@ -586,15 +593,6 @@ class Beside:
                     f"{place.where} {key!r} of {self._name} was changed after backward had already stepped parameters "
                     "with what it was. Change it after optimizer.step() or before backward(), not in between"
                 )
-
-    @property
-    def opaque(self) -> str | None:
-        """The first value that could not be put back, and why, in words."""
-        found = (
-            (place.where, key, why) for place in (*self._groups, *self._others) for key, why in place.opaque.items()
-        )
-        said = (f"its {where} {key!r} cannot be put back ({why})" for where, key, why in found)
-        return self._holds or next(said, None)
 
     def differs(self) -> str | None:
         """What ``step()`` has left otherwise than buckets have, in words; ``None``: nothing."""

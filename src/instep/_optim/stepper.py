@@ -177,7 +177,7 @@ class Stepper:
         if self._running is None:
             self._begin(self.optimizer(), in_parts=True)
         own = self.own_object
-        return None if own is None or not self.is_foreign else own.beside.opaque
+        return None if own is None or not self.is_foreign else own.beside.look_deeper(self.optimizer())
 
     def step_part(
         self,

@@ -221,8 +221,8 @@ def _kept_beside(optimizer: Optimizer) -> Beside:
     name = class_name(optimizer)
     beside = Beside(name)
     beside.begin(optimizer, GroupLayout(name, optimizer.param_groups))
-    if beside.opaque is not None:
-        raise _cannot_leave_out(optimizer, beside.opaque)
+    if (why := beside.look_deeper(optimizer)) is not None:
+        raise _cannot_leave_out(optimizer, why)
     return beside
 
 
