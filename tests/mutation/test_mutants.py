@@ -5048,9 +5048,9 @@ MUTANTS = [
     ),
     Mutant(
         "contents: a mapping is put back by its own update()",
-        "_dict",
-        "            held[key] = item()  # not by update(), which a Counter's adds to\n",
-        "            held.update({key: item()})\n",
+        "_put_items",
+        "        held[key] = item()\n",
+        "        held.update({key: item()})\n",
         "tests/parity/test_judged_far.py",
         "a_counter",
     ),

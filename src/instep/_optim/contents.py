@@ -448,7 +448,7 @@ class Contents:
 
     def _copied(self, value: Any) -> Restore:
         if isinstance(value, dict):
-            return _dict(value, {key: self.of(item) for key, item in value.items() if self._has(key)}, self._has)
+            return _dict(value, {key: self.of(item) for key, item in value.items()})
         if isinstance(value, (list, deque)):
             return _list(value, [self.of(item) for item in value])
         if isinstance(value, tuple):
@@ -460,10 +460,6 @@ class Contents:
         if _is_array(value):
             return _array(value, value.copy())
         return self._object(value)
-
-    def _has(self, key: Any) -> bool:
-        """Whether what a dict has under this key is kept."""
-        return True
 
     def _called(self, value: Any) -> Restore:
         if isinstance(value, FunctionType):
@@ -516,19 +512,19 @@ def require_contents(value: Any, known: torch.Tensor) -> None:
 # Never empty in between, where that can be: Ctrl-C may come anywhere, and then this is done again.
 
 
-def _dict(held: dict[Any, Any], items: dict[Any, Restore], has: Callable[[Any], bool]) -> Restore:
+def _dict(held: dict[Any, Any], items: dict[Any, Restore]) -> Restore:
     def put() -> dict[Any, Any]:
         for key, item in items.items():
             held[key] = item()  # not by update(), which a Counter's adds to
-        for key in filter(has, held.keys() - items.keys()):
+        for key in held.keys() - items.keys():
             del held[key]
-        _put_in_order(held, items)
+        put_in_order(held, items)
         return held
 
     return put
 
 
-def _put_in_order(held: dict[Any, Any], keys: Iterable[Any]) -> None:
+def put_in_order(held: dict[Any, Any], keys: Iterable[Any]) -> None:
     """``keys`` as they came in, if they do not; any others before them."""
     known = set(keys)
     if any(one is not other for one, other in zip(filter(known.__contains__, held), keys, strict=True)):

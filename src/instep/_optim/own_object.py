@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.contents import Contents, Restore, digest_of_value
+from instep._optim.contents import Contents, Restore, digest_of_value, put_in_order
 from instep._optim.given_back import StorageAddresses
 from instep._optim.kinds import (
     NO_SETTINGS,
@@ -331,12 +331,14 @@ class _Holdings(Contents):
                 return lambda: value
         elif _is_closed(value):
             return lambda: value
+        elif isinstance(value, dict) and id(value) not in self._known:
+            self.known(value)
+            items = {key: self.of(item) for key, item in value.items() if not isinstance(key, torch.Tensor)}
+            self._known[id(value)] = partial(_put_items, value, items)
+            return self._known[id(value)]
         elif isinstance(value, FunctionType):
             value = compiled_from(value)
         return super().of(value)
-
-    def _has(self, key: Any) -> bool:
-        return not isinstance(key, torch.Tensor)  # what is under a parameter is taken for its state
 
     def _object(self, value: Any) -> Restore:
         if hasattr(type(value), "__del__"):
@@ -352,6 +354,16 @@ def _is_closed(value: Any) -> bool:
 
 
 _INERT = (weakref.ref, BuiltinFunctionType, CodeType, Enum, re.Pattern)
+
+
+def _put_items(held: dict[Any, Any], items: dict[Any, Restore]) -> dict[Any, Any]:
+    """Put back a dict, without what it has under parameters: that is taken for state of these."""
+    for key, item in items.items():
+        held[key] = item()
+    for key in [key for key in held if key not in items and not isinstance(key, torch.Tensor)]:
+        del held[key]
+    put_in_order(held, items)
+    return held
 
 
 class _Place:
