@@ -85,7 +85,7 @@ def table(rows: Iterable[Row]) -> str:
 def _why(of: dict[tuple[str, str], Row]) -> str:
     """What instep said of it, where it did not step it in backward."""
     said = [row["why"] for row in of.values() if row["way"] in BACKWARD and row["verdict"] in (OTHER, REFUSED, PLAINLY)]
-    return _short(said[0], 120).replace("|", "/") if said else ""
+    return _short(said[0], 120).replace("|", "/").replace("[", r"\[") if said else ""  # no links
 
 
 def _cell(of: dict[tuple[str, str], Row], ways: tuple[str, ...]) -> str:
