@@ -120,12 +120,6 @@ def scaled_twice(draw: Random) -> torch.Tensor:
     return Scaled(Scaled(_drawn(draw, torch.uint8, 7), torch.rand(2)), coalesced(draw))
 
 
-def quantized(draw: Random) -> torch.Tensor:
-    if draw.random() < 0.5:
-        return torch.quantize_per_tensor(torch.rand(5), 0.1, draw.randint(0, 4), torch.qint8)
-    return torch.quantize_per_channel(torch.rand(3, 2), torch.rand(3), torch.zeros(3, dtype=torch.int), 0, torch.quint8)
-
-
 def leaf(draw: Random) -> torch.Tensor:
     return torch.nn.Parameter(torch.rand(3, 2).t())
 
@@ -146,7 +140,6 @@ KINDS = [
     jagged,
     scaled,
     scaled_twice,
-    quantized,
     leaf,
     of_inference,
 ]
@@ -173,8 +166,6 @@ def everything(tensor: Any) -> Any:
     """The bits in other words than the library's: those that each element has, and what torch says of them."""
     if isinstance(tensor, Scaled):
         return [everything(tensor.codes), everything(tensor.scale), tensor.factor]
-    if tensor.is_quantized:
-        return [tensor.int_repr().tolist(), repr(tensor)]
     bits = []
     for one in memory_of(tensor):
         one = torch._neg_view(one) if one.is_neg() else one
@@ -189,11 +180,6 @@ def write_memory(draw: Random) -> Write:
 
     def write(tensor: Any) -> None:
         for one in memory_of(tensor):
-            if one.is_quantized:
-                one.copy_(torch.quantize_per_tensor(torch.rand(one.shape), 0.3, 1, one.dtype)) if (
-                    one.qscheme() is torch.per_tensor_affine
-                ) else one.fill_(0.5)
-                continue
             place = torch._neg_view(one) if one.is_neg() else one
             storage = torch.empty(0, dtype=torch.uint8).set_(place.untyped_storage())
             if one.dtype is torch.int64 and one.numel() < 9:
@@ -312,7 +298,7 @@ def test_a_watched_parameter_is_not_told() -> None:
         (lambda: torch._efficientzerotensor((2,)), "without memory"),
         (
             lambda: torch.quantize_per_channel(torch.rand(2, 2), torch.rand(2), torch.zeros(2), 0, torch.quint8),
-            "of the scheme torch.per_channel_affine_float_qparams",
+            "of the dtype torch.quint8",
         ),
         (lambda: Scaled(torch.rand(2), Closed(torch.rand(2), torch.rand(2))), "of the class Closed"),
     ],

@@ -61,7 +61,7 @@ def copy_of(tensor: torch.Tensor, host: bool) -> Kept:
         and not (tensor.is_nested or tensor.is_meta or tensor.is_neg() or tensor._is_zerotensor())
         and tensor.is_contiguous()
     ):
-        return _OfDense(tensor, host)  # as nearly all are
+        return _of_dense(tensor, host)  # as nearly all are
     # Some are watched: to be copied is no use of the values that anybody need be told of.
     with torch._C.DisableTorchFunctionSubclass():
         return _kind_of(tensor)(tensor, host)
@@ -99,10 +99,8 @@ def _kind_of(tensor: torch.Tensor) -> Callable[[torch.Tensor, bool], Kept]:
         return _OfMeta
     if tensor.is_nested:
         return _OfNested
-    if tensor.is_quantized and tensor.qscheme() in _SCHEMES:
-        return _OfQuantized
     if tensor.is_quantized:
-        raise TypeError(f"a tensor of the scheme {tensor.qscheme()}")
+        raise TypeError(f"a tensor of the dtype {tensor.dtype}")
     if tensor.layout is torch.strided and not tensor._is_zerotensor():
         return _OfMemory
     if tensor.layout in _PARTS:
@@ -111,7 +109,6 @@ def _kind_of(tensor: torch.Tensor) -> Callable[[torch.Tensor, bool], Kept]:
     raise TypeError(f"a tensor {layout}")
 
 
-_SCHEMES = (torch.per_tensor_affine, torch.per_channel_affine)  # those that torch can copy
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _NUMBERS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64})
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -130,15 +127,19 @@ def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _OfMemory:
-    """Of a tensor with memory of its own, in any order: also of one with several elements at one place."""
+    """Of a tensor with memory of its own, in any order: also of one with several elements at one place.
+
+    Args:
+        dense: numbers of which each one is there once, one after the other: nothing else is asked.
+    """
 
     __slots__ = ("_alias", "_copy")
 
-    def __init__(self, tensor: torch.Tensor, host: bool) -> None:
+    def __init__(self, tensor: torch.Tensor, host: bool, *, dense: bool = False) -> None:
         if is_pinned(tensor):
             _await_copies()
         self._alias = tensor.detach()  # has the place in memory, and keeps it, whatever the tensor is made to refer to
-        bits = _each_once(_bits_of(self._alias))
+        bits = self._alias if dense else _each_once(_bits_of(self._alias))
         self._copy = _to_host(bits) if host and bits.device.type != "cpu" else bits.clone()
 
     @property
@@ -153,11 +154,12 @@ class _OfMemory:
             tensor.data = self._alias
 
     def write(self) -> None:
-        alias = self._alias
+        alias, kept = self._alias, self._copy
         if is_pinned(alias):
             _await_copies()
         _make_room(alias)
-        _each_once(_bits_of(alias)).copy_(self._copy, non_blocking=True)
+        bits = alias if kept.dtype is alias.dtype and kept.shape == alias.shape else _each_once(_bits_of(alias))
+        bits.copy_(kept, non_blocking=True)
 
     def is_in(self, tensor: torch.Tensor) -> bool:
         alias = self._alias
@@ -166,40 +168,10 @@ class _OfMemory:
         if is_pinned(tensor):
             _await_copies()
         bits = _bits_of(tensor.detach())
-        return torch.equal(bits, self._copy.to(bits.device).expand(bits.shape))
+        return torch.equal(bits, _bits_of(self._copy).to(bits.device).expand(bits.shape))
 
 
-class _OfDense:
-    """The same, of numbers that lie one after the other: nothing else is asked."""
-
-    __slots__ = ("_alias", "_copy")
-
-    def __init__(self, tensor: torch.Tensor, host: bool) -> None:
-        if tensor.device.type == "cpu" and tensor.is_pinned():
-            _await_copies()
-        self._alias = tensor.detach()
-        self._copy = _to_host(self._alias) if host and tensor.device.type != "cpu" else self._alias.clone()
-
-    def put_back(self, tensor: torch.Tensor) -> None:
-        alias = self._alias
-        if alias.device.type == "cpu" and alias.is_pinned():
-            _await_copies()
-        moved = tensor.device != alias.device
-        if moved or alias.untyped_storage().nbytes() < alias.nbytes + alias.storage_offset() * alias.element_size():
-            if moved:
-                self._alias = alias = _like(tensor, alias)
-            else:
-                _make_room(alias)
-        alias.copy_(self._copy, non_blocking=True)
-        if tensor.shape != alias.shape or tensor.data_ptr() != alias.data_ptr() or tensor.stride() != alias.stride():
-            tensor.data = alias
-
-    def is_in(self, tensor: torch.Tensor) -> bool:
-        if type_of_memory(tensor) != type_of_memory(self._alias):
-            return False
-        if is_pinned(tensor):
-            _await_copies()
-        return torch.equal(_bits_of(tensor.detach()), _bits_of(self._copy.to(tensor.device)))
+_of_dense = partial(_OfMemory, dense=True)
 
 
 def type_of_memory(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -266,26 +238,6 @@ class _OfMeta:
 
     def is_in(self, tensor: torch.Tensor) -> bool:
         return tensor.is_meta and type_of_memory(tensor) == type_of_memory(self._alias)
-
-
-class _OfQuantized:
-    """Of a tensor with one of torch's quantized dtypes: its integers, and how they are scaled."""
-
-    __slots__ = ("_copy",)
-
-    def __init__(self, tensor: torch.Tensor, host: bool) -> None:
-        self._copy = tensor.detach().clone()
-
-    def put_back(self, tensor: torch.Tensor) -> None:
-        if tensor.shape != self._copy.shape:
-            tensor.data = self._copy.clone()
-        else:
-            tensor.copy_(self._copy)
-
-    def is_in(self, tensor: torch.Tensor) -> bool:
-        # Compares integers and scales; ``view(dtype)`` of such a tensor ends the process.
-        same = tensor.is_quantized and type_of_memory(tensor) == type_of_memory(self._copy)
-        return same and torch.equal(tensor.detach(), self._copy)
 
 
 _PARTS = {
@@ -448,36 +400,38 @@ class Contents:
 
     def _copied(self, value: Any) -> Restore:
         if isinstance(value, dict):
-            return _dict(value, {key: self.of(item) for key, item in value.items()})
+            return partial(put_dict, value, {key: self.of(item) for key, item in value.items()})
         if isinstance(value, (list, deque)):
-            return _list(value, [self.of(item) for item in value])
+            return partial(_put_list, value, [self.of(item) for item in value])
         if isinstance(value, tuple):
-            return _tuple(value, [self.of(item) for item in value])
+            return self._fixed(value, value)
         if isinstance(value, set):
-            return _set(value, set(value))
-        if isinstance(value, (FunctionType, MethodType, partial)):
-            return self._called(value)
+            return partial(_put_set, value, set(value))
+        if isinstance(value, FunctionType):
+            return partial(_put_cells, value, [self._filled(cell) for cell in value.__closure__ or ()])
+        if isinstance(value, MethodType):
+            return self._fixed(value, [value.__self__])
+        if isinstance(value, partial):
+            return self._fixed(value, [value.func, value.args, value.keywords])
         if _is_array(value):
-            return _array(value, value.copy())
+            return partial(_put_items, value, ..., value.copy())
         return self._object(value)
 
-    def _called(self, value: Any) -> Restore:
-        if isinstance(value, FunctionType):
-            return _function(value, [self._filled(cell) for cell in value.__closure__ or ()])
-        if isinstance(value, MethodType):
-            return _tuple(value, [self.of(value.__self__)])
-        return _tuple(value, [self.of(item) for item in (value.func, value.args, value.keywords)])
+    def _fixed(self, value: Any, items: Iterable[Any]) -> Restore:
+        """Of what cannot be made to refer to something else."""
+        return partial(_put_each, value, [self.of(item) for item in items])
 
     def _object(self, value: Any) -> Restore:
         if isinstance(value, (bytearray, array)):
-            return _buffer(value, value[:])
+            return partial(_put_items, value, slice(None), value[:])
         if is_generator(value):
-            return _generator(value)
+            read, write = access_to(value)
+            return partial(_put_state, value, write, read())
         if isinstance(value, local) or has_buffer(value):  # of ctypes, say
             raise TypeError(f"a {type(value).__name__}, whose values are not its attributes")
         attributes = attributes_of(value)
         if (attributes or hasattr(value, "__dict__")) and not isinstance(value, (type, ModuleType)):
-            return _object(value, {name: self.of(item) for name, item in (attributes or {}).items()})
+            return partial(_put_attributes, value, {name: self.of(item) for name, item in (attributes or {}).items()})
         if hasattr(type(value), "__next__"):
             raise TypeError(f"a {type(value).__name__}, which moves on when it is asked")
         kind: Any = type(value)
@@ -512,112 +466,74 @@ def require_contents(value: Any, known: torch.Tensor) -> None:
 # Never empty in between, where that can be: Ctrl-C may come anywhere, and then this is done again.
 
 
-def _dict(held: dict[Any, Any], items: dict[Any, Restore]) -> Restore:
-    def put() -> dict[Any, Any]:
-        for key, item in items.items():
-            held[key] = item()  # not by update(), which a Counter's adds to
-        for key in held.keys() - items.keys():
-            del held[key]
-        put_in_order(held, items)
-        return held
-
-    return put
-
-
-def put_in_order(held: dict[Any, Any], keys: Iterable[Any]) -> None:
-    """``keys`` as they came in, if they do not; any others before them."""
-    known = set(keys)
-    if any(one is not other for one, other in zip(filter(known.__contains__, held), keys, strict=True)):
-        for key in keys:
+def put_dict(held: dict[Any, Any], items: dict[Any, Restore], but: tuple[type, ...] = ()) -> dict[Any, Any]:
+    """
+    Args:
+        but: keys of these kinds, if they are not among ``items``, stay as they are.
+    """
+    for key, item in items.items():
+        held[key] = item()  # not by update(), which a Counter's adds to
+    for key in [key for key in held if key not in items and not isinstance(key, but)]:
+        del held[key]
+    # As they came in, if they do not; any others before them.
+    if any(one is not other for one, other in zip(filter(items.__contains__, held), items, strict=True)):
+        for key in items:
             held[key] = held.pop(key)
+    return held
 
 
-def _buffer(held: Any, copied: Any) -> Restore:
-    def put() -> Any:
-        held[:] = copied
-        return held
-
-    return put
-
-
-def _list(held: Any, items: list[Restore]) -> Restore:
-    def put() -> Any:
-        values = [item() for item in items]
-        if isinstance(held, list):
-            held[:] = values
-        else:
-            held.clear()
-            held.extend(values)
-        return held
-
-    return put
+def _put_list(held: Any, items: list[Restore]) -> Any:
+    values = [item() for item in items]
+    if isinstance(held, list):
+        held[:] = values
+    else:
+        held.clear()
+        held.extend(values)
+    return held
 
 
-def _generator(held: Any) -> Restore:
-    read, write = access_to(held)
-    state = read()
-
-    def put() -> Any:
-        write(state)
-        return held
-
-    return put
+def _put_set(held: set[Any], items: set[Any]) -> set[Any]:
+    held.update(items)
+    held.intersection_update(items)
+    return held
 
 
-def _tuple(held: Any, items: list[Restore]) -> Restore:
-    """Of what cannot be made to refer to something else."""
-
-    def put() -> Any:
-        for item in items:
-            item()
-        return held
-
-    return put
+def _put_each(held: Any, items: list[Restore]) -> Any:
+    for item in items:
+        item()
+    return held
 
 
-def _set(held: set[Any], items: set[Any]) -> Restore:
-    def put() -> set[Any]:
-        held.update(items)
-        held.intersection_update(items)
-        return held
-
-    return put
+def _put_items(held: Any, where: Any, copied: Any) -> Any:
+    held[where] = copied
+    return held
 
 
-def _object(held: Any, attributes: dict[str, Restore]) -> Restore:
-    def put() -> Any:
-        # Past what its class does with attributes that are set.
-        for name, item in attributes.items():
-            object.__setattr__(held, name, item())
-        for name in (attributes_of(held) or {}).keys() - attributes.keys():
-            object.__delattr__(held, name)
-        return held
+def _put_state(held: Any, write: Callable[[Any], Any], state: Any) -> Any:
+    write(state)
+    return held
 
-    return put
+
+def _put_cells(held: FunctionType, enclosed: list[Restore | None]) -> FunctionType:
+    for cell, item in zip(held.__closure__ or (), enclosed, strict=True):
+        if item is not None:
+            cell.cell_contents = item()
+    return held
+
+
+def _put_attributes(held: Any, attributes: dict[str, Restore]) -> Any:
+    # Past what its class does with attributes that are set.
+    for name, item in attributes.items():
+        object.__setattr__(held, name, item())
+    for name in (attributes_of(held) or {}).keys() - attributes.keys():
+        object.__delattr__(held, name)
+    return held
 
 
 def _is_array(value: Any) -> bool:
     """Whether it is an array of NumPy's, of numbers."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray) and not value.dtype.hasobject
-
-
-def _array(held: Any, copied: Any) -> Restore:
-    def put() -> Any:
-        held[...] = copied
-        return held
-
-    return put
-
-
-def _function(held: FunctionType, enclosed: list[Restore | None]) -> Restore:
-    def put() -> FunctionType:
-        for cell, item in zip(held.__closure__ or (), enclosed, strict=True):
-            if item is not None:
-                cell.cell_contents = item()
-        return held
-
-    return put
 
 
 # Digests: two of the same value are equal, and those of two values in practice are not. They are taken where the tensor
@@ -658,16 +574,6 @@ def _digest_of_parts(tensor: torch.Tensor) -> Digest:
     return tensor.dtype, tensor.shape, tensor.layout, _coalesced(tensor), tuple(map(digest_of, parts))
 
 
-def _digest_of_quantized(tensor: torch.Tensor) -> Digest:
-    scheme = tensor.qscheme()
-    if scheme is torch.per_tensor_affine:
-        scales: Digest = tensor.q_scale(), tensor.q_zero_point()
-    else:
-        channels = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
-        scales = *map(digest_of, channels), tensor.q_per_channel_axis()
-    return tensor.dtype, scheme, scales, digest_of(tensor.int_repr())
-
-
 def _digest_of_memory(tensor: torch.Tensor) -> Digest:
     if is_pinned(tensor):
         _await_copies()
@@ -684,7 +590,6 @@ def _digest_of_memory(tensor: torch.Tensor) -> Digest:
 _DIGESTS: dict[Any, Callable[[torch.Tensor], Digest]] = {
     _OfWrapper: _digest_of_wrapper,
     _OfSparse: _digest_of_parts,
-    _OfQuantized: _digest_of_quantized,
     _OfNested: lambda tensor: (tensor.dtype, "nested", tuple(map(digest_of, tensor.detach().unbind()))),
     _OfMeta: lambda tensor: (tensor.dtype, tensor.shape, tensor.layout, "meta"),
 }

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from instep._optim.values import held_in
+from instep._optim.values import address_of, held_in
 from instep._torch.versions import memory_of
 
 _Entries = Iterable[Mapping[str, Any] | None]
@@ -19,19 +19,13 @@ class StorageAddresses:
     def __init__(self, parameters: Sequence[torch.Tensor], entries: _Entries) -> None:
         gradients = [p.grad for p in parameters if p.grad is not None]
         self._in_state = _tensors_in(entries)
-        self._all = [(tensor, _place(tensor)) for tensor in (*parameters, *gradients, *self._in_state)]
+        self._all = [(tensor, address_of(tensor)) for tensor in (*parameters, *gradients, *self._in_state)]
 
     def were_left(self, entries: _Entries) -> bool:
         """Whether one of them lies elsewhere by now, or is in the entries no more."""
         now = set(map(id, _tensors_in(entries)))
-        return any(_place(t) != place for t, place in self._all) or any(id(t) not in now for t in self._in_state)
+        return any(address_of(t) != place for t, place in self._all) or any(id(t) not in now for t in self._in_state)
 
 
 def _tensors_in(entries: _Entries) -> list[torch.Tensor]:
     return [memory_of(t) for entry in entries if entry for t in held_in(dict(entry), (torch.Tensor,))]
-
-
-def _place(tensor: torch.Tensor) -> int:
-    memory = memory_of(tensor)
-    is_plain = type(memory) in (torch.Tensor, torch.nn.Parameter) and memory.layout is torch.strided
-    return memory.data_ptr() if is_plain else 0

@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from instep._optim.local_shard import LocalShard, shard_of_entry, whole_of_entry
 from instep._optim.stages import Stage, Update
-from instep._optim.values import reachable_values
+from instep._optim.values import reachable_values, storage_of
 from instep._torch.engine import is_captured, on_stream
-from instep._torch.versions import are_plain, is_pinned, memory_of, version_of
+from instep._torch.versions import is_pinned, version_of
 from instep.errors import UnsupportedOptimizerError, class_name
 
 # Copies between pinned host memory and one accelerator, on two streams of their own: in and out.
@@ -159,7 +159,7 @@ class DeviceEntries:
         Raises:
             UnsupportedOptimizerError: there is state that cannot live in host memory.
         """
-        self._memory = {_address(tensor) for tensor in (*beside, *self.used)}
+        self._memory = {storage_of(tensor) for tensor in (*beside, *self.used)}
         with torch.no_grad():
             return [self._back(entry, "") for entry in stepped]
 
@@ -207,12 +207,6 @@ class DeviceEntries:
             f"offload='host' keeps plain tensors of optimizer state in host memory, each with memory of its own, and "
             f"state[…][{key!r}] of {self._optimizer} {found}. Attach without offload"
         )
-
-
-def _address(tensor: torch.Tensor) -> int:
-    memory = memory_of(tensor)
-    has_one = are_plain([memory]) and memory.layout is torch.strided
-    return memory.untyped_storage().data_ptr() if has_one else 0
 
 
 def _is_alike(value: torch.Tensor, home: torch.Tensor) -> bool:

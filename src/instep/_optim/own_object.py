@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.contents import Contents, Restore, digest_of_value, put_in_order
+from instep._optim.contents import Contents, Restore, digest_of_value, put_dict
 from instep._optim.given_back import StorageAddresses
 from instep._optim.kinds import (
     NO_SETTINGS,
@@ -57,6 +57,7 @@ from instep._optim.values import (
     is_closed,
     is_immutable,
     reachable_values,
+    storage_of,
 )
 from instep._torch.held_signals import heard, held
 from instep._torch.versions import memory_of, versions_of
@@ -311,7 +312,7 @@ class _Holdings(Contents):
     """Copies values of an object that an update may change, to put them back.
 
     Args:
-        apart: addresses of memory that is put back by others, or by nobody: of parameters and their state.
+        apart: memory that is put back by others, or by nobody: that of parameters and their state.
 
     Attributes:
         large: tensors that were not copied.
@@ -324,7 +325,7 @@ class _Holdings(Contents):
 
     def of(self, value: Any) -> Restore:
         if isinstance(value, torch.Tensor):
-            if memory_of(value).layout is torch.strided and address_of(value) in self._apart:
+            if _memory(value) in self._apart:
                 return lambda: value  # put back, it would take the updates of other buckets with it
             if value.nbytes > MOST_BYTES:
                 self.large.append(value)
@@ -334,7 +335,8 @@ class _Holdings(Contents):
         elif isinstance(value, dict) and id(value) not in self._known:
             self.known(value)
             items = {key: self.of(item) for key, item in value.items() if not isinstance(key, torch.Tensor)}
-            self._known[id(value)] = partial(_put_items, value, items)
+            # What it has under parameters is taken for state of these.
+            self._known[id(value)] = partial(put_dict, value, items, (torch.Tensor,))
             return self._known[id(value)]
         elif isinstance(value, FunctionType):
             value = compiled_from(value)
@@ -354,16 +356,6 @@ def _is_closed(value: Any) -> bool:
 
 
 _INERT = (weakref.ref, BuiltinFunctionType, CodeType, Enum, re.Pattern)
-
-
-def _put_items(held: dict[Any, Any], items: dict[Any, Restore]) -> dict[Any, Any]:
-    """Put back a dict, without what it has under parameters: that is taken for state of these."""
-    for key, item in items.items():
-        held[key] = item()
-    for key in [key for key in held if key not in items and not isinstance(key, torch.Tensor)]:
-        del held[key]
-    put_in_order(held, items)
-    return held
 
 
 class _Place:
@@ -457,16 +449,16 @@ class _Place:
     def note(self, changed: Sequence[Any]) -> Any:
         """A bucket's update has ``changed`` these. Returns the first key that another bucket has left otherwise;
         ``ABSENT``: none."""
-        left = {key: fingerprint(self.mapping[key]) if key in self.mapping else ABSENT for key in changed}
-        if self._left is None:
-            holdings = _Holdings(self._apart)
-            self._left, self._taken_out = left, [key for key in changed if key not in self.mapping]
-            self._put_left = {key: self._kept(holdings, key) for key in changed if key in self.mapping}
-            return ABSENT
-        for key in self._left.keys() | left.keys():
-            if key not in left or key not in self._left or not alike(left[key], self._left[key]):
-                return key
+        left = self._looked_at(changed)
+        if self._left is not None:
+            return _first_other(left, self._left)
+        holdings = _Holdings(self._apart)
+        self._left, self._taken_out = left, [key for key in changed if key not in self.mapping]
+        self._put_left = {key: self._kept(holdings, key) for key in changed if key in self.mapping}
         return ABSENT
+
+    def _looked_at(self, changed: Iterable[Any]) -> dict[Any, Any]:
+        return {key: fingerprint(self.mapping[key]) if key in self.mapping else ABSENT for key in changed}
 
     def commit(self) -> None:
         """What buckets have left is what the step leaves. Without one, what is there stands."""
@@ -480,13 +472,13 @@ class _Place:
 
     def differs(self) -> Any:
         """The first key that is not as buckets have left it; ``ABSENT``: there is none, or no bucket was asked."""
-        if self._left is None:
-            return ABSENT
-        now = {key: fingerprint(self.mapping[key]) if key in self.mapping else ABSENT for key in self.changed()}
-        for key in self._left.keys() | now.keys():
-            if key not in now or key not in self._left or not alike(now[key], self._left[key]):
-                return key
-        return ABSENT
+        return ABSENT if self._left is None else _first_other(self._looked_at(self.changed()), self._left)
+
+
+def _first_other(now: Mapping[Any, Any], then: Mapping[Any, Any]) -> Any:
+    """The first key under which the two have not the same; ``ABSENT``: none."""
+    others = (k for k in then.keys() | now.keys() if k not in now or k not in then or not alike(now[k], then[k]))
+    return next(others, ABSENT)
 
 
 class Beside:
@@ -524,7 +516,7 @@ class Beside:
             ),
             _Place("state", optimizer.state, named, apart),
         ]
-        large = (tensor for place in (*self._groups, *self._others) for tensor in place.large)
+        large = (tensor for place in self._places for tensor in place.large)
         self.unseen = [*large, *_in_modules(optimizer, layout)]
         self._versions = versions_of(self.unseen)
 
@@ -534,24 +526,23 @@ class Beside:
         reached = reachable_values([read_by_update(optimizer)], optimizer)
         if (other := next((value for value in reached if isinstance(value, Optimizer)), None)) is not None:
             return f"it holds another optimizer ({type(other).__name__})"
-        found = (
-            (place.where, key, why) for place in (*self._groups, *self._others) for key, why in place.opaque.items()
-        )
+        found = ((place.where, key, why) for place in self._places for key, why in place.opaque.items())
         return next((f"its {where} {key!r} cannot be put back ({why})" for where, key, why in found), None)
+
+    @property
+    def _places(self) -> Sequence[_Place]:
+        return *self._groups, *self._others
 
     def note(self, members: Sequence[Members]) -> None:
         """A bucket was updated: what that has changed is noted, and taken back."""
         disagreement: str | None = None
-        for number, place in enumerate(self._groups):
+        for number, place in enumerate(self._places):
             changed = place.changed()
-            in_bucket = number < len(members) and bool(members[number].in_bucket)
-            if in_bucket and (key := place.note(changed)) is not ABSENT:
-                disagreement = disagreement or f"{place.where}[{key!r}]"
-            place.take_back(changed)
-        for place in self._others:
-            changed = place.changed()
-            if (key := place.note(changed)) is not ABSENT:
-                disagreement = disagreement or f"{place.where} {key!r}"
+            # A group of which the bucket has no parameter need not be left as others leave it.
+            is_group = number < len(self._groups)
+            is_asked = not is_group or (number < len(members) and bool(members[number].in_bucket))
+            if is_asked and (key := place.note(changed)) is not ABSENT:
+                disagreement = disagreement or place.where + (f"[{key!r}]" if is_group else f" {key!r}")
             place.take_back(changed)
         if self.wrote_unseen():
             raise writes_what_stays(self._name)
@@ -560,18 +551,18 @@ class Beside:
 
     def take_back(self) -> None:
         """The update has raised, or does not count."""
-        for place in (*self._groups, *self._others):
+        for place in self._places:
             place.take_back(place.changed())
         self.wrote_unseen()
 
     def digest(self) -> Any:
         """Of all that it holds, and of the attributes of its classes."""
-        places = [place.digest() for place in (*self._groups, *self._others)]
+        places = [place.digest() for place in self._places]
         return places, [getattr(owner, name, ABSENT) for owner, name, _ in self._shared]
 
     def put_all_back(self) -> None:
         """Also what is not looked into after each bucket (``look_deeper``)."""
-        for place in (*self._groups, *self._others):
+        for place in self._places:
             place.put_all_back()
         for owner, name, value in self._shared:
             if value is ABSENT:
@@ -596,13 +587,13 @@ class Beside:
 
     def differs(self) -> str | None:
         """What ``step()`` has left otherwise than buckets have, in words; ``None``: nothing."""
-        for place in (*self._groups, *self._others):
+        for place in self._places:
             if (key := place.differs()) is not ABSENT:
                 return f"{place.where} {key!r}"
         return None
 
     def commit(self) -> None:
-        for place in (*self._groups, *self._others):
+        for place in self._places:
             place.commit()
 
     def forget(self) -> None:
@@ -619,39 +610,36 @@ def _but(values: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
 
 
 def _memory_of_parameters(optimizer: Optimizer) -> frozenset[int]:
-    """The addresses of the memory of parameters and of all tensors in their state."""
+    """The memory of parameters and of all tensors in their state."""
     tensors = [*parameters_of(optimizer)]
     for parameter in parameters_of(optimizer):
         tensors += held_in(dict(optimizer.state.get(parameter) or {}), (torch.Tensor,))
-    return frozenset(address_of(t) for t in tensors if memory_of(t).layout is torch.strided)
+    return frozenset(map(_memory, tensors))
 
 
-def address_of(tensor: torch.Tensor) -> int:
-    """Of its memory: all views of it have the same."""
-    memory = memory_of(tensor)
-    return memory.untyped_storage().data_ptr() if type(memory) in _PLAIN and not memory.is_meta else 0
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+def _memory(tensor: torch.Tensor) -> int:
+    """Which memory it has, where torch tells; else which tensor it is."""
+    return storage_of(tensor) or -id(tensor)
 
 
 def _in_modules(optimizer: Optimizer, layout: GroupLayout) -> Iterator[torch.Tensor]:
     """The parameters and buffers of modules that its attributes reach, without its own parameters. They may be large,
     and are not copied."""
-    owners = [read_by_update(optimizer), beside_parameters(optimizer.state)]
-    for value in reachable_values(owners, optimizer):
-        if isinstance(value, torch.nn.Module):
-            for tensor in chain(value.parameters(), value.buffers()):
-                if not layout.holds(tensor) and not tensor.is_inference():
-                    yield tensor
+    for module in _modules_of(optimizer):
+        for tensor in chain(module.parameters(), module.buffers()):
+            if not layout.holds(tensor) and not tensor.is_inference():
+                yield tensor
 
 
 def tables_in(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
     """By which the modules that its attributes reach know their parameters and buffers."""
-    for value in reachable_values([read_by_update(optimizer)], optimizer):
-        if isinstance(value, torch.nn.Module):
-            for module in value.modules():
-                yield from (module._parameters, module._buffers)
+    for module in chain.from_iterable(module.modules() for module in _modules_of(optimizer)):
+        yield from (module._parameters, module._buffers)
+
+
+def _modules_of(optimizer: Optimizer) -> Iterator[torch.nn.Module]:
+    reached = reachable_values([read_by_update(optimizer), beside_parameters(optimizer.state)], optimizer)
+    return (value for value in reached if isinstance(value, torch.nn.Module))
 
 
 def _values_elsewhere(optimizer: Optimizer) -> Iterator[tuple[Any, str, Any]]:

@@ -6,10 +6,10 @@ import reprlib
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -145,7 +145,7 @@ class _Values:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor  # held, so that no other one can have its address
         self._version = version_of(tensor)
-        self._address = _address(tensor)
+        self._address = address_of(tensor)
         self._copy = tensor.detach().clone() if _can_be_read(tensor) else None
 
     def like(self, other: "_Values") -> bool:
@@ -156,33 +156,27 @@ class _Values:
         return torch.equal(self._tensor, other._tensor)
 
 
-class _Itself:
+class _Itself(NamedTuple):
     """Something that is not looked into."""
 
-    __slots__ = ("_value",)
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
+    value: Any
 
     def like(self, other: "_Itself") -> bool:
-        return self._value is other._value
+        return self.value is other.value
 
 
-class _Held:
+class _Held(NamedTuple):
     """What a list, a dict or an object holds."""
 
-    __slots__ = ("_items", "_kind")
-
-    def __init__(self, kind: type, items: Mapping[Any, Any]) -> None:
-        self._kind = kind
-        self._items = items
+    kind: type
+    items: Mapping[Any, Any]
 
     def like(self, other: "_Held") -> bool:
-        mine, others = self._items, other._items
+        mine, others = self.items, other.items
         return (
-            self._kind is other._kind
+            self.kind is other.kind
             and mine.keys() == others.keys()
-            and (not issubclass(self._kind, dict) or list(mine) == list(others))
+            and (not issubclass(self.kind, dict) or list(mine) == list(others))
             and all(alike(value, others[key]) for key, value in mine.items())
         )
 
@@ -282,9 +276,9 @@ def same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are equal, and NaN where the other one is. For what was computed twice: which payload a NaN
     gets is up to the kernel, and a loop that diverges must diverge the same way."""
     if is_wrapper(a) or is_wrapper(b):
-        return type(a) is type(b) and _same_inner(a, b)
+        return type(a) is type(b) and same(inner_of(a), inner_of(b))
     if a.is_nested or b.is_nested:
-        return a.is_nested and b.is_nested and _all_same(a.unbind(), b.unbind())
+        return a.is_nested and b.is_nested and same(list(a.unbind()), list(b.unbind()))
     if a.dtype != b.dtype or a.shape != b.shape or a.device != b.device:
         return False
     if a.layout is not torch.strided and a.layout is b.layout:
@@ -293,15 +287,6 @@ def same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
         return True
     can_be_nan = a.is_floating_point() or a.is_complex()
     return can_be_nan and bool(torch.all((a == b) | ((a != a) & (b != b))))
-
-
-def _same_inner(a: torch.Tensor, b: torch.Tensor) -> bool:
-    first, second = inner_of(a), inner_of(b)
-    return first.keys() == second.keys() and _all_same(list(first.values()), list(second.values()))
-
-
-def _all_same(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
-    return len(first) == len(second) and all(map(same_numbers, first, second))
 
 
 def same(a: Any, b: Any, *, others: bool = False) -> bool:
@@ -408,8 +393,15 @@ def waits_for_host(value: Any) -> bool:
     return not _can_be_read(value) and not is_pinned(value)
 
 
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.data_ptr() if type(tensor) is torch.Tensor and tensor.layout is torch.strided else 0
+def address_of(tensor: torch.Tensor) -> int:
+    """Where its values begin; 0: torch does not tell."""
+    memory = memory_of(tensor)
+    return memory.data_ptr() if type(memory) in _TENSORS and memory.layout is torch.strided else 0
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Where its memory begins, which all views of it share; 0: torch does not tell."""
+    return memory_of(tensor).untyped_storage().data_ptr() if address_of(tensor) else 0
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
