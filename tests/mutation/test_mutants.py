@@ -1048,7 +1048,7 @@ MUTANTS = [
     Mutant(
         "forget what the update wrote into its groups",
         "Beside.commit",
-        "(*self._groups, *self._others)",
+        "self._places",
         "self._others",
         PARITY,
     ),
@@ -4641,8 +4641,8 @@ MUTANTS = [
     Mutant(
         "own object: buckets may leave other values",
         "_Place.note",
-        "if key not in left or key not in self._left or not alike(left[key], self._left[key]):",
-        "if False:",
+        "return _first_other(left, self._left)",
+        "return ABSENT",
         JUDGED_MORE,
         "leave_other_attributes",
     ),
@@ -4889,10 +4889,48 @@ MUTANTS = [
     Mutant(
         "judge: parameters that a part reaches and writes are not looked at",
         "PartsOfUpdate._take_part",
-        "if self.reason is None and self._written([t for t in self._reached if id(t) not in mine]):",
+        "if self._reached is not None and self._reached.put_back(tensors):",
         "if False:",
-        JUDGED_MORE,
-        "through_an_attribute",
+        "tests/parity/test_judged_far.py",
+        "writes_of_others",
+    ),
+    *(
+        Mutant(
+            f"judge: {what} that a part reaches and writes is not looked at",
+            place,
+            before,
+            after,
+            "tests/parity/test_judged_far.py",
+            "writes_of_others",
+        )
+        for what, place, before, after in (
+            ("a gradient", "_Reached._look_at", "None if tensor.grad is None else digest_of(tensor.grad)", "None"),
+            ("state", "_Reached.put_back", " or then[1] is not None", ""),
+        )
+    ),
+    Mutant(
+        "judge: state that a part makes for others is written",
+        "_Reached.put_back",
+        " or then[1] is not None",
+        " or True",
+        "tests/parity/test_judged_far.py",
+        "makes_for_all",
+    ),
+    Mutant(
+        "judge: what is kept by parameter is kept for each part anew",
+        "BeforeUpdate.__init__",
+        "every if gradients else None",
+        "None",
+        "tests/parity/test_judged_far.py",
+        "kept_once",
+    ),
+    Mutant(
+        "judge: what is reached is kept for each part anew",
+        "PartsOfUpdate._take_part",
+        "kept = BeforeUpdate(optimizer, tensors)",
+        "kept = BeforeUpdate(optimizer, [*tensors, *reached_by(optimizer)])",
+        "tests/parity/test_judged_far.py",
+        "kept_once",
     ),
     Mutant(
         "judge: what cannot be put back is not told",
@@ -4984,9 +5022,9 @@ MUTANTS = [
     ),
     Mutant(
         "judge: what a part reads of other parameters is not asked",
-        "PartsOfUpdate._look_at_reads",
-        "                tensor.add_(1)\n",
-        "                pass\n",
+        "_Reached.change",
+        "memory_of(tensor).add_(1)",
+        "pass",
         "tests/parity/test_judged_far.py",
         "parameters_that_it_reads",
     ),
@@ -5048,8 +5086,8 @@ MUTANTS = [
     ),
     Mutant(
         "contents: a mapping is put back by its own update()",
-        "_put_items",
-        "        held[key] = item()\n",
+        "put_dict",
+        "        held[key] = item()  # not by update(), which a Counter's adds to\n",
         "        held.update({key: item()})\n",
         "tests/parity/test_judged_far.py",
         "a_counter",

@@ -337,7 +337,7 @@ MUTANTS = [
     _mutant(
         "memory that is given back: not where a tensor is resized, or has other data",
         "StorageAddresses.were_left",
-        "any(_place(t) != place for t, place in self._all) or ",
+        "any(address_of(t) != place for t, place in self._all) or ",
         "",
         GIVEN_BACK,
         "resized",

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import instep
+from instep._optim import contents
 from instep.errors import UnsupportedOptimizerError
 from tests.judged import own_steps_are_judged
 
@@ -524,7 +525,7 @@ def reads_by_closure(model: nn.Module) -> Any:
     class Reads(Plain):
         @torch.no_grad()
         def step(self, closure: Any = None) -> Any:
-            for p in model.parameters():
+            for p in (p for group in self.param_groups for p in group["params"]):
                 if p.grad is not None:
                     p.grad.div_(1 + next(model.parameters()).square().mean())
             super().step()
@@ -537,3 +538,119 @@ def reads_by_closure(model: nn.Module) -> Any:
 def test_parameters_that_it_reads(make: Callable[[nn.Module], Any], way: str) -> None:
     plan = require_same(make, way)
     assert ("reads parameters that it was not given" in str(plan.judged)) == (way != "default")
+
+
+# Parameters that it writes, or keeps something of, and is not given.
+
+
+class RefersToAll(Plain):
+    def made(self) -> None:
+        self.every = [p for group in self.param_groups for p in group["params"]]
+        self.moments: dict[Any, torch.Tensor] = {}
+
+
+class ClipsAll(RefersToAll):
+    def count(self) -> float:
+        torch.nn.utils.clip_grad_norm_(self.every, 1e-3)
+        return 0.0
+
+
+class MomentsOfAll(RefersToAll):
+    """In an attribute, by parameter."""
+
+    def count(self) -> float:
+        for p in self.every:
+            if p.grad is not None:
+                self.moments.setdefault(p, torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+        return 0.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.count()
+        for p in self.with_gradient():
+            p.sub_(self.moments[p], alpha=0.05)
+
+
+class StateOfAll(RefersToAll):
+    def count(self) -> float:
+        for p in self.every:
+            if p.grad is not None:
+                state = self.state[p]
+                state["m"] = state.get("m", 0) * 0.9 + p.grad
+        return 0.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.count()
+        for p in self.with_gradient():
+            p.sub_(self.state[p]["m"], alpha=0.05)
+
+
+class WeightsOfAll(RefersToAll):
+    """Through ``.data``, which counts no write."""
+
+    def count(self) -> float:
+        for p in self.every:
+            p.data.mul_(0.999)
+        return 0.0
+
+
+@each_way
+@pytest.mark.parametrize("kind", [ClipsAll, MomentsOfAll, StateOfAll, WeightsOfAll])
+def test_what_it_writes_of_others(kind: type[RefersToAll], way: str) -> None:
+    plan = require_same(
+        lambda model: kind(model.parameters()),
+        way,
+        lambda o: ([value.tolist() for value in o.moments.values()], [e["m"].tolist() for e in o.state.values()]),
+    )
+    # In one bucket all state is made together. Each part began without it, as the whole does.
+    is_whole = kind is StateOfAll and way == "undo"
+    assert ("left to optimizer.step()" in str(plan.judged)) == (way != "default" and not is_whole)
+
+
+class MakesStateOfAll(RefersToAll):
+    """In its first step, which couples nothing."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in self.every:
+            if not self.state[p]:
+                self.state[p]["m"] = torch.zeros_like(p)
+        for p in self.with_gradient():
+            p.sub_(self.state[p]["m"].mul_(0.9).add_(p.grad), alpha=0.05)
+
+
+@each_way
+def test_state_that_it_makes_for_all(way: str) -> None:
+    plan = require_same(
+        lambda model: MakesStateOfAll(model.parameters()), way, lambda o: [e["m"].tolist() for e in o.state.values()]
+    )
+    assert not plan.judged
+
+
+def copies_of(count: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many tensors are copied while an optimizer that refers to all of ``count`` layers is judged."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
+    optimizer, copied = MakesStateOfAll(model.parameters()), 0
+    optimizer.moments = {p: torch.zeros(3) for p in model.parameters()}
+    of_dense = contents._of_dense
+
+    def counted(*args: Any) -> Any:
+        nonlocal copied
+        copied += 1
+        return of_dense(*args)
+
+    with monkeypatch.context() as patched, own_steps_are_judged():
+        patched.setattr(contents, "_of_dense", counted)
+        with instep.attach(model, optimizer, **WAYS["backward"]):
+            for _ in range(2):
+                model(torch.ones(2)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return copied
+
+
+def test_what_it_refers_to_is_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = copies_of(4, monkeypatch), copies_of(16, monkeypatch)
+    assert 0 < many <= 4 * few

@@ -136,7 +136,7 @@ class _OfMemory:
     __slots__ = ("_alias", "_copy")
 
     def __init__(self, tensor: torch.Tensor, host: bool, *, dense: bool = False) -> None:
-        if is_pinned(tensor):
+        if tensor.is_pinned() if dense else is_pinned(tensor):
             _await_copies()
         self._alias = tensor.detach()  # has the place in memory, and keeps it, whatever the tensor is made to refer to
         bits = self._alias if dense else _each_once(_bits_of(self._alias))

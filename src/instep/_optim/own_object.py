@@ -31,7 +31,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.contents import Contents, Restore, digest_of_value, put_dict
-from instep._optim.given_back import StorageAddresses
+from instep._optim.guards import Entry
 from instep._optim.kinds import (
     NO_SETTINGS,
     OF_SCHEDULERS,
@@ -49,6 +49,7 @@ from instep._optim.stages import Update
 from instep._optim.values import (
     ABSENT,
     PER_PARAMETER,
+    address_of,
     alike,
     attributes_of,
     compiled_from,
@@ -194,7 +195,8 @@ class OwnObject:
     def _step(self, optimizer: Optimizer, members: Sequence[Members], tensors: Sequence[Any], call: CallUpdate) -> None:
         draws, groups, state = self._draws, Groups(optimizer), optimizer.state
         entries = dict(state)
-        others = [p for p in self._reached if not any(map(partial(is_, p), tensors))] if self._reached else []
+        mine = set(map(id, tensors))
+        others = [p for p in self._reached if id(p) not in mine]
         versions = versions_of(others)
         if draws is not None:
             draws.begin()
@@ -218,7 +220,6 @@ class OwnObject:
             raise writes_others(self._name)
         if optimizer.state is not state or len(state) < len(entries):
             optimizer.state = state
-            mine = set(map(id, tensors))
             lost = {key: entry for key, entry in entries.items() if id(key) not in mine and key not in state}
             state.update(lost)
             if lost:
@@ -683,6 +684,29 @@ def reached_by(optimizer: Optimizer) -> list[torch.Tensor]:
     groups = (_settings(group) for group in optimizer.param_groups)
     owners = [read_by_update(optimizer), beside_parameters(optimizer.state), *_of_functions(optimizer), *groups]
     return [value for value in reachable_values(owners, optimizer) if id(value) in mine]
+
+
+# Memory of an accelerator that an update gives back, while the side stream still reads it.
+
+
+class StorageAddresses:
+    """Where some parameters lie, their gradients, and all tensors in their entries of the optimizer's state. They tell
+    whether an update has given memory of an accelerator back: it is the next tensor's at once, and the side stream may
+    still be reading it."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], entries: Iterable[Entry]) -> None:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        self._in_state = _tensors_in(entries)
+        self._all = [(tensor, address_of(tensor)) for tensor in (*parameters, *gradients, *self._in_state)]
+
+    def were_left(self, entries: Iterable[Entry]) -> bool:
+        """Whether one of them lies elsewhere by now, or is in the entries no more."""
+        now = set(map(id, _tensors_in(entries)))
+        return any(address_of(t) != place for t, place in self._all) or any(id(t) not in now for t in self._in_state)
+
+
+def _tensors_in(entries: Iterable[Entry]) -> list[torch.Tensor]:
+    return [memory_of(t) for entry in entries if entry for t in held_in(dict(entry), (torch.Tensor,))]
 
 
 def depends_on_buckets(optimizer: str, what: str) -> UnsupportedOptimizerError:

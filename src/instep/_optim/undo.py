@@ -128,24 +128,32 @@ class KeptByParameter:
 
     Args:
         optimizer: a foreign one.
+        only: what belongs to these alone is copied.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, only: Iterable[torch.Tensor] | None = None) -> None:
         self._optimizer = weakref.ref(optimizer)
-        contents = Contents(host=False)
+        contents, some = Contents(host=False), None if only is None else set(map(id, only))
         self._kept = [
-            (mapping, {key: contents.of(value) for key, value in mapping.items() if isinstance(key, torch.Tensor)})
+            (
+                mapping,
+                {
+                    key: contents.of(value) if some is None or id(key) in some else None
+                    for key, value in mapping.items()
+                    if isinstance(key, torch.Tensor)
+                },
+            )
             for mapping in self._mappings()
         ]
 
     def restore(self) -> None:
-        """Put it back, and take out what was added."""
+        """Put it back, and take out what was added, for whichever parameter."""
         before = {id(mapping): kept for mapping, kept in self._kept}
         for mapping in self._mappings():
             kept = before.get(id(mapping), {})
             for key in [key for key in mapping if isinstance(key, torch.Tensor) and key not in kept]:
                 del mapping[key]
-            mapping.update((key, put()) for key, put in kept.items())
+            mapping.update((key, put()) for key, put in kept.items() if put is not None)
 
     def _mappings(self) -> list[MutableMapping[Any, Any]]:
         optimizer = self._optimizer()
@@ -156,11 +164,11 @@ class KeptByParameter:
 
 class BeforeUpdate:
     """What an update of a foreign optimizer may write, as it is now: these parameters with their state, what it keeps
-    of parameters elsewhere, and the gradients.
+    of them elsewhere, and the gradients.
 
     Args:
-        tensors: the parameters that it is given, and all others that it may reach.
-        gradients: whether it finds any.
+        tensors: the parameters.
+        gradients: whether it finds any. Without one it may write what it keeps of others, too.
 
     Raises:
         TypeError: one could not be put back.
@@ -169,7 +177,7 @@ class BeforeUpdate:
     def __init__(self, optimizer: Optimizer, tensors: Iterable[torch.Tensor], *, gradients: bool = True) -> None:
         every = {id(tensor): tensor for tensor in tensors}.values()
         self._saved = [SavedParameter(tensor, optimizer, host=False) for tensor in every]
-        self._others = KeptByParameter(optimizer)
+        self._others = KeptByParameter(optimizer, every if gradients else None)
         found = [(t, t.grad) for t in every] if gradients else []
         self._gradients = [(t, grad, None if grad is None else copy_of(grad, False)) for t, grad in found]
 

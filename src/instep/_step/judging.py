@@ -37,7 +37,7 @@ from instep._optim.parameters import AttachedParameter, AttachedParameters, call
 from instep._optim.random_numbers import Generators
 from instep._optim.shadow import parameters_of
 from instep._optim.stepper import Stepper
-from instep._optim.undo import BeforeUpdate
+from instep._optim.undo import BeforeUpdate, KeptByParameter
 from instep._optim.values import values_differ
 from instep._step.state import gradient_of
 from instep._torch.engine import listen
@@ -54,6 +54,8 @@ EVERY = 50
 
 _Digest = tuple[Any, Any]
 _IN_SHORT = 160
+_WRITES_REACHED = "its step() writes parameters that its groups do not hold, or their gradients"
+_READS_REACHED = "its step() reads parameters that it was not given, to which its attributes or methods refer"
 _HOOKS = "step hooks are registered for all optimizers: where it calls super().step(), they would run once per part"
 
 
@@ -66,6 +68,39 @@ class _Compiles:
 
     def before_compile(self) -> None:
         self.any = True
+
+
+class _Reached:
+    """The parameters to which an optimizer refers otherwise than by the groups of a part, kept once for all parts: it
+    may refer to all that it has."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self.tensors = reached_by(optimizer)
+        self._kept = {id(t): (BeforeUpdate(optimizer, [t]), self._look_at(t)) for t in self.tensors}
+
+    def _look_at(self, tensor: torch.Tensor) -> Any:
+        return *_digest(self._optimizer, tensor), None if tensor.grad is None else digest_of(tensor.grad)
+
+    def put_back(self, among: Iterable[torch.Tensor]) -> bool:
+        """Whether one of ``among`` was written, its state or its gradient."""
+        written = False
+        for tensor in among:
+            if id(tensor) in self._kept:
+                kept, then = self._kept[id(tensor)]
+                now = self._look_at(tensor)
+                if now == then:
+                    continue
+                kept.put_back()
+                # An entry that was none: some make the state of all in the first step.
+                written |= now[::2] != then[::2] or then[1] is not None
+        return written
+
+    def change(self, among: Iterable[torch.Tensor]) -> None:
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for tensor in among:
+                if id(tensor) in self._kept:
+                    memory_of(tensor).add_(1)
 
 
 class PartsOfUpdate:
@@ -88,9 +123,10 @@ class PartsOfUpdate:
         self._digests: dict[AttachedParameter, _Digest] = {}
         self._before: dict[int, Any] = {}
         self._is_foreign = stepper.is_foreign
-        self._reached = reached_by(self._optimizer) if self._is_foreign else []
+        self._reached: _Reached | None = None
         self._unseen: list[tuple[torch.Tensor, Kept]] = []  # averages in a module, say: copied once, not for each part
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of parameters and buffers, in modules
+        self._by_parameter: KeptByParameter | None = None
         self._held: Any = None  # a digest of what the optimizer holds beside
         self._beside: Beside | None = None
 
@@ -125,6 +161,8 @@ class PartsOfUpdate:
                     self._meet_compiler(is_warm)
                 if self.reason is not None or not self.counts:
                     break
+            if twice and self.reason is None and self.counts:
+                self._look_at_reads()
             if in_pairs and self.reason is None and self.counts:
                 self._compare_pairs()
         finally:
@@ -145,6 +183,8 @@ class PartsOfUpdate:
         try:
             self._unseen = [(tensor, copy_of(tensor, host=False)) for tensor in tensors.values()]
             self._tables = [(table, dict(table)) for table in tables_in(self._optimizer)]
+            self._by_parameter = KeptByParameter(self._optimizer)
+            self._reached = _Reached(self._optimizer) if self._is_foreign else None
             self._held = self._own.beside.digest()
         except (TypeError, RecursionError) as error:
             self.reason = f"what it refers to could not be put back ({in_short(error)})"
@@ -161,8 +201,12 @@ class PartsOfUpdate:
             if not is_back(tensor, kept):
                 restore(tensor, kept)
                 self.reason = self.reason or WRITES_UNSEEN
+        if self._reached is not None and self._reached.put_back(self._reached.tensors):
+            self.reason = self.reason or _WRITES_REACHED
         if self._held is not None and self._own.beside.digest() != self._held:
             self._own.beside.put_all_back()
+            if self._by_parameter is not None:
+                self._by_parameter.restore()
             self.reason = self.reason or "its step() changes what instep does not look into for each bucket"
             if self._own.beside.digest() != self._held:
                 raise self._moved_on("what its attributes hold")
@@ -177,18 +221,16 @@ class PartsOfUpdate:
 
     def _take_part(self, part: AttachedParameters, *, twice: bool) -> None:
         optimizer, tensors = self._optimizer, part.tensors()
-        kept = BeforeUpdate(optimizer, [*tensors, *self._reached])
+        if self._reached is not None and self._reached.put_back(tensors):
+            self.reason = _WRITES_REACHED
+            return
+        kept = BeforeUpdate(optimizer, tensors)
         try:
             returned = self._step(part)
-            mine = set(map(id, tensors))
-            if self.reason is None and self._written([t for t in self._reached if id(t) not in mine]):
-                self.reason = "its step() writes parameters, too, that its groups do not hold: it keeps them elsewhere"
             digests = [_digest(optimizer, tensor) for tensor in tensors]
             kept.put_back()
             if self.reason is None and twice:
-                self._require_same_again(part, digests)
-                kept.put_back()
-                self._look_at_reads(part, digests)
+                self._require_same_again(part, digests, kept)
                 kept.put_back()
             if self.reason is None and self._is_foreign:
                 self._step_without_gradient(part, returned)
@@ -217,28 +259,38 @@ class PartsOfUpdate:
                 self.reason = "it draws random numbers in step()"
         return returned
 
-    def _require_same_again(self, part: AttachedParameters, digests: Sequence[_Digest]) -> None:
+    def _require_same_again(self, part: AttachedParameters, digests: Sequence[_Digest], kept: BeforeUpdate) -> None:
         self._step(part)
         again = [_digest(self._optimizer, tensor) for tensor in part.tensors()]
         if again != digests:
+            kept.put_back()
             self._put_beside_back()  # what the second has read
         if self.reason is None and again != digests:
             name = next(a.spec.name for a, one, two in zip(part, digests, again, strict=True) if one != two)
             raise self._moved_on(repr(name))
 
-    def _look_at_reads(self, part: AttachedParameters, digests: Sequence[_Digest]) -> None:
-        """Other parameters to which it refers are put back with this part: they may be changed meanwhile. In backward
-        some of them are stepped before it, and in the whole update after it."""
-        mine = set(map(id, part.tensors()))
-        others = [memory_of(tensor) for tensor in self._reached if id(tensor) not in mine]
-        if self.reason is not None or not others:
+    def _look_at_reads(self) -> None:
+        """In backward some of the parameters to which it refers are stepped before a part, and in the whole update
+        after it: a part comes out as it did while all others are changed."""
+        reached = self._reached
+        if reached is None or not reached.tensors:
             return
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for tensor in others:
-                tensor.add_(1)
-        self._step(part, notes=False)
-        if self.reason is None and [_digest(self._optimizer, tensor) for tensor in part.tensors()] != digests:
-            self.reason = "its step() reads parameters that it was not given, to which its attributes or methods refer"
+        try:
+            reached.change(reached.tensors)
+            for part in self._parts if self.reason is None else ():
+                tensors = part.tensors()
+                reached.put_back(tensors)
+                kept = BeforeUpdate(self._optimizer, tensors)
+                try:
+                    self._step(part, notes=False)
+                    found = [_digest(self._optimizer, tensor) for tensor in tensors]
+                finally:
+                    kept.put_back()
+                if self.reason is None and found != [self._digests[attached] for attached in part]:
+                    self.reason = _READS_REACHED
+                reached.change(tensors)
+        finally:
+            reached.put_back(reached.tensors)
 
     def _moved_on(self, what: str) -> UnsupportedOptimizerError:
         return UnsupportedOptimizerError(
@@ -274,7 +326,7 @@ class PartsOfUpdate:
         """Nobody takes the step as a whole: the first of two that are stepped together comes out as by itself. Where
         updates draw by the key of the first, only that one does."""
         for one, other in zip(self._parts, self._parts[1:], strict=False):
-            kept = BeforeUpdate(self._optimizer, [*one.tensors(), *other.tensors(), *self._reached])
+            kept = BeforeUpdate(self._optimizer, [*one.tensors(), *other.tensors()])
             try:
                 self._step(AttachedParameters((*one, *other)), notes=False)
                 found = [_digest(self._optimizer, tensor) for tensor in one.tensors()]
