@@ -23,9 +23,9 @@ from measure import SETTLED, batches, loss_of, processor_times, ratio, require_e
 from torch import nn
 
 import instep
-from instep.demo.job import Shape
-from instep.demo.loops import ByteGPT
-from instep.planning.rehearse import LiveBytes
+from instep_tools.demo.job import Shape
+from instep_tools.demo.loops import ByteGPT
+from instep_tools.planning.rehearse import LiveBytes
 
 JOBS = {"never clips": 1e6, "every step clips": 1e-3}
 """The bound of the norm."""

@@ -29,12 +29,12 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from instep.demo.job import Shape
-from instep.demo.loops import wait
-from instep.environment import report
-from instep.selftest.features import muon
-from instep.selftest.gains import Job, Kind, TimedLoop, extra_bytes, measure_group
-from instep.selftest.run import name_of
+from instep_tools.demo.job import Shape
+from instep_tools.demo.loops import wait
+from instep_tools.environment import report
+from instep_tools.selftest.features import muon
+from instep_tools.selftest.gains import Job, Kind, TimedLoop, extra_bytes, measure_group
+from instep_tools.selftest.run import name_of
 
 LIMIT = 480
 """Seconds of a part that is a command of its own."""

@@ -27,10 +27,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from instep.demo.job import Shape
-from instep.demo.loops import ByteGPT
-from instep.planning.rehearse import LiveBytes
-from instep.verification import first_difference, training_state
+from instep_tools.demo.job import Shape
+from instep_tools.demo.loops import ByteGPT
+from instep_tools.planning.rehearse import LiveBytes
+from instep_tools.verification import first_difference, training_state
 
 MIB = 1 << 20
 RANKS = 2

@@ -35,8 +35,8 @@ from one_device import OPTIONS, Model
 from torch import nn
 
 from instep._optim.parameters import MIB
-from instep.planning.job import Job, Rates
-from instep.planning.plan import plan
+from instep_tools.planning.job import Job, Rates
+from instep_tools.planning.plan import plan
 
 PLANNED = "INSTEP_BENCHMARK_PLANNED"
 """The environment's name for the model, and its dtype, that ``instep plan`` is to make."""

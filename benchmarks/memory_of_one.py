@@ -22,7 +22,7 @@ from memory_ways import PARTS, SETTINGS, models
 from one_device import Model, Plain
 from torch import nn
 
-from instep.planning.rehearse import LiveBytes, inside
+from instep_tools.planning.rehearse import LiveBytes, inside
 
 STEPS = 3
 Found = dict[str, Any]

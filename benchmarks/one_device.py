@@ -29,11 +29,11 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 import instep
 from instep._optim.parameters import MIB, ParameterSpec, fill_buckets
-from instep.demo.job import CONTEXT, Shape
-from instep.demo.loops import ByteGPT
 from instep.functional import apply_optimizer_in_backward
 from instep.options import DEFAULT_BUCKET_BYTES
-from instep.planning.rehearse import LiveBytes
+from instep_tools.demo.job import CONTEXT, Shape
+from instep_tools.demo.loops import ByteGPT
+from instep_tools.planning.rehearse import LiveBytes
 
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
 PLAIN = "plain, fused"

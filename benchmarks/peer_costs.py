@@ -8,8 +8,8 @@ from measure import ratio
 from one_device import PEERS, PLAIN, SIZES, Model, Plain, gpt, processor_times
 
 from instep._optim.parameters import MIB
-from instep.demo.job import Shape
-from instep.planning.rehearse import LiveBytes
+from instep_tools.demo.job import Shape
+from instep_tools.planning.rehearse import LiveBytes
 
 ROWS = {
     PLAIN: "plain, `AdamW(fused=True)`",

@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep._wiring import build as connect
-from instep.demo.job import CONTEXT, Shape
-from instep.demo.loops import ByteGPT
+from instep_tools.demo.job import CONTEXT, Shape
+from instep_tools.demo.loops import ByteGPT
 
 ROWS = 2
 BACKWARD = {"schedule": "backward"}

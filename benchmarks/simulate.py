@@ -1,9 +1,9 @@
-"""What would instep hide on other machines? The model in ``instep.planning.simulate``, against times, and at scale.
+"""What would instep hide on other machines? ``instep_tools.planning.simulate`` against times, and at scale.
 
     python benchmarks/simulate.py --measured two_ranks.json          # from: two_ranks.py --json two_ranks.json
     python benchmarks/simulate.py --picture simulate.svg             # 8 to 4096 GPUs, 1 to 400 Gbit/s, 0.1 to 70 B
     python benchmarks/simulate.py --ranks 64 --gbits 100 --tokens 512
-    python benchmarks/simulate.py --pipelines                        # the model in ``instep.planning.pipelines``
+    python benchmarks/simulate.py --pipelines                        # the model in ``instep_tools.planning.pipelines``
 
 Against times: the model is told how long forward, backward, step, the CPU work of gloo and the link take by themselves,
 and says how long each variant takes together. The error is its time to the measured one.
@@ -32,8 +32,8 @@ from typing import Any, get_args
 
 import bars
 
-from instep.planning.pipelines import WAYS, Action, Kind, Pipeline, Stage, Steady, WayName, steady
-from instep.planning.simulate import SCHEDULES, Host, Link, ScheduleName, Work, bound, iteration_seconds
+from instep_tools.planning.pipelines import WAYS, Action, Kind, Pipeline, Stage, Steady, WayName, steady
+from instep_tools.planning.simulate import SCHEDULES, Host, Link, ScheduleName, Work, bound, iteration_seconds
 
 NAMES: dict[ScheduleName, str] = {schedule: schedule for schedule in SCHEDULES} | {"plain": "plain DDP"}
 """What ``two_ranks.py`` calls them."""

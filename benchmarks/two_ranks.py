@@ -44,8 +44,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep._optim.parameters import MIB
-from instep.demo.job import Shape
-from instep.demo.loops import ByteGPT
+from instep_tools.demo.job import Shape
+from instep_tools.demo.loops import ByteGPT
 
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
 PLAIN, BOUND = "plain DDP", "no optimizer"

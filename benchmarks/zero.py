@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import _muon
 
 import instep
-from instep.demo.job import CONTEXT, Shape
-from instep.demo.loops import ByteGPT
+from instep_tools.demo.job import CONTEXT, Shape
+from instep_tools.demo.loops import ByteGPT
 
 MIB = 1 << 20
 ROWS = 2

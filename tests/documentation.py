@@ -455,7 +455,7 @@ def _click(load: Callable[[], Any]) -> Callable[[list[str], str], None]:
 def _instep() -> Any:
     import typer
 
-    return typer.main.get_command(import_module("instep.cli").app)
+    return typer.main.get_command(import_module("instep_tools.cli").app)
 
 
 def _pytest(arguments: list[str], markers: str) -> None:

@@ -63,7 +63,7 @@ def test_an_installed_wheel_is_whole(release: Path, tmp_path: Path) -> None:
     )
     path = {"PYTHONPATH": str(tmp_path / "site"), "COLUMNS": "120"}
     assert run(sys.executable, "-m", "instep", "env", cwd=tmp_path, **path).split()[:2] == ["instep:", "9.8.7"]
-    said = run(sys.executable, "-c", "import instep.report.page as page; print(page.__file__)", cwd=tmp_path, **path)
+    said = run(sys.executable, "-c", "from instep_tools.report import page; print(page.__file__)", cwd=tmp_path, **path)
     assert Path(said.strip()).is_relative_to(tmp_path)
 
 

@@ -29,38 +29,38 @@ if TYPE_CHECKING:
     from instep.functional import register_overlapped as register_overlapped
     from instep.replication import replicate as replicate
     from instep.sources.replicate.source import Replicated as Replicated
-    from instep.verification import Verification as Verification
-    from instep.verification import verify as verify
+    from instep_tools.verification import Verification as Verification
+    from instep_tools.verification import verify as verify
 
 _ROOMS = {
-    "ClipNorm": "_gradients.clipping",
-    "ClipValue": "_gradients.clipping",
-    "draw_key": "_optim.random_numbers",
-    "Attachment": "attachment",
-    "attach": "attaching",
-    "attached": "attachment",
-    "record": "attachment",
-    "Checkpoint": "checkpoint",
-    "load": "checkpoint",
-    "save": "checkpoint",
-    "Replicated": "sources.replicate.source",
-    "replicate": "replication",
-    "Verification": "verification",
-    "verify": "verification",
-    "AllreduceUpcastHookState": "functional",
-    "OptimInBackwardHookState": "functional",
-    "OptimizerHookState": "functional",
-    "OverlappedOptimizer": "functional",
-    "apply_optim_in_backward_hook": "functional",
-    "apply_optimizer_in_backward": "functional",
-    "as_overlapped_optim": "functional",
-    "get_in_backward_optimizers": "functional",
-    "hook_then_optimizer": "functional",
-    "reducer_allreduce_and_upcast_hook": "functional",
-    "register_overlapped": "functional",
-    "errors": "errors",
-    "comm_hooks": "comm_hooks",
-    "functional": "functional",
+    "ClipNorm": "instep._gradients.clipping",
+    "ClipValue": "instep._gradients.clipping",
+    "draw_key": "instep._optim.random_numbers",
+    "Attachment": "instep.attachment",
+    "attach": "instep.attaching",
+    "attached": "instep.attachment",
+    "record": "instep.attachment",
+    "Checkpoint": "instep.checkpoint",
+    "load": "instep.checkpoint",
+    "save": "instep.checkpoint",
+    "Replicated": "instep.sources.replicate.source",
+    "replicate": "instep.replication",
+    "Verification": "instep_tools.verification",
+    "verify": "instep_tools.verification",
+    "AllreduceUpcastHookState": "instep.functional",
+    "OptimInBackwardHookState": "instep.functional",
+    "OptimizerHookState": "instep.functional",
+    "OverlappedOptimizer": "instep.functional",
+    "apply_optim_in_backward_hook": "instep.functional",
+    "apply_optimizer_in_backward": "instep.functional",
+    "as_overlapped_optim": "instep.functional",
+    "get_in_backward_optimizers": "instep.functional",
+    "hook_then_optimizer": "instep.functional",
+    "reducer_allreduce_and_upcast_hook": "instep.functional",
+    "register_overlapped": "instep.functional",
+    "errors": "instep.errors",
+    "comm_hooks": "instep.comm_hooks",
+    "functional": "instep.functional",
 }
 __all__ = [
     "AllreduceUpcastHookState",
@@ -95,8 +95,8 @@ def __getattr__(name: str) -> Any:
     # On first use: `instep --help` should not wait for torch.
     if name not in _ROOMS:
         raise AttributeError(f"module 'instep' has no attribute {name!r}")
-    room = importlib.import_module(f"instep.{_ROOMS[name]}")
-    return room if name == _ROOMS[name] else getattr(room, name)
+    room = importlib.import_module(_ROOMS[name])
+    return room if _ROOMS[name] == f"instep.{name}" else getattr(room, name)
 
 
 def __dir__() -> list[str]:

@@ -1,15 +1,6 @@
-"""The command ``instep``, and ``python -m instep``."""
+"""``python -m instep``: the command ``instep``."""
 
-from instep._signals import end_at_once
-
-
-def main() -> None:
-    """The console entry. Until a command has begun its work, and once it has done it, a signal ends the process."""
-    end_at_once()
-    from instep.cli import main as run
-
-    run()
-
+from instep_tools.__main__ import main
 
 if __name__ == "__main__":  # a rank's process imports this module under another name
     main()

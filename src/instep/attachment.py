@@ -29,7 +29,7 @@ from instep.target import Target, as_one
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-    from instep.recording import Recording
+    from instep_tools.recording import Recording
 
 Batch = TypeVar("Batch")
 

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 import instep
 from instep.errors import AttachError, InstepError, UnsupportedOptimizerError
 from instep.options import Schedules
-from instep.planning.job import Job, Rates
-from instep.planning.plan import plan
+from instep_tools.planning.job import Job, Rates
+from instep_tools.planning.plan import plan
 from tests.accelerator import ACCELERATOR
 from tests.accelerator.comparing import compare
 from tests.accelerator.loops import CLIP, HAPPENINGS, MODELS, ONLY, OPTIMIZERS, train

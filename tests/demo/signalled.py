@@ -72,8 +72,8 @@ def at_import(module: str) -> None:
 
 
 def again_while_it_stops() -> None:
-    before("instep.demo.run._line")
-    launch = pkgutil.resolve_name("instep.demo.processes")
+    before("instep_tools.demo.run._line")
+    launch = pkgutil.resolve_name("instep_tools.demo.processes")
     stop = launch.Workers.stop
 
     def send_and_stop(started: Any) -> None:
@@ -87,27 +87,27 @@ def again_while_it_stops() -> None:
 POINTS: dict[str, Callable[[], Any]] = {
     "imports": partial(at_import, "typer"),
     "imports torch": partial(at_import, "torch.nn"),
-    "reads its text": partial(before, "instep.demo.run.load_text"),
-    "tries its files": partial(after, "instep.report.files.Path.touch"),
-    "makes its directory": partial(after, "instep.demo.processes.tempfile.mkdtemp"),
+    "reads its text": partial(before, "instep_tools.demo.run.load_text"),
+    "tries its files": partial(after, "instep_tools.report.files.Path.touch"),
+    "makes its directory": partial(after, "instep_tools.demo.processes.tempfile.mkdtemp"),
     "starts its first process": partial(after, "multiprocessing.util.spawnv_passfds"),
     "starts a process": partial(before, "multiprocessing.spawn.get_command_line"),
     "started a process": partial(after, "multiprocessing.popen_spawn_posix.Popen._launch"),
-    "started all processes": partial(after, "instep.demo.processes.Workers.give"),
-    "shows a step": partial(before, "instep.demo.run._line"),
+    "started all processes": partial(after, "instep_tools.demo.processes.Workers.give"),
+    "shows a step": partial(before, "instep_tools.demo.run._line"),
     "stops": again_while_it_stops,
-    "makes its report": partial(before, "instep.demo.run.page"),
-    "writes its report": partial(before, "instep.report.files.os.replace"),
+    "makes its report": partial(before, "instep_tools.demo.run.page"),
+    "writes its report": partial(before, "instep_tools.report.files.os.replace"),
     "ends": partial(atexit.register, fire),
 }
 IN_PROCESS: dict[str, Callable[[], Any]] = {
     "a process begins": fire,
     "a process imports torch": partial(at_import, "torch.nn"),
-    "a loop has trained": partial(after, "instep.demo.loops.train_alone"),
-    "ranks meet": partial(before, "instep.demo.processes.dist.init_process_group"),
-    "ranks have met": partial(after, "instep.demo.processes.dist.init_process_group"),
-    "a rank has trained": partial(after, "instep.demo.loops.train_in_lockstep"),
-    "a rank leaves": partial(before, "instep.demo.processes.dist.destroy_process_group"),
+    "a loop has trained": partial(after, "instep_tools.demo.loops.train_alone"),
+    "ranks meet": partial(before, "instep_tools.demo.processes.dist.init_process_group"),
+    "ranks have met": partial(after, "instep_tools.demo.processes.dist.init_process_group"),
+    "a rank has trained": partial(after, "instep_tools.demo.loops.train_in_lockstep"),
+    "a rank leaves": partial(before, "instep_tools.demo.processes.dist.destroy_process_group"),
 }
 NEED_TWO_RANKS = ("ranks meet", "ranks have met", "a rank has trained", "a rank leaves")
 AT_ONCE = ("imports", "imports torch", "ends")
@@ -116,7 +116,7 @@ AT_ONCE = ("imports", "imports torch", "ends")
 
 def with_small_models() -> None:
     """The parent hands them to its processes."""
-    from instep.demo import job
+    from instep_tools.demo import job
 
     job.SHAPES.update(dict.fromkeys(job.SHAPES, job.Shape(width=16, depth=2, heads=2)))
 
@@ -125,6 +125,6 @@ if __name__ in ("__main__", "__mp_main__"):
     (POINTS if PARENT else IN_PROCESS).get(os.environ["POINT"], lambda: None)()
 if PARENT:
     with_small_models()
-    from instep.__main__ import main
+    from instep_tools.__main__ import main
 
     main()

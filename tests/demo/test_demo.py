@@ -26,9 +26,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import instep
-from instep.cli import app
-from instep.demo import loops, run
-from instep.demo.job import (
+from instep_tools.cli import app
+from instep_tools.demo import loops, run
+from instep_tools.demo.job import (
     CONTEXT,
     SHAPES,
     Alone,
@@ -42,11 +42,11 @@ from instep.demo.job import (
     Size,
     Turn,
 )
-from instep.demo.loops import Batches, GradientProbe, new_model, train_alone
-from instep.demo.processes import workers
-from instep.demo.run import load_text
-from instep.demo.summary import Time, _time_taken
-from instep.report.files import NotWrittenError
+from instep_tools.demo.loops import Batches, GradientProbe, new_model, train_alone
+from instep_tools.demo.processes import workers
+from instep_tools.demo.run import load_text
+from instep_tools.demo.summary import Time, _time_taken
+from instep_tools.report.files import NotWrittenError
 from tests import net
 from tests.demo import signalled
 from tests.distributed.pool import RankPool
@@ -632,7 +632,5 @@ def test_version() -> None:
 
 
 def test_importing_the_library_imports_no_command() -> None:
-    program = (
-        "import sys, instep; sys.exit(any(m in sys.modules for m in ('typer', 'rich', 'instep.demo', 'instep.cli')))"
-    )
+    program = "import sys, instep; sys.exit(any(m in sys.modules for m in ('typer', 'rich', 'instep_tools')))"
     assert subprocess.run([sys.executable, "-c", program], timeout=NET).returncode == 0

@@ -13,10 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from instep.report.figures import by_job, figures
-from instep.report.page import page, rows
-from instep.report.run import Rank, Run, load
-from instep.report.spans import Span, busy, exposed, intervals, within
+from instep_tools.report.figures import by_job, figures
+from instep_tools.report.page import page, rows
+from instep_tools.report.run import Rank, Run, load
+from instep_tools.report.spans import Span, busy, exposed, intervals, within
 from tests.cases import Blocks
 from tests.distributed.pipelines import V_SHAPED, Kind, Loop, needs_schedules
 from tests.distributed.pool import RankPool
@@ -93,8 +93,8 @@ def test_ddp(two_ranks: RankPool, how: str, tmp_path: Path) -> None:
 
 def slow_crossing() -> tuple[int, list[bool]]:
     """The number of reductions of a recorded loop, and which of them had arrived when the profiler stopped."""
-    from instep.recording import recording
     from instep.sources.cross_iteration import source
+    from instep_tools.recording import recording
 
     futures: list[torch.futures.Future[Any]] = []
     arrived: list[bool] = []

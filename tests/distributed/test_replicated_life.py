@@ -22,9 +22,9 @@ import instep
 from instep import ClipNorm
 from instep._torch.engine import current
 from instep.errors import AccumulationError, AttachError, InstepError, TornStepError
-from instep.planning.rehearse import LiveBytes
 from instep.sources.replicate import buckets as transient
-from instep.verification import first_difference, training_state
+from instep_tools.planning.rehearse import LiveBytes
+from instep_tools.verification import first_difference, training_state
 from tests import net
 from tests.cases import Blocks, batch, weights
 from tests.devices import let_go, sparse_collectives

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from instep.demo.job import Shape
-from instep.demo.loops import ByteGPT
+from instep_tools.demo.job import Shape
+from instep_tools.demo.loops import ByteGPT
 
 
 def layers() -> nn.Module:

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 import instep
-from instep.cli import app
-from instep.planning import plan as making
+from instep_tools.cli import app
+from instep_tools.planning import plan as making
 from tests import net
 
 HERE = "tests.planning.models"

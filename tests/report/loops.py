@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import instep
-from instep.report.memory import Memory
+from instep_tools.report.memory import Memory
 
 WIDTH, DEPTH, ROWS = 128, 6, 4
 LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from instep.report.memory import Memory
-from instep.report.run import Job, Rank, Run, Setup
-from instep.report.spans import Span, intervals, outside
+from instep_tools.report.memory import Memory
+from instep_tools.report.run import Job, Rank, Run, Setup
+from instep_tools.report.spans import Span, intervals, outside
 
 MAIN, WORKER, GLOO = 1, 2, 3
 MIB = 2**20

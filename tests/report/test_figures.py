@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from instep.report.figures import Compared, figures
-from instep.report.page import cards
-from instep.report.run import Run
-from instep.report.suggestions import suggestions, suggestions_beside
+from instep_tools.report.figures import Compared, figures
+from instep_tools.report.page import cards
+from instep_tools.report.run import Run
+from instep_tools.report.suggestions import suggestions, suggestions_beside
 from tests.report.runs import GLOO, MAIN, MIB, WORKER, memory_of, pipelined, run_of, span
 
 DDP = {"wrapper": "DistributedDataParallel", "ranks": 2}

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from instep.cli import app
-from instep.report.figures import by_job
-from instep.report.page import page
-from instep.report.run import NotARecordingError, Run, load
-from instep.report.spans import Span
+from instep_tools.cli import app
+from instep_tools.report.figures import by_job
+from instep_tools.report.page import page
+from instep_tools.report.run import NotARecordingError, Run, load
+from instep_tools.report.spans import Span
 from tests import net
 from tests.report.runs import GLOO, MAIN, MIB, memory_of, pipelined, run_of, span
 

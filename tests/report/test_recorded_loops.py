@@ -14,10 +14,10 @@ from torch.autograd import profiler
 
 import instep
 from instep.errors import InstepError
-from instep.recording import Recording
-from instep.report.figures import backwards_in_an_iteration, by_job, figures
-from instep.report.page import cards
-from instep.report.run import Rank
+from instep_tools.recording import Recording
+from instep_tools.report.figures import backwards_in_an_iteration, by_job, figures
+from instep_tools.report.page import cards
+from instep_tools.report.run import Rank
 from tests.inside import trial_of
 from tests.report.loops import DEPTH, HOW, LAYER, WIDTH, held, made, train
 

@@ -12,12 +12,12 @@ from rich.console import Console
 from torch.optim import Optimizer
 
 import instep
-from instep.demo.job import Shape
-from instep.selftest import SelftestError, features, gains, ranks, run
-from instep.selftest.features import FEATURES, WAYS, Cell, Feature, Loop, compare
-from instep.selftest.gains import Gain
-from instep.selftest.ranks import SOURCES, compare_on_ranks
-from instep.selftest.run import Result, said_of
+from instep_tools.demo.job import Shape
+from instep_tools.selftest import SelftestError, features, gains, ranks, run
+from instep_tools.selftest.features import FEATURES, WAYS, Cell, Feature, Loop, compare
+from instep_tools.selftest.gains import Gain
+from instep_tools.selftest.ranks import SOURCES, compare_on_ranks
+from instep_tools.selftest.run import Result, said_of
 from tests.devices import here
 
 BY_NAME = {feature.name: feature for feature in FEATURES}

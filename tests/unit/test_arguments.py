@@ -12,10 +12,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from typer.testing import CliRunner
 
 import instep
-from instep.cli import app
 from instep.errors import AttachError, CheckpointError, InstepError, UnsupportedOptimizerError
-from instep.planning.job import PlanError
-from instep.planning.model import options_of
+from instep_tools.cli import app
+from instep_tools.planning.job import PlanError
+from instep_tools.planning.model import options_of
 
 
 class Given:

@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint_sequential
 
 import instep
-from instep.recording.profile import Trace
-from instep.report.memory import curve, pair
+from instep_tools.recording.profile import Trace
+from instep_tools.report.memory import curve, pair
 from tests.cases import Sometimes, batch, weights
 
 WIDTH, DEPTH = 256, 8

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from instep import environment
 from instep._version import __version__
-from instep.cli import app
+from instep_tools.cli import app
 
 
 def facts() -> dict[str, str]:

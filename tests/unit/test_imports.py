@@ -360,7 +360,7 @@ def test_the_public_names() -> None:
 
 
 def test_the_command_line_does_not_wait_for_torch() -> None:
-    loaded = "import sys, instep.cli; print('torch' in sys.modules)"
+    loaded = "import sys, instep_tools.cli; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

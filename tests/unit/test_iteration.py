@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instep.planning.simulate import (
+from instep_tools.planning.simulate import (
     SCHEDULES,
     Host,
     Link,

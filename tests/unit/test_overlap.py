@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep.report.spans import Span, SpanRecorder, busy, exposed, outside, title, union, within
+from instep_tools.report.spans import Span, SpanRecorder, busy, exposed, outside, title, union, within
 
 
 @pytest.mark.parametrize(

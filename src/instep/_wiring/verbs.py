@@ -22,7 +22,7 @@ from instep.options import Options
 from instep.target import called_in
 
 if TYPE_CHECKING:
-    from instep.recording import Recording
+    from instep_tools.recording import Recording
 
 
 # A recording of a loop begins: with what is recorded in words, and who is told of buckets.
@@ -105,8 +105,8 @@ def _recording(
             "record() of several models: an iteration of a recording begins where one model's forward does. Attach "
             "the module that holds them, and call that; of the stages of a pipeline, give its schedule as pipeline="
         )
-    from instep.recording import Recording  # imports torch.profiler
-    from instep.recording.recording import describe
+    from instep_tools.recording import Recording  # imports torch.profiler
+    from instep_tools.recording.recording import describe
 
     return Recording(
         model, optimizers, steps, lambda batch: describe(model, optimizers, batch, *described()), listen, pipeline

@@ -1,0 +1,1 @@
+"""What stands on instep: the command line, ``verify``, ``record``, and what they need."""

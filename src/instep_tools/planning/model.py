@@ -1,0 +1,323 @@
+"""The user's model, inputs, loss and optimizer, made of tensors without data.
+
+``PlannedModel`` and ``optimizer_makers`` make them of a ``Job``: what the job names is imported, called, and put on
+``FakeTensors``, on which a training loop runs as it is and takes no memory. Whatever fails is a ``PlanError`` of one
+line: the user's program runs here, and anything may be raised.
+"""
+
+import ast
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from instep.errors import class_name
+from instep_tools.planning.job import Job, PlanError
+
+MakeOptimizer = Callable[[Iterable[torch.Tensor]], Optimizer]
+"""Makes the user's optimizer of parameters."""
+IMPLEMENTATIONS = ("foreach", "fused")
+"""The options of torch's optimizers that choose an implementation; without one it may be a for-loop."""
+FOR_LOOP = "for-loop"
+
+
+class PlannedModel:
+    """The user's model, ready to be trained without data.
+
+    Attributes:
+        fakes: the tensors without data that the model is made of.
+        runs: whether there are inputs, so that its forward can run.
+        sums_outputs: whether the last loss was the sum of the model's outputs, for want of a loss.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.fakes = FakeTensors()
+        self.sums_outputs = False
+        with self.fakes.building():
+            built = called("BUILD", job.build)
+        self._inputs: Any = None
+        if isinstance(built, tuple) and len(built) == 2:
+            built, self._inputs = built[0], self.fakes.put_inputs(built[1])
+        if not isinstance(built, nn.Module):
+            raise PlanError(
+                f"{job.build} returned a {class_name(built, in_full=True)}: let it return a torch.nn.Module, or the "
+                "model and its inputs as a pair"
+            )
+        for name, parameter in built.named_parameters():
+            if is_lazy(parameter):
+                raise PlanError(f"{job.build}: parameter {name!r} has no shape yet (lazy module)")
+        self.model = built.train()
+        self.fakes.put(self.model)
+        if not any(p.requires_grad for p in self.model.parameters()):
+            raise PlanError(f"{job.build}: the model has no parameter that is trained")
+        self.runs = self._inputs is not None or job.inputs is not None
+        if not self.runs:
+            # On the instance: hooks around the forward still run, as ``attach`` needs.
+            self.model.forward = self._gradients_alone
+
+    def loss(self) -> torch.Tensor:
+        """Return the loss of one forward, on inputs that are made for it."""
+        if not self.runs:
+            return self.model()  # type: ignore[no-any-return]
+        inputs = self._inputs if self._job.inputs is None else called("--inputs", self._job.inputs)
+        return self._loss_of(self._output(inputs))
+
+    def _output(self, inputs: Any) -> Any:
+        if isinstance(inputs, dict):
+            return self.model(**inputs)
+        return self.model(*inputs) if isinstance(inputs, (tuple, list)) else self.model(inputs)
+
+    def _loss_of(self, output: Any) -> torch.Tensor:
+        if self._job.loss is not None:
+            loss = called("--loss", self._job.loss, output)
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                raise PlanError(f"--loss {self._job.loss} returned no tensor of one element")
+            return loss
+        own = getattr(output, "loss", None)
+        if isinstance(own, torch.Tensor):
+            return own
+        # As a real loss would: a scalar that depends on every output with a graph.
+        leaves = [one for one in tree_leaves(output) if isinstance(one, torch.Tensor) and one.requires_grad]
+        if not leaves:
+            raise PlanError(f"{self._job.build}: the model's output has no tensor that depends on a parameter")
+        self.sums_outputs = leaves[0].numel() > 1 or len(leaves) > 1
+        return torch.stack([leaf.sum() for leaf in leaves]).sum()
+
+    def _gradients_alone(self) -> torch.Tensor:
+        """Stand in for a forward that has no inputs: backward makes all gradients, as in a model that uses its
+        parameters in the order in which it has them."""
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        x = torch.zeros((), device=parameters[0].device, requires_grad=True)
+        for parameter in parameters:
+            x = _Use.apply(x, parameter)
+        return x
+
+
+class _Use(torch.autograd.Function):
+    """The use of a parameter: backward makes a gradient of the parameter's shape."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(parameter)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, torch.empty_like(ctx.saved_tensors[0])
+
+
+def optimizer_makers(job: Job) -> dict[str, MakeOptimizer]:
+    """Return functions that make the user's optimizer, by implementation.
+
+    An optimizer of torch's comes as it is built without an option (on a CPU as a for-loop, on a GPU as foreach), and as
+    fused, unless an option says which. Any other optimizer comes as it is.
+    """
+    make, options = optimizer_named(job.optimizer), options_of(job.options)
+    choices = []
+    if f"{make.__module__}.".startswith("torch.optim.") and not any(options.get(one) for one in IMPLEMENTATIONS):
+        takes = inspect.signature(make).parameters
+        choices = [one for one in IMPLEMENTATIONS if one in takes]
+    if not choices:
+        named = [one for one in IMPLEMENTATIONS if options.get(one)]
+        return {named[0] if named else "as it comes": _maker(job, make, options)}
+    found = {one: _maker(job, make, {**options, one: True}) for one in choices}
+    if "foreach" in found and not torch.cuda.is_available():
+        found.pop("foreach")
+        found = {FOR_LOOP: _maker(job, make, {**options, **dict.fromkeys(choices, False)}), **found}
+    return found
+
+
+def _maker(job: Job, make: Callable[..., Optimizer], options: dict[str, Any]) -> MakeOptimizer:
+    def made(parameters: Iterable[torch.Tensor]) -> Optimizer:
+        try:
+            optimizer = make(parameters, **options)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise PlanError(f"--optimizer {job.optimizer} with {options} raised {said}") from error
+        if not isinstance(optimizer, Optimizer):
+            raise PlanError(
+                f"--optimizer {job.optimizer} made a {class_name(optimizer, in_full=True)}, not a torch optimizer"
+            )
+        if callable(train := getattr(optimizer, "train", None)):
+            train()  # schedule-free optimizers refuse to step otherwise
+        return optimizer
+
+    return made
+
+
+def function_named(option: str, name: str) -> Callable[..., Any]:
+    """Return the function ``module:function``. Modules are looked for in the working directory, too."""
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise PlanError(f"{option} {name}: name a function as module:function, as in mymodel:build")
+    # A console script has its own folder on the path, and not the working directory.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise PlanError(
+            f"{option} {name}: there is no module {error.name!r} here or among the installed ones"
+        ) from error
+    except Exception as error:
+        raise PlanError(f"{option} {name}: importing {module_name} raised {_said(error)}") from error
+    for part in function_name.split("."):
+        if not hasattr(found, part):
+            raise PlanError(f"{option} {name}: there is no {part!r} in {module_name}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise PlanError(f"{option} {name}: it is a {type(found).__name__}, and cannot be called")
+    return found  # type: ignore[no-any-return]
+
+
+def called(option: str, name: str, *args: Any) -> Any:
+    """Call the function ``name``, and return what it returns. An error of its own becomes one line."""
+    function = function_named(option, name)
+    try:
+        return function(*args)
+    except Exception as error:
+        raise PlanError(
+            f"{option} {name} raised {_said(error)}. It is run without any data, on tensors that have shapes and no "
+            "values: build from a configuration, not from files, and on no device"
+        ) from error
+
+
+def optimizer_named(name: str) -> Callable[..., Optimizer]:
+    """Return the class of ``torch.optim``, or the function ``module:name``, that makes an optimizer."""
+    if ":" in name:
+        return function_named("--optimizer", name)
+    found = getattr(torch.optim, name, None)
+    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+        known = [
+            one for one in dir(torch.optim) if one[0].isupper() and isinstance(getattr(torch.optim, one), type)
+        ]  # a few more than optimizers, were there any
+        raise PlanError(
+            f"--optimizer {name}: torch.optim has none of that name. It has "
+            f"{', '.join(one for one in known if one != 'Optimizer')}; others are named module:Class"
+        )
+    return found
+
+
+def options_of(pairs: Sequence[str]) -> dict[str, Any]:
+    """Return ``name=value`` pairs as keywords. Values are Python's literals, or plain text."""
+    found = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.isidentifier():
+            raise PlanError(f"--option {pair}: write it as name=value, as in lr=0.1")
+        try:
+            found[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[name] = value
+        except (RecursionError, MemoryError) as error:  # of Python's parser
+            raise PlanError(f"--option {name}: its value is nested too deeply") from error
+    return found
+
+
+def _said(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+class FakeTensors:
+    """A mode in which programs run on tensors that have everything but values, and take no memory.
+
+    They are torch's fake tensors, the ones that ``torch.export`` and ``torch.compile`` run models on;
+    ``torch._subclasses`` is where torch's own documentation imports them from. All tensors that meet must be of one
+    ``FakeTensors``.
+    """
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._mode, _AnyValue():
+            yield
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """The same mode, in which tensors may be deep-copied, too."""
+        with self(), _Copies():
+            yield
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """A mode to build a model in before ``put``: on torch's meta device, on which a model may be moved and cast."""
+        with torch.device("meta"), _AnyValue():
+            yield
+
+    def put_inputs(self, inputs: Any) -> Any:
+        """Return ``inputs`` with tensors without data in place of theirs."""
+        with self._mode:
+            return tree_map_only(torch.Tensor, self._put, inputs)
+
+    def put(self, model: nn.Module) -> None:
+        """Replace all parameters and buffers of ``model`` by tensors without data, on a device that computes."""
+        made: dict[int, Any] = {}  # by the old tensor's id: tied tensors stay tied
+        with self._mode:
+            for module in model.modules():
+                for tensors in (module._parameters, module._buffers):
+                    for name, tensor in tensors.items():
+                        if tensor is not None:
+                            if id(tensor) not in made:
+                                made[id(tensor)] = self._put(tensor)
+                            tensors[name] = made[id(tensor)]
+
+    def _put(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor) and tensor.device.type != "meta":
+            return tensor
+        device = "cpu" if tensor.device.type == "meta" else tensor.device
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return fake
+
+
+_ITEM = torch.ops.aten._local_scalar_dense.default
+_EQUAL = torch.ops.aten.equal.default
+
+
+class _AnyValue(TorchDispatchMode):
+    """A mode that answers 1 where a program asks for the value of a tensor, as optimizers do for the number of their
+    steps. Tensors that are compared are equal."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is _ITEM and (args[0].is_meta or isinstance(args[0], FakeTensor)):
+            return _one(args[0].dtype)
+        if func is _EQUAL and any(isinstance(arg, FakeTensor) for arg in args):
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+def _one(dtype: torch.dtype) -> Any:
+    if dtype is torch.bool:
+        return True
+    return 1.0 if dtype.is_floating_point else 1 + 0j if dtype.is_complex else 1
+
+
+class _Copies(TorchFunctionMode):
+    """A mode that deep-copies tensors without memory: torch's own way to copy crashes on them."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__ and isinstance(args[0], FakeTensor):
+            tensor, memo = args
+            return memo.setdefault(id(tensor), tensor.detach().clone())
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,251 @@
+"""``instep plan`` from its options to its tables and its verdict: tables on a terminal, the same words in a pipe."""
+
+import dataclasses
+import json as jsonlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from instep._version import __version__
+from instep_tools.planning.job import EVERYTHING, Estimate, Job, Offloaded, PlannedBucket, PlannedPeak, PlannedTimes
+from instep_tools.planning.plan import plan
+from instep_tools.report.files import require_writable, write
+
+
+def run(job: Job, refusals: bool, json: Path | None, quiet: bool) -> None:
+    """Plan, show and write what was found.
+
+    Raises:
+        PlanError: something that ``job`` names is not there, or cannot be run without data.
+        NotWrittenError: ``json`` cannot be written.
+    """
+    # Before the rehearsal, which takes seconds.
+    if json is not None:
+        require_writable("--json", json)
+    terminal = Console(stderr=True)  # stdout may be a pipe: it gets the plan alone
+    with terminal.status("rehearsing some steps without data") if terminal.is_terminal else nullcontext():
+        estimate = plan(job, refusals=refusals)
+    if json is not None:
+        versions = {"instep_version": __version__, "torch_version": torch.__version__}
+        write("--json", json, jsonlib.dumps({**versions, **dataclasses.asdict(estimate)}, indent=2) + "\n")
+    show(Console(), estimate, quiet)
+
+
+SHOWN = 12
+"""The most buckets that are listed; of more, the first ones and the last."""
+
+
+def show(console: Console, estimate: Estimate, quiet: bool) -> None:
+    """The verdict, peaks and times; unless ``quiet`` the sizes, the buckets and what was assumed, too."""
+    ranks = f"{estimate.ranks} ranks" if estimate.ranks > 1 else "one device"
+    _print(
+        console,
+        f"{estimate.model} with {estimate.optimizer}, {ranks}: {estimate.numel / 1e6:,.1f} M parameters in "
+        f"{estimate.tensors} tensors",
+    )
+    for line in verdict(estimate):
+        _print(console, line)
+    if not quiet:
+        console.print(_sizes(estimate))
+    _print(console, "The most bytes in a step" + (", on each rank" if estimate.ranks > 1 else ""))
+    console.print(_peaks(estimate.peaks))
+    if not quiet:
+        count = len(estimate.buckets)
+        said = "1 bucket" if count == 1 else f"{count} buckets, in the order in which backward completes them"
+        _print(console, said)
+        console.print(_buckets(estimate.buckets))
+    _show_times(console, estimate)
+    _show_offloaded(console, estimate.offloaded, estimate.times)
+    _show_refusals(console, estimate, quiet)
+    if not quiet:
+        for assumption in estimate.assumptions:
+            _print(console, f"Assumed: {assumption}")
+
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+# What an option that frees gradients early is called in the verdict.
+BACKWARD, REPLICATE, TOGETHER = 'schedule="backward"', "instep.replicate", "overlap.micro_batches()"
+OFFLOAD = f'{BACKWARD}, offload="host"'
+TWO_PASS = "backward, two_pass"
+WORTH = 0.05
+"""The share of the peak below which a gain is not worth a schedule that has limits."""
+
+
+def verdict(estimate: Estimate) -> Iterator[str]:
+    """Yield a line on each: what would be saved, what the step takes, and which line to write.
+
+    Memory is that of the optimizer as it is built: the first column of the table.
+    """
+    gradients = size_of(sum(estimate.sizes.gradients.values())) + " of gradients"
+    gradients += " on each rank" if estimate.ranks > 1 else ""
+    peaks = {peak.way: peak for peak in estimate.peaks if peak.implementation == estimate.peaks[0].implementation}
+    plain = peaks["plain"].total
+    way, best = _best(peaks)
+    if best < plain:
+        yield (
+            f"{gradients}. {way} would save {size_of(plain - best)}: {size_of(best)} at the peak in place of "
+            f"{size_of(plain)} ({estimate.optimizer}, {peaks['plain'].implementation})"
+        )
+    else:
+        yield f"{gradients}, of which nothing would be saved: {size_of(plain)} at the peak"
+    times = {one.schedule: one for one in estimate.times.schedules}
+    if times:
+        share = 1 - times["no optimizer"].iteration / times["plain"].iteration
+        yield f"The step takes {share:.1%} of an iteration"
+    is_worth_it = plain - best > WORTH * plain
+    yield f"Take {_line(estimate, way if is_worth_it else None)}"
+    if is_worth_it and TWO_PASS in peaks:
+        yield _where_it_clips(plain - peaks[TWO_PASS].total, estimate.times.backward)
+
+
+def _where_it_clips(saved: int, backward: float | None) -> str:
+    """Return what a loop that calls ``clip_grad_norm_`` takes instead: the norm is known when all gradients are."""
+    second = "a second backward" if backward is None else f"a second backward ({_time(backward)})"
+    said = "A loop that clips by the norm of all gradients takes instep.attach(model, optimizer), which saves nothing"
+    if saved > 0:
+        said += (
+            f'; or {BACKWARD}, clip=ClipNorm(…, mode="two_pass"), with overlap.backward(loss) in place of '
+            f"loss.backward(), which saves {size_of(saved)} for {second}"
+        )
+    return said
+
+
+def _best(peaks: Mapping[str, PlannedPeak]) -> tuple[str, int]:
+    """Return the way to free gradients early that has the lowest peak, in words, and that peak."""
+    ways = {
+        "backward": BACKWARD,
+        "backward, offload": OFFLOAD,
+        "backward, replicate": f"{REPLICATE} with {BACKWARD}",
+        "backward, micro_batches": f"{TOGETHER} with {BACKWARD}",
+    }
+    found = {said: peaks[way].total for way, said in ways.items() if way in peaks} or {"": peaks["plain"].total}
+    # A plan has only the ways that the job asks for, and none of these if ``attach`` refuses: then nothing is saved.
+    said = min(found, key=found.__getitem__)
+    return said, found[said]
+
+
+def _line(estimate: Estimate, way: str | None) -> str:
+    """Return the line to write for ``way``; ``None``: no way is worth it."""
+    refused = next((one for one in estimate.refusals if one.options.startswith(EVERYTHING)), None)
+    if refused is not None:
+        return f"instep.attach(model, optimizer). schedule='backward' is refused: {refused.reason}"
+    if way is None:
+        return "instep.attach(model, optimizer)"
+    wrap = f"model = {REPLICATE}(model), and " if REPLICATE in way else ""
+    call = f", and {TOGETHER} in place of the loop over micro-batches" if TOGETHER in way else ""
+    return f"{wrap}instep.attach(model, optimizer, {OFFLOAD if OFFLOAD in way else BACKWARD}){call}"
+
+
+def _sizes(estimate: Estimate) -> Table:
+    sizes = estimate.sizes
+    rows: dict[str, Mapping[str, int]] = {
+        "parameters": sizes.parameters,
+        "gradients": sizes.gradients,
+        "optimizer state": sizes.state,
+        "buffers": sizes.buffers,
+    }
+    table = _table("", "bytes", "by dtype")
+    for name, found in rows.items():
+        if found or name != "buffers":
+            dtypes = ", ".join(f"{dtype} {size_of(size)}" for dtype, size in sorted(found.items()))
+            table.add_row(name, size_of(sum(found.values())), dtypes if len(found) != 1 else next(iter(found)))
+    if sizes.activations is not None:
+        table.add_row("activations", size_of(sizes.activations), "what the forward leaves for backward")
+    return table
+
+
+def _peaks(peaks: Sequence[PlannedPeak]) -> Table:
+    implementations = list(dict.fromkeys(peak.implementation for peak in peaks))
+    plain = {peak.implementation: peak for peak in peaks if peak.way == "plain"}
+    # Two columns for each implementation of the optimizer: the peak, and what is saved of the plain loop's.
+    table = _table("", *(name for one in implementations for name in (one, "saves")))
+    for way in dict.fromkeys(peak.way for peak in peaks):
+        mine = {peak.implementation: peak for peak in peaks if peak.way == way}
+        cells = []
+        for one in implementations:
+            peak = mine.get(one)
+            saved = "" if way == "plain" or peak is None else size_of(plain[one].total - peak.total)
+            cells += ["" if peak is None else size_of(peak.total), saved]
+        table.add_row(way, *cells)
+    return table
+
+
+def _buckets(buckets: Sequence[PlannedBucket]) -> Table:
+    table = _table("", "bytes", "parameters", "names", left=("", "names"))
+    numbered = list(enumerate(buckets))
+    shown = numbered if len(numbered) <= SHOWN else [*numbered[: SHOWN - 1], numbered[-1]]
+    for number, bucket in shown:
+        if number == len(buckets) - 1 and len(numbered) > SHOWN:
+            table.add_row("…", "", "", "")
+        names = bucket.parameters
+        span = ", ".join(names) if len(names) <= 2 else f"{names[0]} … {names[-1]}"
+        table.add_row(str(number), size_of(bucket.nbytes), str(len(names)), span)
+    return table
+
+
+def _show_times(console: Console, estimate: Estimate) -> None:
+    times = estimate.times
+    alone = [f"step {_time(times.step)}"]
+    if times.forward is not None and times.backward is not None:
+        alone = [f"forward {_time(times.forward)}", f"backward {_time(times.backward)}", *alone]
+    if estimate.ranks > 1:
+        alone.append(f"communication {_time(times.communication)} ({times.algorithm})")
+    _print(console, f"Each by itself: {', '.join(alone)}")
+    if not times.schedules:
+        return
+    table = _table("", "iteration", "step, exposed", "plain / this")
+    plain = times.schedules[0].iteration
+    for one in times.schedules:
+        table.add_row(one.schedule, _time(one.iteration), _time(one.exposed), f"{plain / one.iteration:.3f}")
+    console.print(table)
+
+
+def _show_offloaded(console: Console, offloaded: Offloaded | None, times: PlannedTimes) -> None:
+    if offloaded is None:
+        return
+    beside = ""
+    if offloaded.exposed is not None and times.backward is not None:
+        beside = f", beside a backward of {_time(times.backward)}: {_time(offloaded.exposed)} more in an iteration"
+    _print(
+        console,
+        f"offload='host' copies {size_of(offloaded.nbytes)} of state to the device and back in each step: "
+        f"{_time(offloaded.seconds)}{beside}",
+    )
+
+
+def _show_refusals(console: Console, estimate: Estimate, quiet: bool) -> None:
+    # A refusal of everything is shown always: it is the reason why a row is missing.
+    refusals = [one for one in estimate.refusals if not quiet or one.options == EVERYTHING]
+    if refusals:
+        _print(console, "attach refuses")
+    for refusal in refusals:
+        _print(console, f"  {refusal.options}: {refusal.reason}")
+
+
+def size_of(size: int) -> str:
+    """Return a size in words, in the unit that suits it."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(size) >= unit:
+            return f"{size / unit:,.2f} {name}"
+    return f"{size} B"
+
+
+def _time(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms" if abs(seconds) >= 1e-3 else f"{1e6 * seconds:.1f} µs"
+
+
+def _table(*columns: str, left: Sequence[str] = ("", "by dtype")) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right", no_wrap=column != "names")
+    return table
+
+
+def _print(console: Console, line: str) -> None:
+    # Reasons and names are the user's text: brackets in them are no markup, and a pipe gets whole lines.
+    console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,613 @@
+"""The recording of some iterations of a loop, from ``record`` to a file.
+
+A ``Recording`` is the user's context manager. While its block runs, a ``_Running`` holds the hooks and the profiler: a
+``Clock`` notes forwards and backwards (of a pipeline a ``StageClock``: ``stages.py``), ``Weights`` digests the
+parameters at both ends, and instep tells a ``SpanRecorder`` of its buckets. At the end of the block the profiler's
+trace is read (``profile.py``), and all of it becomes this rank's part of a ``Run``. ``save`` and ``run`` gather the
+parts of all ranks.
+"""
+
+import hashlib
+import logging
+import os
+import platform
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import profiler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.hooks import RemovableHandle
+
+from instep._arguments import require_count
+from instep._ranks.collectives import gather_json
+from instep._torch.engine import Backward, Phase, current
+from instep._torch.hooks import BoundHook, PlainPickles, is_called_by_step, nodes_of
+from instep._torch.lifetime import weakly
+from instep._torch.pipelining import Pipeline
+from instep._torch.watch import plain_type
+from instep._version import __version__
+from instep.errors import AttachError, InstepError, UncommittedStepError
+from instep.naming import modules_of, parameters_of
+from instep.sources.fsdp.modules import fsdp1_in
+from instep.target import called_in
+from instep_tools.recording.inputs import described
+from instep_tools.recording.profile import (
+    PARAMETERS,
+    STATE,
+    GradientNotes,
+    Trace,
+    held_before,
+    memory_of,
+    state_beside_parameters,
+    storages,
+    tensors_in_state,
+    without_collection,
+)
+from instep_tools.recording.stages import StageClock
+from instep_tools.report.figures import COMPUTE
+from instep_tools.report.memory import GRADIENTS
+from instep_tools.report.run import Job, Rank, Run, Setup, TraceEvent, rank_from, setup_from
+from instep_tools.report.spans import Interval, Span, SpanRecorder, intervals, outside
+
+_logger = logging.getLogger("instep")
+RankPart = tuple[Setup, Rank, list[TraceEvent]]
+"""The recording of one rank."""
+Listen = Callable[["_Recorder | None"], None]
+"""Takes who is told of buckets from now on; ``None``: nobody is."""
+Describe = Callable[[Sequence[str]], Setup]
+"""Makes the ``Setup`` of the inputs that forwards were given: see ``Clock``."""
+
+
+class Recording:
+    """What ``instep.record`` and ``Attachment.record`` return: a context manager around the loop.
+
+    It begins with the first forward inside, of a pipeline with its first run, and ends after so many steps, or on
+    leaving. Training goes on as ever, more slowly while it is recorded: ``torch.profiler`` runs.
+
+    Since 0.1.0.
+
+    Example:
+        ```python
+        recording = instep.record(model, optimizer, steps=4)
+        with recording:
+            for batch in loader:
+                model(batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        recording.save("plain.json.gz")  # then: instep report plain.json.gz
+        ```
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        steps: int,
+        describe: Describe,
+        listen: Listen,
+        pipeline: Pipeline | None = None,
+    ) -> None:
+        require_count("steps", steps, AttachError)
+        # The loop until it has been recorded: a finished recording keeps no model alive.
+        self._loop: tuple[nn.Module, list[Optimizer], Listen, Describe] | None
+        self._loop = model, list(optimizers), listen, describe
+        self._pipeline = pipeline
+        self._steps = steps
+        self._running: _Running | None = None
+        self._found: RankPart | None = None
+
+    def __enter__(self) -> "Recording":
+        if self._running is not None or self._loop is None:
+            raise InstepError("this recording has begun before: make another with record()")
+        # A second profiler would start all the same, and end the first. Nothing public tells whether one runs, on this
+        # thread or another.
+        if profiler._is_profiler_enabled:
+            raise InstepError("torch.profiler is running already: record() needs it for itself. Stop the other first")
+        model, optimizers, listen, _ = self._loop
+        self._running = _Running(model, optimizers, self._steps, listen, self._pipeline)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        running, self._running = self._running, None
+        loop, self._loop = self._loop, None
+        if running is None or loop is None:
+            return
+        try:
+            running.stop()
+            if running.clock.forwards:
+                describe = loop[-1]
+                with without_collection():
+                    self._found = describe(sorted(running.clock.given)), *running.found()
+        except Exception:
+            # The loop's own error is the one to raise.
+            if error is None:
+                raise
+            _logger.exception("the loop has failed, and its recording could not be read:")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to ``path``: a Chrome trace, for ``instep report`` and for trace viewers such as Perfetto.
+
+        Where ``torch.distributed`` is initialized all ranks must call this: their recordings become one, which the
+        first rank writes. A name that ends in ``.gz`` is compressed. The file is written whole or not at all.
+
+        Raises:
+            InstepError: nothing was recorded.
+            OSError: the file cannot be written.
+        """
+        together = self._gather()
+        if together is not None:
+            run, events = together
+            run.save(Path(path), events)
+
+    def run(self) -> Run | None:
+        """What ``save`` would write, without the single operations, on the first rank; ``None`` on the others. All
+        ranks must call this."""
+        together = self._gather()
+        return None if together is None else together[0]
+
+    def _gather(self) -> "tuple[Run, list[list[TraceEvent]]] | None":
+        """Return what all ranks recorded, on the first rank; ``None`` on the others."""
+        if self._found is None:
+            raise InstepError(
+                "nothing was recorded: leave the `with` block first, and run at least one forward of the model that "
+                "was given to record() in it"
+            )
+        parts = _gathered(self._found)
+        return None if parts is None else _together(parts)
+
+
+class _Iterations:
+    """The iterations that are recorded. Each begins with the first forward after a step, the first one with the first
+    forward. In a pipeline the beginning of a run is the one of a forward: the micro-batches in it are one.
+
+    Attributes:
+        began: when each began, in ``perf_counter`` seconds.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.began: list[float] = []
+        self._left = steps
+        self._due = True  # the next forward begins an iteration
+
+    def forward_begins(self) -> bool:
+        """Note a forward. Return ``False`` if all steps have been taken before it, so that the recording is over."""
+        if self._due:
+            if self._left == 0:
+                return False
+            self._due = False
+            self.began.append(perf_counter())
+        return True
+
+    def step_ended(self) -> None:
+        """Note that a step of the loop has returned."""
+        self._left -= 1
+        self._due = True
+
+    def until(self, ends: float) -> list[Interval]:
+        """Return when each began and ended: where the next one begins, so it includes loading of data. One that has not
+        come to its step when the recording ends is left out, unless it is the only one."""
+        found = list(zip(self.began, [*self.began[1:], ends], strict=True))
+        return found if self._due or len(found) < 2 else found[:-1]
+
+
+class _Recorder(SpanRecorder):
+    """Of a loop whose gradients are noted: a worker, which the profiler does not follow, updates a bucket and lets go
+    of its gradients."""
+
+    def __init__(self, notes: GradientNotes) -> None:
+        super().__init__()
+        self._notes = notes
+
+    def __call__(self, kind: str, names: Sequence[str], start: float, end: float) -> None:
+        super().__call__(kind, names, start, end)
+        if kind == "step":
+            self._notes.look()
+
+    def handed_over(self, gradients: Sequence[torch.Tensor]) -> None:
+        self._notes.handed_over(gradients)
+
+
+class _Running:
+    """A recording while it runs: the profiler, and all hooks on the loop.
+
+    Attributes:
+        clock: the forwards and backwards that were seen.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        steps: int,
+        listen: Listen,
+        pipeline: Pipeline | None,
+    ) -> None:
+        self._optimizers = optimizers
+        self._main = threading.get_native_id()
+        self._iterations = _Iterations(steps)
+        self._ends: float | None = None
+        self._profile: profile | None = None
+        # The profiler tells the time of day, hooks and instep ``perf_counter`` seconds.
+        self._offset = time.time() - perf_counter()
+        self._undo = ExitStack()
+        # The last that was begun ends first. Whatever fails in here, nothing stays on the loop.
+        try:
+            activities = [ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(ProfilerActivity.CUDA)
+            self._weights = Weights(model, optimizers)
+            self._weights.look()
+            self._profile = profile(activities=activities, profile_memory=True, record_shapes=True)
+            self._undo.callback(self._stop_profile)  # first, for Ctrl-C
+            self._profile.start()
+            self._began = perf_counter()
+            self._held = held_before(model, optimizers)
+            self._notes = GradientNotes(model)
+            self._undo.callback(self._notes.stop)
+            self._undo.callback(PlainPickles(model.modules()).remove)
+            self.clock: Clock | StageClock
+            if pipeline is None:
+                self.clock = Clock(model, self._forward_begins, self._notes.look)
+            else:
+                self.clock = StageClock(pipeline, model, self._forward_begins)
+            self._undo.callback(self.clock.stop)
+            self._undo.callback(optimizers[0].register_step_post_hook(self._step_ended).remove)
+            self._recorder = _Recorder(self._notes)
+            listen(self._recorder)
+            self._undo.callback(listen, None)
+        except BaseException:
+            self._undo.close()
+            raise
+
+    def _stop_profile(self) -> None:
+        """Another profiler, which the loop has started since, has ended this one, and torch dies of reading it."""
+        if self._profile is not None and profiler._is_profiler_enabled:
+            self._profile.stop()
+        else:
+            self._profile = None
+
+    def _forward_begins(self) -> None:
+        self._notes.look()
+        if self._ends is None and not self._iterations.forward_begins() and threading.get_native_id() == self._main:
+            self.stop()  # the profiler ends on the thread on which it began
+
+    def _step_ended(self, optimizer: Optimizer, *_: Any) -> None:
+        # A class's ``step()`` may call the one that it inherits, and both run this hook: the inner one is no step.
+        if not is_called_by_step(optimizer):
+            self._iterations.step_ended()
+            self._notes.look()
+
+    def stop(self) -> None:
+        """Take the hooks off, once: the forward after the last step calls this, or else the end of the block."""
+        if self._ends is None:
+            self._ends = perf_counter()
+            self._undo.close()
+            self._state = state_beside_parameters(self._optimizers)
+            self._weights.look()
+
+    def found(self) -> tuple[Rank, list[TraceEvent]]:
+        """Return what this rank did, in seconds of the time of day, and the operations for a trace viewer."""
+        if self._profile is None:
+            raise InstepError(
+                "another torch.profiler ran while this was recorded, and has ended the recording: leave one of them out"
+            )
+        if isinstance(self.clock, Clock) and self._main not in {thread for *_, thread in self.clock.forwards}:
+            raise InstepError(
+                "the loop ran on another thread than the one that has entered the block, which the profiler follows: "
+                "put the `with` block around the loop on its own thread"
+            )
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / "trace.json"
+            self._profile.export_chrome_trace(str(path))
+            trace = Trace(path, self._offset)
+        assert self._ends is not None
+        spans = self._spans(trace, self._recorder.take())
+        memory = memory_of(trace, spans, self._held, self._notes, self._state, (self._began, self._ends))
+        iterations = self._iterations.until(self._ends)
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        spans = sorted(spans, key=lambda span: span.start)
+        here = Rank(rank, platform.node(), self._main, iterations, spans, memory, self._weights.digests)
+        if isinstance(self.clock, StageClock):
+            here = replace(here, stages=self.clock.stages, runs=self.clock.runs)
+        return _shifted(here, self._offset), trace.shown(-self._offset)
+
+    def _spans(self, trace: Trace, told: Sequence[Span]) -> list[Span]:
+        """Put the spans that instep told of, those of the profiler and those of the clock together."""
+        # The profiler sees the communication itself. What instep calls communication is from hand-over to arrival.
+        spans = [span._replace(kind="flight") if span.kind == "communication" else span for span in told]
+        spans += trace.communication()
+        steps = trace.steps()
+        if isinstance(self.clock, StageClock):
+            spans = self.clock.spans(spans + steps)
+        else:
+            spans += [Span("forward", "forward", *forward) for forward in self.clock.forwards]
+            spans += _backwards(self.clock.backwards, trace, spans + steps)
+            spans += _without_closures(steps, spans)
+        assert self._ends is not None
+        return [span for span in spans if span.start < self._ends]
+
+
+def _backwards(times: "Sequence[BackwardTimes]", trace: Trace, others: Sequence[Span]) -> Iterator[Span]:
+    """Yield each backward, and the waiting at its end.
+
+    Args:
+        others: among them the steps.
+    """
+    before = 0.0
+    for one in times:
+        # Backward begins with the first node since anything else ran on its thread, or the backward before it.
+        before = max(before, trace.last_outside_of_nodes(one.reached, one.thread))
+        began = min(trace.first_node(before), one.reached)
+        yield Span("backward", "backward", began, one.nodes, one.thread)
+        steps = intervals(s for s in others if s.kind == "step" and s.thread == one.thread)
+        # Between its last node and its return backward waits, or steps buckets on its thread.
+        for piece in outside([(one.nodes, one.returned)], steps):
+            yield Span("waiting", "end of backward", *piece, one.thread)
+        before = one.returned
+
+
+def _without_closures(steps: Sequence[Span], spans: Sequence[Span]) -> Iterator[Span]:
+    """Yield the parts of the calls of ``optimizer.step()`` in which no closure ran the model."""
+    computed = [span for span in spans if span.kind in COMPUTE]
+    for step in steps:
+        inside = [s for s in computed if s.thread == step.thread and step.start <= s.start and s.end <= step.end]
+        for start, end in outside([(step.start, step.end)], intervals(inside)):
+            yield step._replace(start=start, end=end)
+
+
+def _gathered(part: RankPart) -> list[RankPart] | None:
+    """Return the parts of all ranks, on the first rank; ``None`` on the others."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [part]
+    # As JSON: nothing that another rank sent is ever run, as a pickle would be.
+    setup, rank, events = part
+    assert dist.group.WORLD is not None
+    parts = gather_json([asdict(setup), asdict(rank), events], dist.group.WORLD)
+    return None if parts is None else [(setup_from(setup), rank_from(rank), events) for setup, rank, events in parts]
+
+
+def _together(parts: Sequence[RankPart]) -> tuple[Run, list[list[TraceEvent]]]:
+    """Make one run of the parts. Its times count from when the first rank began."""
+    zero = min(rank.iterations[0][0] for _, rank, _ in parts)
+    # Each rank of a pipeline has stages of its own: the job is that of all. Ranks with the same stages have one.
+    jobs = list({tuple(rank.stages): setup.job for setup, rank, _ in reversed(parts)}.values())
+    job = replace(
+        parts[0][0].job,
+        parameters="+".join(dict.fromkeys(job.parameters for job in jobs)),
+        count=sum(job.count for job in jobs),
+        dtypes=tuple(sorted({dtype for job in jobs for dtype in job.dtypes})),
+    )
+    run = Run(replace(parts[0][0], job=job), [_shifted(rank, -zero) for _, rank, _ in parts])
+    return run, [[{**event, "ts": event["ts"] - 1e6 * zero} for event in events] for _, _, events in parts]
+
+
+def _shifted(rank: Rank, by: float) -> Rank:
+    """Return ``rank`` with ``by`` seconds added to all of its times."""
+    memory = rank.memory
+    return replace(
+        rank,
+        iterations=[(start + by, end + by) for start, end in rank.iterations],
+        spans=[span._replace(start=span.start + by, end=span.end + by) for span in rank.spans],
+        memory=replace(memory, times=[t + by for t in memory.times], peak_at=memory.peak_at + by),
+        runs=[(start + by, end + by) for start, end in rank.runs],
+    )
+
+
+class BackwardTimes(NamedTuple):
+    """When one backward ran.
+
+    Attributes:
+        reached: when it came to an output of the model. That of the loss lies before.
+        nodes: when the last node of the graph had run.
+        returned: when backward returned. Waiting for communication lies between the two.
+    """
+
+    reached: float
+    nodes: float
+    returned: float
+    thread: int
+
+
+class Clock:
+    """A watch on the forwards and backwards of a model, by hooks, until ``stop``. Times are ``perf_counter`` seconds.
+
+    Args:
+        forward_begins: called when an outermost forward is about to begin.
+        backward_begins: called when a backward comes to an output of one.
+
+    Attributes:
+        forwards: when each outermost forward began and ended, and on which thread.
+        backwards: when each backward ran.
+        given: shapes and dtypes of the tensors that forwards were given, and the dtype that autocast computes in.
+    """
+
+    def __init__(
+        self, model: nn.Module, forward_begins: Callable[[], None], backward_begins: Callable[[], None]
+    ) -> None:
+        self.forwards: list[tuple[float, float, int]] = []
+        self.backwards: list[BackwardTimes] = []
+        self._forward_begins = forward_begins
+        self._backward_begins = backward_begins
+        self._depth = 0
+        self._began = 0.0
+        self._backward: Backward | None = None  # the last backward that was seen
+        self.given: set[str] = set()
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(BoundHook(self._before_forward), with_kwargs=True),
+            model.register_forward_hook(BoundHook(self._after_forward), always_call=True),
+        ]
+
+    def stop(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before_forward(self, module: nn.Module, args: object, kwargs: object) -> None:
+        if self._depth == 0:
+            self._forward_begins()
+            self.given |= described((args, kwargs))
+            self._began = perf_counter()
+        self._depth += 1
+
+    def _after_forward(self, module: nn.Module, inputs: object, output: Any) -> None:
+        # Not below 0: hooks that are put on inside of a forward see its end alone.
+        self._depth = max(0, self._depth - 1)
+        if self._depth:
+            return
+        self.forwards.append((self._began, perf_counter(), threading.get_native_id()))
+        # Whichever of these nodes the engine reaches first tells that a backward runs.
+        for node in nodes_of(output):
+            node.register_prehook(weakly(self._backward_runs))
+
+    def _backward_runs(self, gradients: object) -> None:
+        if (backward := current()) is self._backward:
+            return
+        self._backward = backward
+        self._backward_begins()
+        reached = perf_counter()
+        # Two moments of one end: before DDP's own waiting, and after everything.
+        nodes: list[float] = []
+        backward.at(Phase.BEFORE_DDP, lambda: nodes.append(perf_counter()))
+        backward.at(Phase.LAST, partial(self._backward_ended, reached, nodes))
+
+    def _backward_ended(self, reached: float, nodes: list[float]) -> None:
+        self.backwards.append(BackwardTimes(reached, nodes[0], perf_counter(), threading.get_native_id()))
+
+
+class Weights:
+    """Digests of the weights: two recordings show by them whether their loops have trained the same model.
+
+    They are of this rank's part of the parameters of ``optimizers``, in the order of their groups.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        self._digests: list[str] = []
+
+    def look(self) -> None:
+        """Take the digest of the weights as they are now."""
+        self._digests.append(self._digest())
+
+    @property
+    def digests(self) -> Sequence[str]:
+        """The digest of each ``look``; empty if one of them could not read the weights."""
+        return self._digests if all(self._digests) else ()
+
+    def _digest(self) -> str:
+        """Return a SHA-256; empty for FSDP1, whose parameters are views that FSDP1 moves about, for tensors of an
+        unknown kind, and where backward has updated some of them for a step that has not come."""
+        if fsdp1_in(self._model):
+            return ""
+        try:
+            return self._read()
+        except UncommittedStepError:  # the block was left in the middle of a step
+            return ""
+
+    def _read(self) -> str:
+        found = hashlib.sha256()
+        for parameter in (
+            p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]
+        ):
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # a DTensor
+            known = plain_type(local) in (nn.Parameter, torch.Tensor)
+            if not known or local.layout is not torch.strided or local.is_meta:
+                return ""
+            found.update(f"{tuple(local.shape)} {local.dtype}".encode())
+            # Of a copy: once NumPy has had a parameter's own memory, nobody can tell any more whether others have it,
+            # and its updates are no longer put off.
+            copied = local.detach().clone(memory_format=torch.contiguous_format).to("cpu")
+            found.update(copied.flatten().view(torch.uint8).numpy())
+        return found.hexdigest()
+
+
+def describe(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    batch: Sequence[str],
+    label: str,
+    options: Mapping[str, str],
+    buckets: Sequence[Sequence[str]],
+    gradients: Mapping[str, int] | None = None,
+) -> Setup:
+    """Describe the loop that is recorded.
+
+    Args:
+        batch: the inputs that forwards were given, in words.
+        gradients: the bytes of each name in ``buckets``; ``None``: those of the model's own names.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    ddps = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    state = {address: n for o in optimizers for tensor in tensors_in_state(o) for address, n in storages(tensor)}
+    return Setup(
+        job=_job(model, trained, batch),
+        label=label,
+        options=options,
+        optimizer=", ".join(_name_of_class(optimizer) for optimizer in optimizers),
+        fused=all(bool(optimizer.defaults.get("fused")) for optimizer in optimizers),
+        wrapper="DistributedDataParallel" if ddps else _sharding(model),
+        bucket_view=all(ddp.gradient_as_bucket_view for ddp in ddps),
+        buckets=buckets,
+        gradients={name: sum(n for _, n in storages(p)) for name, p in model.named_parameters() if p.requires_grad}
+        if gradients is None
+        else gradients,
+        nbytes={
+            PARAMETERS: sum(n for p in model.parameters() for _, n in storages(p)),
+            GRADIENTS: sum(n for p in trained for _, n in storages(p)),
+            STATE: sum(state.values()),
+        },
+        versions={"instep": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    )
+
+
+def _job(model: nn.Module, trained: Sequence[nn.Parameter], batch: Sequence[str]) -> Job:
+    # Names, shapes and dtypes of the bare model: the same with each wrapper and on each rank.
+    described = [f"{one.name} {tuple(one.tensor.shape)} {one.tensor.dtype}" for one in parameters_of(model)]
+    inner = [[module for prefix, module in modules_of(one) if not prefix][-1] for one in called_in(model)]
+    device = trained[0].device if trained else torch.device("cpu")
+    return Job(
+        model=", ".join(dict.fromkeys(map(_name_of_module, inner))),
+        parameters=hashlib.sha256("\n".join(described).encode()).hexdigest()[:16],
+        count=sum(p.numel() for p in trained),
+        dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in trained})),
+        batch=tuple(batch),
+        ranks=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    )
+
+
+def _name_of_module(module: nn.Module) -> str:
+    # FSDP2 gives a module a class of its own.
+    return next(c.__name__ for c in type(module).__mro__ if not c.__module__.startswith("torch.distributed."))
+
+
+def _name_of_class(optimizer: Optimizer) -> str:
+    """Return the optimizer's class, with its implementation."""
+    name = type(optimizer).__name__
+    for implementation in ("fused", "foreach"):
+        if optimizer.defaults.get(implementation):
+            return f"{name}({implementation}=True)"
+    return name
+
+
+def _sharding(model: nn.Module) -> str:
+    """Return what shards the model; empty if nothing does."""
+    if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
+        return "DTensor"
+    return "FullyShardedDataParallel" if fsdp1_in(model) else ""
