@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from instep._version import __version__
+from instep import __version__
 from instep_tools.demo.job import DemoError, Size
 from instep_tools.planning.job import Job, PlanError, Rates
 from instep_tools.report.figures import by_job

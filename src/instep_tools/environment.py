@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
-from instep._version import __version__
+from instep import __version__
 
 PACKAGES = ("numpy", "safetensors", "transformers", "accelerate", "lightning", "pytorch-lightning")
 # Each may change which numbers come out, or where the step runs. No other variable is printed.

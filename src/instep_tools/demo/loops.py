@@ -22,9 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from instep.attaching import attach
-from instep.attachment import attached, record
-from instep.replication import replicate
+from instep import attach, attached, record, replicate
 from instep_tools.demo.job import (
     CONTEXT,
     RECORDED_STEPS,

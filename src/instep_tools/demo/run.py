@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from instep._version import __version__
+from instep import __version__
 from instep_tools.demo.job import (
     CONTEXT,
     MICRO_BATCHES,

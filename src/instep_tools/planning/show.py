@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from instep._version import __version__
+from instep import __version__
 from instep_tools.planning.job import EVERYTHING, Estimate, Job, Offloaded, PlannedBucket, PlannedPeak, PlannedTimes
 from instep_tools.planning.plan import plan
 from instep_tools.report.files import require_writable, write

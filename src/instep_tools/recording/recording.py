@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.hooks import RemovableHandle
 
+from instep import __version__
 from instep._arguments import require_count
 from instep._ranks.collectives import gather_json
 from instep._torch.engine import Backward, Phase, current
@@ -39,7 +40,6 @@ from instep._torch.hooks import BoundHook, PlainPickles, is_called_by_step, node
 from instep._torch.lifetime import weakly
 from instep._torch.pipelining import Pipeline
 from instep._torch.watch import plain_type
-from instep._version import __version__
 from instep.errors import AttachError, InstepError, UncommittedStepError
 from instep.naming import modules_of, parameters_of
 from instep.sources.fsdp.modules import fsdp1_in

@@ -18,9 +18,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 
-from instep._gradients.clipping import ClipNorm
-from instep.attaching import attach
-from instep.attachment import Attachment
+from instep import Attachment, ClipNorm, attach
 from instep.errors import InstepError
 from instep_tools.verification import first_difference, training_state
 

@@ -16,8 +16,7 @@ import torch.nn.functional as F  # noqa: N812  # as everybody calls it
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from instep.attaching import attach
-from instep.attachment import Attachment
+from instep import Attachment, attach
 from instep_tools.demo.job import Shape
 from instep_tools.demo.loops import ByteGPT, wait
 from instep_tools.planning.rehearse import LiveBytes

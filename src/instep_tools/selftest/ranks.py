@@ -16,8 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from instep.attaching import attach
-from instep.replication import replicate
+from instep import attach, replicate
 from instep_tools.selftest.features import STEPS, WAYS, Cell, Loop, Model, usual
 from instep_tools.verification import first_difference, training_state
 

@@ -17,7 +17,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from instep._version import __version__
+from instep import __version__
 from instep_tools.demo.summary import print_line
 from instep_tools.environment import report
 from instep_tools.report.files import require_writable, write
