@@ -25,7 +25,7 @@ from torch import nn
 import instep
 from instep_tools.demo.job import Shape
 from instep_tools.demo.loops import ByteGPT
-from instep_tools.planning.rehearse import LiveBytes
+from instep_tools.harness import LiveBytes
 
 JOBS = {"never clips": 1e6, "every step clips": 1e-3}
 """The bound of the norm."""

@@ -24,7 +24,7 @@ from torch import nn
 import instep
 from instep_tools.demo.job import Shape
 from instep_tools.demo.loops import ByteGPT
-from instep_tools.planning.rehearse import LiveBytes
+from instep_tools.harness import LiveBytes
 
 MIB = 1 << 20
 SHAPES = {

@@ -30,8 +30,8 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from instep_tools.demo.job import Shape
-from instep_tools.demo.loops import wait
 from instep_tools.environment import report
+from instep_tools.harness import wait
 from instep_tools.selftest.features import muon
 from instep_tools.selftest.gains import Job, Kind, TimedLoop, extra_bytes, measure_group
 from instep_tools.selftest.run import name_of

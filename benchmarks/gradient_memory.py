@@ -29,8 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import instep
 from instep_tools.demo.job import Shape
 from instep_tools.demo.loops import ByteGPT
-from instep_tools.planning.rehearse import LiveBytes
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import LiveBytes, first_difference, training_state
 
 MIB = 1 << 20
 RANKS = 2

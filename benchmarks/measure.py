@@ -24,7 +24,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
-from instep_tools.verification import first_difference, training_state  # noqa: E402
+from instep_tools.harness import first_difference, training_state  # noqa: E402
 
 SETTLED = 45
 """Steps after which a loop has decided what a worker does: whether it is put off, or beside backward."""

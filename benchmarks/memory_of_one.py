@@ -22,7 +22,8 @@ from memory_ways import PARTS, SETTINGS, models
 from one_device import Model, Plain
 from torch import nn
 
-from instep_tools.planning.rehearse import LiveBytes, inside
+from instep_tools.harness import LiveBytes
+from instep_tools.planning.rehearse import inside
 
 STEPS = 3
 Found = dict[str, Any]

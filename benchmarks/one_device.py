@@ -33,7 +33,7 @@ from instep.functional import apply_optimizer_in_backward
 from instep.options import DEFAULT_BUCKET_BYTES
 from instep_tools.demo.job import CONTEXT, Shape
 from instep_tools.demo.loops import ByteGPT
-from instep_tools.planning.rehearse import LiveBytes
+from instep_tools.harness import LiveBytes
 
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
 PLAIN = "plain, fused"

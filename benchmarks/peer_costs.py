@@ -9,7 +9,7 @@ from one_device import PEERS, PLAIN, SIZES, Model, Plain, gpt, processor_times
 
 from instep._optim.parameters import MIB
 from instep_tools.demo.job import Shape
-from instep_tools.planning.rehearse import LiveBytes
+from instep_tools.harness import LiveBytes
 
 ROWS = {
     PLAIN: "plain, `AdamW(fused=True)`",

@@ -1,12 +1,7 @@
-"""``verify``: the plain loop beside the attached one, on the user's own model, compared bit for bit after every step.
-
-``training_state`` names every value that a step changes, and ``first_difference`` compares two such states.
-"""
+"""``verify``: the plain loop beside the attached one, on the user's own model, bit for bit after every step."""
 
 import logging
-import pickle
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +10,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from instep._arguments import optimizers_of, require_count, require_model
-from instep._optim.values import is_wrapper, same_numbers
-from instep.attaching import attach
+from instep import attach
 from instep.errors import AttachError
-from instep.sources.fsdp.modules import put_shards_in_place
+from instep_tools.harness import lockstep, reshard, same, training_state
 
 _logger = logging.getLogger("instep")
 
@@ -94,7 +87,8 @@ def verify(build: Build, steps: int = 3, **options: Any) -> Verification:
         print(instep.verify(build, steps=3, schedule="backward"))
         ```
     """
-    require_count("steps", steps, AttachError)
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise AttachError(f"steps must be a whole number, at least 1, not {steps!r}")
     if not callable(build) or isinstance(build, (nn.Module, type)):
         raise AttachError(f"build must be a function that returns (model, optimizer, step), not {build!r}")
     for name in ("clip", "comm_hook", "mixed_precision", "random"):
@@ -112,15 +106,13 @@ def verify(build: Build, steps: int = 3, **options: Any) -> Verification:
         unchanged = {name: p.detach().clone() for name, p in plain.named_parameters() if not is_lazy(p)}
         trained = len(unchanged) < len(list(plain.parameters()))  # a lazy one has got its values by the end
         with attach(model, optimizer, **options) as overlap:
-            for i in range(steps):
-                torch.manual_seed(i)
-                plain_step(i)
-                torch.manual_seed(i)
-                step(i)
-                overlap.synchronize()  # an update that was put off is to be compared, too
-                difference = first_difference(training_state(plain, plain_optimizer), training_state(model, optimizer))
+
+            def states() -> Any:
+                return training_state(plain, plain_optimizer), training_state(model, optimizer)
+
+            for number, difference in enumerate(lockstep((plain_step, step), states, steps, overlap), 1):
                 if difference is not None:
-                    return Verification(i + 1, 0, f"after step {i + 1}: {difference}", trained)
+                    return Verification(number, 0, difference, trained)
                 trained = trained or _has_changed(plain, unchanged)
                 if trained:
                     unchanged.clear()  # a copy of the model
@@ -135,15 +127,24 @@ def verify(build: Build, steps: int = 3, **options: Any) -> Verification:
 
 
 def _has_changed(model: nn.Module, before: Mapping[str, torch.Tensor]) -> bool:
-    put_shards_in_place(model)
-    return any(name not in before or not same_numbers(p.detach(), before[name]) for name, p in model.named_parameters())
+    reshard(model)
+    return any(name not in before or not same(p.detach(), before[name]) for name, p in model.named_parameters())
 
 
 def _built(build: Build) -> tuple[nn.Module, list[Optimizer], Callable[[int], object]]:
     made: Any = build()
     if not (isinstance(made, tuple) and len(made) == 3 and callable(made[2])):
         raise AttachError(f"build must return (model, optimizer, step), with a function step(i); it returned {made!r}")
-    return require_model(made[0], AttachError), optimizers_of(made[1], AttachError), made[2]
+    optimizers = [made[1]] if isinstance(made[1], Optimizer) or not isinstance(made[1], (list, tuple)) else [*made[1]]
+    if not isinstance(made[0], nn.Module):
+        raise AttachError(f"build must return (model, optimizer, step), with a torch.nn.Module; it returned {made!r}")
+    for one in optimizers:
+        if not isinstance(one, Optimizer):
+            raise AttachError(
+                "build must return (model, optimizer, step), with a torch.optim.Optimizer or a list of them; it "
+                f"returned {made!r}"
+            )
+    return made[0], optimizers, made[2]
 
 
 def _require_two(
@@ -158,84 +159,3 @@ def _require_two(
         )
     if set(map(id, plain_optimizers)) & set(map(id, optimizers)):
         raise AttachError("build returned the same optimizer twice. Make a new model in build, and a new optimizer")
-
-
-def training_state(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[tuple[str, Any]]:
-    """Everything that a step changes, each with a name: parameters, buffers, optimizer state and the values of groups.
-
-    Parameters keep their names, and state is named after its parameter.
-    """
-    names: dict[int, str] = {}
-    put_shards_in_place(model)  # a step that ends with an evaluation leaves gathered ones there, without a state
-    for name, parameter in model.named_parameters():
-        names[id(parameter)] = name
-        yield f"parameter {name!r}", parameter.detach()
-    for name, buffer in model.named_buffers():
-        yield f"buffer {name!r}", buffer
-    for number, one in enumerate([optimizer] if isinstance(optimizer, Optimizer) else optimizer):
-        kind = f"{type(one).__name__} {number}" if number else type(one).__name__
-        for key, value in one.state.items():
-            yield from _leaves(f"{kind}.state of {names.get(id(key), key)!r}", value)
-        for index, group in enumerate(one.param_groups):
-            for option, value in group.items():
-                if option != "params":
-                    yield from _leaves(f"{kind}.param_groups[{index}][{option!r}]", value)
-
-
-def first_difference(plain: Iterator[tuple[str, Any]], other: Iterator[tuple[str, Any]]) -> str | None:
-    """Compare two results of ``training_state`` bit for bit. Returns the first difference in words, or ``None``."""
-    left, right = dict(plain), dict(other)
-    for name in left.keys() ^ right.keys():
-        return f"only the {'plain' if name in left else 'attached'} loop has {name}"
-    for name, a in left.items():
-        b = right[name]
-        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-            if a.dtype != b.dtype or a.shape != b.shape:
-                return f"{name} is {a.dtype} {tuple(a.shape)}, attached {b.dtype} {tuple(b.shape)}"
-            if a.device != b.device:
-                a, b = a.cpu(), b.cpu()  # state of offload="host"
-            if not same_numbers(a, b):
-                return f"{name} differs{_gap(a, b)}"
-        elif type(a) is not type(b) or not _same_value(a, b):
-            return f"{name} is {a!r}, attached {b!r}"
-    return None
-
-
-def _gap(a: torch.Tensor, b: torch.Tensor) -> str:
-    if is_wrapper(a) or a.is_nested:
-        return ""  # its class may not know how to subtract
-    gap = (a.detach().to_dense().double() - b.detach().to_dense().double()).abs().max().item()
-    return f" by up to {gap:.3g}"
-
-
-def _same_value(a: Any, b: Any) -> bool:
-    """Whether two values that are no tensors are equal, by ``==``, by what they pickle to, or by their attributes."""
-    try:
-        if a == b:
-            return True
-    except (ValueError, RuntimeError):
-        pass  # of an array, and of an object that holds a tensor, torch and NumPy have no single answer
-    try:
-        # NaN equals NaN here too. So do two objects of equal content whose class has no ``==`` of its own.
-        if pickle.dumps(a) == pickle.dumps(b):
-            return True
-    except Exception:  # its class decides how, and whether, an object is pickled
-        pass
-    # Equal tensors need not be pickled alike. An object without attributes does not show what it holds.
-    mine, theirs = getattr(a, "__dict__", None), getattr(b, "__dict__", None)
-    try:
-        return bool(mine) and first_difference(_leaves("", mine), _leaves("", theirs)) is None
-    except RecursionError:
-        return False
-
-
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The values in nested containers, each with its path behind ``name``."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _leaves(f"{name}[{key!r}]", item)
-    elif isinstance(value, (list, tuple, deque)):
-        for i, item in enumerate(value):
-            yield from _leaves(f"{name}[{i}]", item)
-    else:
-        yield name, value

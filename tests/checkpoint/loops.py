@@ -13,7 +13,7 @@ import instep
 from instep import Checkpoint
 from instep.checkpoint import manifest as manifests
 from instep.checkpoint.files import DIGEST, MANIFEST, digest_line
-from instep_tools.verification import first_difference
+from instep_tools.harness import first_difference
 from tests.cases import Blocks, batch, two_groups
 
 loss_of = nn.functional.cross_entropy

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep.errors import CheckpointError, DamagedCheckpointError, InstepError, StepMismatchError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch, two_groups
 from tests.checkpoint.loops import adamw, everything, load_from, require_same
 from tests.devices import here

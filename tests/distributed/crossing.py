@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import instep
 from instep.sources.cross_iteration import source as crossing
 from instep.sources.cross_iteration.order import CrossingTrial
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch, optimizer_cases, two_groups
 from tests.inside import source_of
 

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor
 
 import instep
-from instep_tools.verification import first_difference
+from instep_tools.harness import first_difference
 from tests.devices import here
 from tests.late import late_updates
 

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import instep.attachment
 from instep import ClipNorm, ClipValue
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch, optimizer_cases, two_groups
 from tests.distributed.casting import CastByHand
 

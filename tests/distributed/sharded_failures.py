@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from instep.sources.fsdp.modules import fsdp2_groups
-from instep_tools.verification import first_difference
+from instep_tools.harness import first_difference
 from tests.cases import Blocks, two_groups
 from tests.devices import here
 from tests.distributed.sharded import Loop, mesh, nested, parameters_of

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep.errors import AttachError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, Rotations, Sometimes, batch
 from tests.devices import here
 from tests.distributed.comm_hooks import HOOKS, bf16

@@ -24,7 +24,7 @@ from instep.errors import AttachError, InstepError, TornStepError
 from instep.sources.cross_iteration import order as plan
 from instep.sources.cross_iteration import source as crossing
 from instep.sources.cross_iteration.order import CrossingTrial
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, Sometimes, Tied, batch, grad_of, weights
 from tests.devices import here, on_cpu_only
 from tests.distributed.casting import CastByHand, send_as

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep.errors import HyperparameterChangedError, TornStepError, UnsupportedOptimizerError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch, two_groups
 from tests.devices import here
 from tests.distributed.pool import RankPool

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import instep
 from instep.errors import AccumulationError, AttachError, StaleAttachmentError, TornStepError
 from instep.sources.ddp.reducer import ReducerGroup, work_of
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch, weights
 from tests.distributed.loops import Fails, WithOwn, equal, loss_of, train
 from tests.distributed.pool import RankPool

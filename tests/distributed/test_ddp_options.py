@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep.errors import AttachError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, two_groups
 from tests.distributed import crossing, ddp_lockstep, zero
 from tests.distributed.pool import RankPool

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import instep
 from instep._step import deferral as deferring
 from instep.sources.ddp.instance import exposed_communication
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch
 from tests.devices import here
 from tests.distributed.pool import RankPool

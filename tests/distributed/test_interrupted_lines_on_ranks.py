@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import instep
 from instep.errors import StepMismatchError, TornStepError, UncommittedStepError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks
 from tests.distributed.pool import BodyFailedError, RankPool
 from tests.distributed.reduced import SOURCES

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import instep
 from instep._step import judging
 from instep.errors import InstepError, UnsupportedOptimizerError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch, two_groups
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import local_of, nested

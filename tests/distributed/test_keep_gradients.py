@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import instep
 from instep import ClipNorm
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, Sometimes, batch, two_groups
 from tests.devices import here
 from tests.distributed import zero

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep.errors import AttachError
-from instep_tools.verification import first_difference
+from instep_tools.harness import first_difference
 from tests.cases import batch
 from tests.devices import here
 from tests.distributed.pool import RankPool

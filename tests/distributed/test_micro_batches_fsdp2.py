@@ -20,7 +20,7 @@ from instep import ClipNorm, ClipValue
 from instep.errors import AccumulationError, InstepError
 from instep.sources.fsdp.micro_batches import END, ReducedApart
 from instep.sources.fsdp.modules import fsdp2_groups, fsdp2_in
-from instep_tools.verification import first_difference
+from instep_tools.harness import first_difference
 from tests.cases import Blocks, Sometimes, Tied, batch
 from tests.devices import here
 from tests.distributed.pool import RankPool

@@ -14,7 +14,7 @@ from torch import nn
 import instep
 from instep import ClipNorm
 from instep.errors import AccumulationError, InstepError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, Sometimes, Tied, batch, two_groups
 from tests.devices import here
 from tests.distributed.comm_hooks import HOOKS

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep.errors import AttachError, InstepError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests import net, own_precision
 from tests.cases import Blocks, Sometimes, Tied, batch
 from tests.devices import here, on_cpu_only

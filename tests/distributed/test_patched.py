@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch
 from tests.distributed.pool import RankPool
 from tests.parity.patched import with_step_param, with_step_parameter

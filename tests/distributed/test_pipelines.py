@@ -30,7 +30,7 @@ from instep._step.in_backward import BackwardSchedule
 from instep._torch import pipelining
 from instep.checkpoint import manifest as manifests
 from instep.errors import AttachError, CheckpointError, InstepError
-from instep_tools.verification import first_difference
+from instep_tools.harness import first_difference
 from tests.checkpoint.loops import sign
 from tests.devices import here
 from tests.distributed.pipelines import (

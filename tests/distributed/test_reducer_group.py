@@ -18,7 +18,7 @@ import instep
 from instep.errors import AttachError
 from instep.sources.ddp.instance import buckets_of
 from instep.sources.ddp.reducer import ReducerGroup, _slots
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch, grad_of
 from tests.devices import sparse_collectives
 from tests.distributed.loops import loss_of, train

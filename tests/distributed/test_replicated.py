@@ -23,7 +23,7 @@ from instep import ClipNorm, ClipValue
 from instep._optim.parameters import AttachedParameters
 from instep._step.beside_backward import UpdatesBeside
 from instep.errors import AccumulationError, SpentGradientError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import (
     Blocks,
     Rotations,

@@ -23,8 +23,7 @@ from instep import ClipNorm
 from instep._torch.engine import current
 from instep.errors import AccumulationError, AttachError, InstepError, TornStepError
 from instep.sources.replicate import buckets as transient
-from instep_tools.planning.rehearse import LiveBytes
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import LiveBytes, first_difference, training_state
 from tests import net
 from tests.cases import Blocks, batch, weights
 from tests.devices import let_go, sparse_collectives

@@ -21,7 +21,7 @@ import instep.options
 from instep import ClipNorm, ClipValue
 from instep.errors import AccumulationError, AttachError, SpentGradientError
 from instep.sources.ddp.buckets import Reduction
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Sometimes, batch
 from tests.distributed.casting import send_as
 from tests.distributed.comm_hooks import to_another_tensor

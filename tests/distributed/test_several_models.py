@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import instep
 from instep.errors import AttachError
-from instep_tools.verification import first_difference
+from instep_tools.harness import first_difference
 from tests.cases import Blocks, batch
 from tests.devices import here
 from tests.distributed.pool import RankPool

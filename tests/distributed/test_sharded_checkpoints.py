@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import instep
-from instep_tools.verification import first_difference
+from instep_tools.harness import first_difference
 from tests.cases import Blocks, batch
 from tests.devices import on_cpu_only
 from tests.distributed.pool import RankPool

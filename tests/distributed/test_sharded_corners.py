@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import instep
 from instep.attachment import attachments
 from instep.errors import AccumulationError, HyperparameterChangedError, UncommittedStepError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch, two_groups
 from tests.devices import here, on_cpu_only
 from tests.distributed.pool import RankPool

@@ -22,7 +22,7 @@ from instep._ranks.comparison import Comparison
 from instep._ranks.process_groups import store_of_world
 from instep._ranks.step_ranks import StepRanks, neighbours_of
 from instep.errors import InstepError, NonFiniteGradientError, StepMismatchError, TornStepError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch
 from tests.devices import here
 from tests.distributed.pool import RankPool

@@ -15,7 +15,7 @@ import instep
 from instep._ranks.step_ranks import StepRanks
 from instep.errors import AccumulationError, TornStepError
 from instep.options import Schedules
-from instep_tools.verification import first_difference
+from instep_tools.harness import first_difference
 from tests.cases import batch, two_groups, weights
 from tests.distributed.crossing import late_arrivals
 from tests.distributed.pool import RankPool

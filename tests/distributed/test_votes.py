@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep.errors import AttachError, InstepError, NonFiniteGradientError, StepMismatchError, TornStepError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch, weights
 from tests.distributed.pool import RankPool
 from tests.pace import Pace
@@ -305,7 +305,7 @@ def resynced(way: str, wrap: str) -> str | None:
     for one in ((plain, plain_optimizer), (model, optimizer)):
         train(*one, range(5, 8))
     overlap.detach()
-    from instep_tools.verification import first_difference, training_state
+    from instep_tools.harness import first_difference, training_state
 
     return first_difference(training_state(plain, [plain_optimizer]), training_state(model, [optimizer]))
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import instep
 from instep.errors import AccumulationError, AttachError, HyperparameterChangedError, TornStepError
 from instep.sources.zero.shards import StateShards
-from instep_tools.planning.rehearse import LiveBytes
+from instep_tools.harness import LiveBytes
 from tests import net
 from tests.cases import Blocks, Sometimes, Tied, batch, grad_of, optimizer_cases, two_groups, weights
 from tests.devices import here, on_cpu_only

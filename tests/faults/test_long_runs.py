@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep.errors import NonFiniteGradientError, TornStepError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import batch
 from tests.distributed.pool import RankPool
 

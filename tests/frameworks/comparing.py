@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 
 
 def optional(*names: str) -> Any:

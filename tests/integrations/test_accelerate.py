@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import instep
 from instep import ClipNorm
 from instep.errors import AttachError, SpentGradientError, UnsupportedOptimizerError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks
 from tests.distributed.pool import RankPool
 from tests.integrations.ranks import as_torchrun

@@ -12,7 +12,7 @@ import pytest
 from transformers import Trainer, TrainingArguments
 
 from instep.errors import AttachError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.integrations.hugging_face import sentences, tiny
 
 SETTINGS: dict[str, Any] = {

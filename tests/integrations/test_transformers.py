@@ -22,7 +22,7 @@ from instep import ClipNorm, ClipValue
 from instep._torch.placeholders import SpentGradient
 from instep.errors import AttachError, TornStepError, UncommittedStepError
 from instep.integrations.transformers import InstepCallback
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.distributed.pool import RankPool
 from tests.integrations.hugging_face import hooks_of, most_gradients, sentences, tiny
 from tests.integrations.ranks import as_torchrun, sharded_by_accelerate

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from instep_tools.verification import first_difference
+from instep_tools.harness import first_difference
 from tests.loops.form import Form, Run, Seen
 
 

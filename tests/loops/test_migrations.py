@@ -14,7 +14,7 @@ from transformers.optimization import Adafactor
 
 import instep
 from instep import ClipNorm
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.integrations.hugging_face import tiny
 from tests.loops.compare import require_same
 from tests.loops.form import Run

@@ -15,7 +15,7 @@ import torch
 
 import instep
 from instep.errors import InstepError, UncommittedStepError
-from instep_tools.verification import first_difference
+from instep_tools.harness import first_difference
 from tests.parity.oracle import snapshot
 from tests.parity.programs import Loop, Program
 

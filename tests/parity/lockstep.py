@@ -11,7 +11,7 @@ from torch import nn
 
 import instep
 from instep.errors import TornStepError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import batch
 from tests.devices import here
 from tests.late import late_updates

@@ -20,7 +20,7 @@ import torch
 import instep
 from instep._torch.versions import memory_of
 from instep.errors import InstepError, UnsupportedOptimizerError
-from instep_tools.verification import first_difference
+from instep_tools.harness import first_difference
 from tests.judged import own_steps_are_judged
 from tests.late import late_updates
 from tests.parity.outputs import FOUND_BY_DDP

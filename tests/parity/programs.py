@@ -22,7 +22,7 @@ from instep import ClipNorm, ClipValue
 from instep._torch.versions import memory_of
 from instep.errors import InstepError
 from instep.sources.fsdp.modules import put_shards_in_place
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import optimizer_cases
 from tests.devices import here
 from tests.parity.edits import EDITS

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import instep
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch
 from tests.devices import on_cpu_only
 

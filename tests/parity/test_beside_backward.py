@@ -22,7 +22,7 @@ from instep._step.in_backward import BucketSink
 from instep._torch.worker import NAME, Task, Worker
 from instep.errors import AttachError, HyperparameterChangedError, TornStepError, UncommittedStepError
 from instep.sources.local import WritingBackwards
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests import net
 from tests.cases import Blocks, batch
 from tests.devices import on_cpu_only

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import instep
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.devices import here
 from tests.parity.lockstep import WAYS
 

@@ -13,7 +13,7 @@ from torch import nn
 import instep
 from instep._torch.placeholders import ZeroedGradient
 from instep.errors import SpentGradientError, UncommittedStepError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch
 from tests.parity.lockstep import SMALL, Contender, Refused, lockstep, loss_of
 

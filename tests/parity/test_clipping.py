@@ -21,7 +21,7 @@ from instep._optim.undo import Undo
 from instep._torch.hooks import is_in_step
 from instep._torch.placeholders import SpentGradient
 from instep.errors import AttachError, InstepError, SpentGradientError, TornStepError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, Sometimes, batch, two_groups
 from tests.devices import on_cpu_only
 from tests.parity.lockstep import SMALL, WAYS, Contender, Step, lockstep, loss_of

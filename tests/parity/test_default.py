@@ -13,7 +13,7 @@ import instep
 from instep._step import deferral as deferring
 from instep._torch.engine import is_captured
 from instep.errors import StaleAttachmentError, UnsupportedOptimizerError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch
 from tests.devices import here
 from tests.judged import own_steps_are_judged

@@ -13,7 +13,7 @@ from torch import nn
 
 import instep
 from instep.errors import InstepError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.devices import on_cpu_only
 from tests.parity.dropping import run_dropped
 from tests.parity.edits import MOMENTS

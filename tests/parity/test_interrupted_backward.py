@@ -13,7 +13,7 @@ from torch import nn
 import instep
 from instep._step.in_backward import BucketSink
 from instep.errors import TornStepError
-from instep_tools.verification import first_difference
+from instep_tools.harness import first_difference
 from tests.parity.interrupts import Interrupter
 
 BUCKET = BucketSink.apply.__code__

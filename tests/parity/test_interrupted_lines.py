@@ -24,7 +24,7 @@ from instep.attaching import attach_stepping_itself
 from instep.attachment import Attachment
 from instep.errors import TornStepError, UncommittedStepError
 from instep.sources.local import WritingBackwards
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch
 from tests.devices import on_cpu_only
 from tests.inside import schedule_of

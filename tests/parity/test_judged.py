@@ -14,7 +14,7 @@ from torch import nn
 import instep
 from instep._step import judging
 from instep.errors import InstepError, UnsupportedOptimizerError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.judged import own_steps_are_judged
 from tests.parity.apart import APART
 from tests.parity.couplings import COUPLED, LATE, Make

@@ -22,7 +22,7 @@ from instep._optim.stepper import Stepper
 from instep._step import judging
 from instep._torch.held_signals import heard, held
 from instep.errors import HyperparameterChangedError, TornStepError, UnsupportedOptimizerError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.devices import here, on_cpu_only
 from tests.judged import own_steps_are_judged
 

@@ -16,7 +16,7 @@ import instep
 from instep import ClipNorm, ClipValue
 from instep._step.judging import EVERY
 from instep.errors import AttachError, HyperparameterChangedError, InstepError, UnsupportedOptimizerError
-from instep_tools.verification import first_difference
+from instep_tools.harness import first_difference
 from tests.cases import Tied, batch
 from tests.devices import here, on_cpu_only
 from tests.judged import own_steps_are_judged

@@ -11,7 +11,7 @@ from torch import nn
 
 import instep
 from instep.errors import AttachError, UnsupportedOptimizerError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch
 
 Loop = tuple[nn.Module, list[torch.optim.Optimizer], Callable[[int], None]]

@@ -24,7 +24,7 @@ from instep.errors import (
     UncommittedStepError,
     UnsupportedOptimizerError,
 )
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch, two_groups
 from tests.devices import on_cpu_only
 from tests.judged import own_steps_are_judged

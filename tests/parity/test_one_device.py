@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep.errors import AttachError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, OptimizerCase, Rotations, Sometimes, Tied, batch, optimizer_cases, two_groups
 from tests.devices import default_device
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import instep
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch
 from tests.judged import own_steps_are_judged
 

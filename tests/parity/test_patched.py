@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 import instep
 from instep._step.judging import FIRST
 from instep.errors import SpentGradientError, UnsupportedOptimizerError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch, two_groups
 from tests.parity.lockstep import Contender, in_every_way, lockstep, loss_of, ways
 from tests.parity.patched import SHARPNESS, step, step_param, with_step_param, with_step_parameter

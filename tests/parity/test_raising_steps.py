@@ -12,7 +12,7 @@ from torch import nn
 import instep
 from instep._ranks.votes import Verdict
 from instep.errors import TornStepError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 
 WAYS: dict[str, dict[str, Any]] = {
     "default": {},

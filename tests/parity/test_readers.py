@@ -35,7 +35,7 @@ from torch.overrides import has_torch_function
 import instep
 from instep._step.deferred import COMPILES
 from instep.errors import StaleAttachmentError, TornStepError, UncommittedStepError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests import net
 from tests.cases import Blocks, Tied, assign, batch, grad_of, two_groups
 from tests.devices import in_dlpack, on_cpu_only

@@ -17,7 +17,7 @@ from instep import ClipNorm
 from instep._optim import undo
 from instep._optim.contents import Contents
 from instep.errors import HyperparameterChangedError, InstepError, UnsupportedOptimizerError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch, optimizer_cases, two_groups
 from tests.inside import schedule_of
 from tests.judged import own_steps_are_judged

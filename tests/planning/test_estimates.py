@@ -15,10 +15,11 @@ from torch import nn
 from torch.profiler import record_function
 
 import instep
+from instep_tools.harness import LiveBytes
 from instep_tools.planning.job import EVERYTHING, Job, PlanError, PlannedBucket, Rates
 from instep_tools.planning.model import PlannedModel, optimizer_makers
 from instep_tools.planning.plan import measured_flops, measured_memory_bytes, plan
-from instep_tools.planning.rehearse import DryRun, LiveBytes, LiveInside, order_of_gradients
+from instep_tools.planning.rehearse import DryRun, LiveInside, order_of_gradients
 from instep_tools.planning.show import size_of, verdict
 from instep_tools.planning.simulate import Link, MachineRates, times
 from tests import net

@@ -14,9 +14,9 @@ from torch import nn
 
 import instep
 from instep._step.beside_backward import MOST
+from instep_tools.harness import first_difference, training_state
 from instep_tools.report.figures import figures
 from instep_tools.report.run import Run, load
-from instep_tools.verification import first_difference, training_state
 from tests.inside import trial_of
 from tests.report.loops import DEPTH, HOW, LAYER, ROWS, WIDTH, held, made, train
 

@@ -13,7 +13,7 @@ from torch import nn
 import instep
 from instep._torch.worker import Task, Worker
 from instep.errors import UncommittedStepError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests import net
 from tests.inside import schedule_of
 

@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 import instep
 from instep import ClipNorm, ClipValue
 from instep.errors import AttachError, NonFiniteGradientError, StaleAttachmentError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch
 
 MAX_NORM, MAX_VALUE = 0.05, 0.003

@@ -13,7 +13,6 @@ ROOT = Path(instep.__file__).parent
 ALLOWED = {
     "errors": set(),
     "comm_hooks": set(),
-    "_signals": set(),
     "_arguments": {
         "errors",
     },
@@ -120,20 +119,6 @@ ALLOWED = {
         "options",
         "target",
     },
-    "report": {
-        "_signals",
-    },
-    "recording": {
-        "errors",
-        "_arguments",
-        "_torch",
-        "_ranks",
-        "sources.fsdp",
-        "target",
-        "naming",
-        "report",
-        "_version",
-    },
     "_wiring": {
         "errors",
         "_torch",
@@ -150,7 +135,6 @@ ALLOWED = {
         "options",
         "target",
         "naming",
-        "recording",
     },
     "_micro_batches": {
         "errors",
@@ -169,7 +153,6 @@ ALLOWED = {
         "_step",
         "options",
         "target",
-        "recording",
         "_wiring",
         "_micro_batches",
     },
@@ -203,13 +186,6 @@ ALLOWED = {
         "attachment",
         "attaching",
     },
-    "verification": {
-        "errors",
-        "_arguments",
-        "_optim",
-        "sources.fsdp",
-        "attaching",
-    },
     "checkpoint": {
         "errors",
         "_arguments",
@@ -229,55 +205,17 @@ ALLOWED = {
         "attachment",
         "attaching",
     },
-    "planning": {
-        "errors",
-        "_optim",
-        "_gradients",
-        "sources.replicate",
-        "options",
-        "report",
-        "attachment",
-        "attaching",
-        "_version",
-    },
-    "demo": {
-        "_signals",
-        "report",
-        "attachment",
-        "attaching",
-        "replication",
-        "verification",
-        "planning",
-        "_version",
-    },
-    "environment": {
-        "_version",
-    },
-    "selftest": {
-        "errors",
-        "_gradients",
-        "report",
-        "attachment",
-        "attaching",
-        "replication",
-        "verification",
-        "planning",
-        "demo",
-        "environment",
-        "_version",
-    },
-    "cli": {
-        "_signals",
-        "report",
-        "planning",
-        "demo",
-        "selftest",
-        "environment",
-        "_version",
-    },
 }
 # From the ground up: a room stands on those before it.
 FLOORS = list(ALLOWED)
+
+
+TOOLS = ROOT.parent / "instep_tools"
+LOADS_TOOLS = {"__init__.py", "__main__.py", "attachment.py", "_wiring/verbs.py"}
+"""``verify`` and ``record`` are names of instep, and tools."""
+PUBLIC = {"instep", "instep.errors"}
+INSIDE = {"recording": 10}
+"""Folders of tools that still use names of instep's own, and how many modules of it they import."""
 
 
 def room_of(module: str) -> str:
@@ -311,6 +249,20 @@ def _must_not_import(path: Path) -> set[str]:
 def test_a_room_imports_only_what_stands_below_it(folder: Path) -> None:
     found = {path: _must_not_import(path) for path in sorted(folder.glob("*.py")) if path not in FREE}
     assert not {str(path): rooms for path, rooms in found.items() if rooms}
+
+
+def test_nothing_stands_on_the_tools() -> None:
+    using = {path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if "instep_tools" in path.read_text()}
+    assert using == LOADS_TOOLS
+
+
+def test_tools_stand_on_public_names() -> None:
+    inside: dict[str, set[str]] = {}
+    for path in TOOLS.rglob("*.py"):
+        for name in imported_by(path):
+            if name.partition(".")[0] == "instep" and name not in PUBLIC:
+                inside.setdefault(path.relative_to(TOOLS).parts[0], set()).add(name)
+    assert {folder: len(names) for folder, names in inside.items()} == INSIDE, inside
 
 
 def test_every_room_stands_on_those_below() -> None:

@@ -17,7 +17,7 @@ from instep._optim.guards import Entries
 from instep._optim.kernels import KernelCall, kernel_of
 from instep._optim.shadow import Members
 from instep.errors import HyperparameterChangedError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests.late import late_updates
 
 WAYS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {

@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 
 import instep
 from instep.errors import UnsupportedOptimizerError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import first_difference, training_state
 from tests import net
 from tests.judged import own_steps_are_judged
 

@@ -7,8 +7,8 @@ run it, and take turns. ``train_in_lockstep`` is the second act: each rank train
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
@@ -36,10 +36,9 @@ from instep_tools.demo.job import (
     Stepped,
     Turn,
 )
-from instep_tools.planning.rehearse import LiveBytes
+from instep_tools.harness import Peak, first_difference, timed, training_state, wait
 from instep_tools.report.memory import MIB
 from instep_tools.report.run import Run
-from instep_tools.verification import first_difference, training_state
 
 SEED = 0
 LEARNING_RATE = 1e-3
@@ -146,9 +145,9 @@ class Batches:
 
 def train_alone(job: Alone, text: bytes, device: torch.device, pipe: Connection) -> None:
     """Answer each ``Turn.STEP`` with ``Stepped``, and any other turn with ``AloneResult``, and return."""
-    peak = PeakMeter(device)
+    peak = Peak(device)
     # Memory is counted in the first steps alone: on a CPU counting takes time, and these steps are not timed.
-    with peak.measured():
+    with peak:
         loop = Loop(new_model(job.shape, device))
         options = job.line.options
         attachment = nullcontext() if options is None else attach(loop.model, loop.optimizer, **options)
@@ -186,14 +185,8 @@ def _take_turns(pipe: Connection, take_step: Callable[[], Stepped], turns: Itera
 def _step(loop: Loop, batches: Batches, device: torch.device, micro_batches: int) -> Stepped:
     inputs, targets = batches.next()
     taken = list(zip(inputs.chunk(micro_batches, 1), targets.chunk(micro_batches, 1), strict=True))
-    # Kernels run behind the clock's back: it starts and stops where nothing runs.
-    wait(device)
-    started = perf_counter()
-    loss = loop.step(inputs, targets) if micro_batches == 1 else loop.accumulate(taken)
-    if (attachment := attached(loop.model)) is not None:
-        attachment.synchronize()  # an update that was put off is a part of the step
-    wait(device)
-    seconds = perf_counter() - started
+    step = partial(loop.step, inputs, targets) if micro_batches == 1 else partial(loop.accumulate, taken)
+    loss, seconds = timed(step, attached(loop.model), device)
     return Stepped(loss.item(), seconds, _fingerprint(loop.model.parameters()))
 
 
@@ -302,12 +295,6 @@ def _recorded(loop: Loop, batches: Sequence[tuple[torch.Tensor, torch.Tensor]]) 
     return recording.run()
 
 
-def wait(device: torch.device) -> None:
-    """Wait until the device has done everything that was launched on it."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 def weight_bytes(model: nn.Module) -> int:
     """Return the bytes of all parameters of a model."""
     return sum(p.nbytes for p in model.parameters())
@@ -316,30 +303,6 @@ def weight_bytes(model: nn.Module) -> int:
 def count_numbers(model: nn.Module) -> int:
     """Return how many numbers the parameters of a model hold."""
     return sum(p.numel() for p in model.parameters())
-
-
-class PeakMeter:
-    """A measure of the most bytes of tensors that are alive at once.
-
-    Attributes:
-        nbytes: the peak, once it was measured.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.nbytes = 0
-        self._device = device
-
-    @contextmanager
-    def measured(self) -> Iterator[None]:
-        """Measure while the block runs: by the allocator of an accelerator; on a CPU by a look at every operation."""
-        if self._device.type != "cpu":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            yield
-            self.nbytes = torch.cuda.max_memory_allocated(self._device)
-            return
-        with LiveBytes() as live:
-            yield
-        self.nbytes = live.peak
 
 
 def resident_bytes() -> int | None:

@@ -5,7 +5,6 @@ and freed. Where the real ones need other ranks or threads, a ``DryRun`` does wi
 buckets hold all gradients, and a step behind the next forward goes bucket by bucket.
 """
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,11 +14,10 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from instep import Attachment, ClipNorm, attach
+from instep_tools.harness import LiveBytes
 from instep_tools.planning.job import PlanError
 from instep_tools.planning.model import MakeOptimizer, PlannedModel
 
@@ -264,50 +262,6 @@ def bytes_by_dtype(tensors: Iterable[torch.Tensor]) -> Counter[str]:
     for tensor in tensors:
         found[str(tensor.dtype).removeprefix("torch.")] += tensor.numel() * tensor.element_size()
     return found
-
-
-class LiveBytes(TorchDispatchMode):
-    """A mode that counts the storages that operations on this thread make, backward's too. Any thread may free them.
-
-    Args:
-        there: tensors that were made before, and do not count.
-
-    Attributes:
-        now: the bytes that are alive.
-        peak: the most bytes that were alive since ``reset``.
-    """
-
-    def __init__(self, there: Iterable[torch.Tensor] = ()) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._seen = {tensor.untyped_storage()._cdata for tensor in there}
-
-    def reset(self) -> None:
-        """Look for the peak from now on."""
-        self.peak = self.now
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        results = func(*args, **(kwargs or {}))
-        for result in tree_leaves(results):
-            if isinstance(result, torch.Tensor) and result.layout is torch.strided:
-                self._count(result.untyped_storage())
-        return results
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self._seen:
-            self._seen.add(key)
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            # ``_cdata`` is the address of the storage itself: views share it, and it is free for a new storage as soon
-            # as the finalizer has run.
-            weakref.finalize(storage, self._freed, key, size)
-
-    def _freed(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.now -= size
 
 
 class LiveInside(LiveBytes):

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from instep import Attachment, ClipNorm, attach
 from instep.errors import InstepError
-from instep_tools.verification import first_difference, training_state
+from instep_tools.harness import lockstep, training_state
 
 STEPS = 4
 MICRO_BATCHES = 3
@@ -277,7 +277,7 @@ def compare(feature: Feature, way: str | None, device: torch.device) -> Cell:
     try:
         with nullcontext() if way is None else attach(other.model, other.optimizers, **WAYS[way], **given) as overlap:
             other.overlap = overlap
-            return _train(feature, plain, other)
+            return train(feature.iterate, plain, other)
     except Exception as error:  # whatever is wrong on this machine is what the table is for
         return Cell("failed", f"{type(error).__name__}: {_first_line(error)}")
 
@@ -288,20 +288,34 @@ def _loop(feature: Feature, device: torch.device) -> Loop:
     return Loop(model, feature.optimizers(model), device)
 
 
-def _train(feature: Feature, plain: Loop, other: Loop) -> Cell:
-    for i in range(STEPS):
-        torch.manual_seed(i)
+class NotHereError(Exception):
+    """What the device, or this torch, cannot do: the plain loop has raised."""
+
+
+def train(iterate: Iterate, plain: Loop, other: Loop, first: int = 0) -> Cell:
+    """Train both in lockstep.
+
+    Args:
+        first: the number of the first iteration.
+    """
+
+    def take_plain(i: int) -> None:
         try:
-            feature.iterate(plain, i)
-        except Exception as error:  # what the device, or this torch, cannot do
-            return Cell("-", f"the plain loop does not run here: {type(error).__name__}: {_first_line(error)}")
-        torch.manual_seed(i)
-        feature.iterate(other, i)
-        if other.overlap is not None:
-            other.overlap.synchronize()
-        states = [training_state(loop.model, loop.optimizers) for loop in (plain, other)]
-        if (difference := first_difference(*states)) is not None:
-            return Cell("differs", f"after step {i + 1}: {difference}")
+            iterate(plain, first + i)
+        except Exception as error:
+            raise NotHereError(f"{type(error).__name__}: {_first_line(error)}") from error
+
+    def states() -> Any:
+        return [training_state(loop.model, loop.optimizers) for loop in (plain, other)]
+
+    try:
+        for difference in lockstep((take_plain, lambda i: iterate(other, first + i)), states, STEPS, other.overlap):
+            if difference is not None:
+                return Cell("differs", difference)
+    except NotHereError as error:
+        return Cell("-", f"the plain loop does not run here: {error}")
+    except Exception as error:  # whatever is wrong on this machine is what the table is for
+        return Cell("failed", f"{type(error).__name__}: {_first_line(error)}")
     return Cell("equal")
 
 

@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ from torch.optim import AdamW, Optimizer
 
 from instep import Attachment, attach
 from instep_tools.demo.job import Shape
-from instep_tools.demo.loops import ByteGPT, wait
-from instep_tools.planning.rehearse import LiveBytes
+from instep_tools.demo.loops import ByteGPT
+from instep_tools.harness import Peak, timed
 from instep_tools.selftest.features import MICRO_BATCHES, muon
 
 ON_CPU = Shape(width=256, depth=6, heads=4)
@@ -198,31 +197,14 @@ class TimedLoop:
 
 def extra_bytes(kind: Kind, job: Job) -> int | None:
     """The most bytes of tensors in a step, less weights and state; ``None`` where the backend does not tell."""
-    device = job.device
-    if device.type == "cpu":
-        with LiveBytes() as live:
-            loop = TimedLoop(kind, job)
-            for seed in range(WARM_UP):
-                loop.step(seed)
-            live.reset()
-            loop.step(WARM_UP)
-        loop.finish()
-        most: int = live.peak
-        return most - loop.own_bytes()
-    module = torch.get_device_module(device)
-    if not hasattr(module, "max_memory_allocated"):
-        return None
-    before = module.memory_allocated(device)
-    loop = TimedLoop(kind, job)
-    for seed in range(WARM_UP):
-        loop.step(seed)
-    wait(device)
-    module.reset_peak_memory_stats(device)
-    loop.step(WARM_UP)
-    wait(device)
-    peak: int = int(module.max_memory_allocated(device)) - before
+    with Peak(job.device) as peak:
+        loop = TimedLoop(kind, job)
+        for seed in range(WARM_UP):
+            loop.step(seed)
+        peak.reset()
+        loop.step(WARM_UP)
     loop.finish()
-    return peak - loop.own_bytes()
+    return peak.nbytes - loop.own_bytes() if peak.is_known else None
 
 
 def _seconds(group: Sequence[Kind], job: Job) -> dict[str, list[float]]:
@@ -233,19 +215,9 @@ def _seconds(group: Sequence[Kind], job: Job) -> dict[str, list[float]]:
     for number in range(job.tried + job.rounds):
         first = number % len(names)  # whichever goes first finds other caches than the next
         for name in names[first:] + names[:first]:
-            seconds = _timed(partial(loops[name].step, number), loops[name].overlap, job.device)
+            _, seconds = timed(partial(loops[name].step, number), loops[name].overlap, job.device)
             if number >= job.tried:
                 found[name].append(seconds)
     for loop in loops.values():
         loop.finish()
     return found
-
-
-def _timed(step: Callable[[], None], overlap: Attachment | None, device: torch.device) -> float:
-    wait(device)
-    started = perf_counter()
-    step()
-    if overlap is not None:
-        overlap.synchronize()  # an update that was put off is a part of the step
-    wait(device)
-    return perf_counter() - started

@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from instep import attach, replicate
-from instep_tools.selftest.features import STEPS, WAYS, Cell, Loop, Model, usual
-from instep_tools.verification import first_difference, training_state
+from instep_tools.selftest.features import STEPS, WAYS, Cell, Loop, Model, train, usual
 
 TIMEOUT = 100.0
 """Seconds for all ranks together."""
@@ -119,21 +118,9 @@ def _compare(wraps: tuple[Wrap, Wrap], options: Mapping[str, Any], device: torch
         plain, other = (_loop(wrap, device) for wrap in wraps)
         with attach(other.model, other.optimizers, **options) as overlap:
             other.overlap = overlap
-            for i in range(STEPS):
-                try:
-                    usual(plain, STEPS * dist.get_rank() + i)
-                except Exception as error:  # such as FSDP2 on a CPU, with an older torch
-                    return Cell(
-                        "-", f"the plain loop does not run here: {type(error).__name__}: {error}".splitlines()[0]
-                    )
-                usual(other, STEPS * dist.get_rank() + i)
-                overlap.synchronize()
-                found = first_difference(*(training_state(loop.model, loop.optimizers) for loop in (plain, other)))
-                if found is not None:
-                    return Cell("differs", f"after step {i + 1}: {found}")
-    except Exception as error:  # whatever is wrong on this machine is what the table is for
+            return train(usual, plain, other, STEPS * dist.get_rank())
+    except Exception as error:
         return Cell("failed", f"{type(error).__name__}: {error}".splitlines()[0])
-    return Cell("equal")
 
 
 def _loop(wrap: Wrap, device: torch.device) -> Loop:
