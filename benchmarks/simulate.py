@@ -3,7 +3,7 @@
     python benchmarks/simulate.py --measured two_ranks.json          # from: two_ranks.py --json two_ranks.json
     python benchmarks/simulate.py --picture simulate.svg             # 8 to 4096 GPUs, 1 to 400 Gbit/s, 0.1 to 70 B
     python benchmarks/simulate.py --ranks 64 --gbits 100 --tokens 512
-    python benchmarks/simulate.py --pipelines                        # the model in ``instep_tools.planning.pipelines``
+    python benchmarks/simulate.py --pipelines                        # the model in ``pipeline_model.py``
 
 Against times: the model is told how long forward, backward, step, the CPU work of gloo and the link take by themselves,
 and says how long each variant takes together. The error is its time to the measured one.
@@ -31,8 +31,8 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 import bars
+from pipeline_model import WAYS, Action, Kind, Pipeline, Stage, Steady, WayName, steady
 
-from instep_tools.planning.pipelines import WAYS, Action, Kind, Pipeline, Stage, Steady, WayName, steady
 from instep_tools.planning.simulate import SCHEDULES, Host, Link, ScheduleName, Work, bound, iteration_seconds
 
 NAMES: dict[ScheduleName, str] = {schedule: schedule for schedule in SCHEDULES} | {"plain": "plain DDP"}

@@ -15,7 +15,8 @@ from tests import net, selection
 from tests.selection import Session
 
 ROOT = Path(__file__).parents[2]
-SOURCE = Path(instep.__file__).parent
+SOURCE = Path(instep.__file__).parents[1]
+PACKAGES = ("instep", "instep_tools")
 SOME_TESTS_FAILED = 1
 
 
@@ -77,7 +78,7 @@ def _text_of(file: Path) -> str:
 @cache
 def _places() -> dict[str, list[_Place]]:
     found: dict[str, list[_Place]] = {}
-    for file in sorted(SOURCE.rglob("*.py")):
+    for file in sorted(path for package in PACKAGES for path in (SOURCE / package).rglob("*.py")):
         text = _text_of(file)
         offsets = [0]
         for line in text.splitlines(keepends=True):
@@ -132,7 +133,9 @@ def _with(mutant: Mutant) -> str:
 
 
 def copied(folder: Path) -> Path:
-    return Path(shutil.copytree(SOURCE, folder / "instep", ignore=shutil.ignore_patterns("__pycache__")))
+    for package in PACKAGES:
+        shutil.copytree(SOURCE / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
 
 
 def require_failing(folder: Path, tests: Sequence[str], picks: str = "", marks: str = "") -> None:

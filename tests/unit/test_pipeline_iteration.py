@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from instep_tools.planning.pipelines import WAYS, Action, Kind, Pipeline, Stage, Steady, WayName, steady
+from pipeline_model import WAYS, Action, Kind, Pipeline, Stage, Steady, WayName, steady
 
 ONE = Stage(1.0, 1.0, 1.0, 1.0)
 KINDS: Mapping[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W"}

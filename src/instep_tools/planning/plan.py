@@ -34,7 +34,7 @@ GBITS, LATENCY_US, PCIE_GBYTES = 100.0, 20.0, 25.0
 MIB = 1024 * 1024
 DDP_MIB = (1, 25)
 """The sizes of DDP's first bucket, and of all others, where ``bucket_cap_mb`` is not given."""
-IN_FLIGHT = 2
+ON_THEIR_WAY = 2
 """How many buckets of ``replicate`` are on their way at most."""
 
 
@@ -202,8 +202,8 @@ class _Planning:
             during = backward.peak - backward.own + gradients
             step = 2 * gradients + sent + 2 * -(-gradients // ranks)
             yield f"{schedule}, shard_state", replace(backward, peak=own + max(during, step), own=own)
-        # ``replicate`` keeps no bucket: at most IN_FLIGHT of them are on their way, the largest ones at worst.
-        in_flight = sorted((sum(p.nbytes for p in bucket) for bucket in ddp), reverse=True)[:IN_FLIGHT]
+        # ``replicate`` keeps no bucket: at most ON_THEIR_WAY of them are on their way, the largest ones at worst.
+        in_flight = sorted((sum(p.nbytes for p in bucket) for bucket in ddp), reverse=True)[:ON_THEIR_WAY]
         yield "backward, replicate", replace(transient, peak=transient.peak + sum(in_flight))
 
     def _offload(self, way: str, seen: Measured, buckets: Sequence[Sequence[str]]) -> Iterator[tuple[str, Measured]]:
