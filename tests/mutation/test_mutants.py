@@ -1549,8 +1549,8 @@ MUTANTS = [
     Mutant(
         "a recording puts hooks on parameters, as the user might",
         "GradientNotes.__init__",
-        "self._handles.append(node.register_prehook(weakly(self._note)))",
-        "self._handles.append(parameter.register_hook(lambda g: self._note([g])))",
+        "self._handles.append(node.register_prehook(partial(_note_in, weakref.ref(self))))",
+        "self._handles.append(parameter.register_hook(lambda g: self.note([g])))",
         RECORDED_LOOPS,
     ),
     Mutant(
@@ -1569,16 +1569,16 @@ MUTANTS = [
     ),
     Mutant(
         "a recording takes the place of the user's own recorder",
-        "_Listening.__call__",
+        "RecordedLoop.listen",
         "listener if self._own is None else partial(_tell, (self._own, listener))",
         "listener",
         RECORDED_LOOPS,
     ),
     Mutant(
         "a recording takes the user's own recorder away",
-        "_Listening.__call__",
-        "times.recorder, times.listener = self._own, None",
-        "times.recorder, times.listener = None, None",
+        "RecordedLoop.stop_listening",
+        " = self._own, None",
+        " = None, None",
         RECORDED_LOOPS,
     ),
     Mutant(
@@ -2909,7 +2909,7 @@ MUTANTS = [
     Mutant(
         "the recorder keeps listening",
         "_Running.__init__",
-        "            self._undo.callback(listen, None)",
+        "            self._undo.callback(loop.stop_listening)",
         "            pass",
         RECORDING,
     ),
@@ -4564,7 +4564,7 @@ MUTANTS = [
     ),
     Mutant(
         "a recording ends while gradients are on their way",
-        "_Listening.__call__",
+        "RecordedLoop.stop_listening",
         "            self._schedule.synchronize()\n",
         "            pass\n",
         RECORDING_RANKS,

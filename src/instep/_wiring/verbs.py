@@ -1,7 +1,6 @@
 """What the methods of an attachment do: a recording, one rank's state on all ranks, numbers for a log."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -13,9 +12,9 @@ from instep._optim.parameters import Plan
 from instep._ranks.collectives import broadcast_json, resync
 from instep._ranks.votes import StepVotes
 from instep._step.schedule import Schedule
-from instep._step.state import Listener, Recorder
 from instep._torch.pipelining import Pipeline
 from instep._wiring.build import Parts
+from instep._wiring.recorded import PLAIN, Described, RecordedLoop
 from instep._wiring.weak_refs import living_parameters
 from instep.errors import InstepError
 from instep.options import Options
@@ -25,18 +24,14 @@ if TYPE_CHECKING:
     from instep_tools.recording import Recording
 
 
-# A recording of a loop begins: with what is recorded in words, and who is told of buckets.
-
-
-Described = tuple[str, dict[str, str], list[list[str]], dict[str, int] | None]
-Listen = Callable[[Listener | None], None]
+# A recording of a loop begins.
 
 
 def record_plain(
     model: nn.Module, optimizers: Sequence[Optimizer], steps: int, pipeline: Pipeline | None = None
 ) -> "Recording":
     """Of a loop whose steps are torch's."""
-    return _recording(model, optimizers, steps, lambda: ("plain", {}, [], None), lambda recorder: None, pipeline)
+    return _recording(RecordedLoop(model, optimizers, lambda: PLAIN, None, pipeline), steps, pipeline)
 
 
 def record_attached(
@@ -47,41 +42,9 @@ def record_attached(
     parts: Parts,
 ) -> "Recording":
     """Of a loop whose steps are instep's."""
-    return _recording(
-        model,
-        optimizers,
-        steps,
-        lambda: _described(options, parts.planned.now()),
-        _Listening(parts.schedule),
-        options.communication.pipeline,
-    )
-
-
-class _Listening:
-    """Has a recording told of the steps of ``schedule``, beside a recorder of the user's own."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-        self._own: Recorder | None = None
-
-    def __call__(self, listener: Listener | None) -> None:
-        times = self._schedule.times
-        if listener is not None:
-            self._own = times.recorder
-            times.recorder = listener if self._own is None else partial(_tell, (self._own, listener))
-            times.listener = listener
-            return
-        try:
-            # The recording ends, and its profiler stops behind this. What still communicates then would be written down
-            # in memory that the profiler has freed: see ``unseen_by_profiler``.
-            self._schedule.synchronize()
-        finally:
-            times.recorder, times.listener = self._own, None
-
-
-def _tell(recorders: Sequence[Recorder], kind: str, names: Sequence[str], start: float, end: float) -> None:
-    for recorder in recorders:
-        recorder(kind, names, start, end)
+    pipeline = options.communication.pipeline
+    loop = RecordedLoop(model, optimizers, lambda: _described(options, parts.planned.now()), parts.schedule, pipeline)
+    return _recording(loop, steps, pipeline)
 
 
 def _described(options: Options, plan: Plan) -> Described:
@@ -89,28 +52,18 @@ def _described(options: Options, plan: Plan) -> Described:
     label = ", ".join(f"{name}={value}" for name, value in said.items())
     buckets = [[spec.name for spec in bucket.parameters] for bucket in plan.buckets]
     gradients = {spec.name: spec.nbytes for bucket in plan.buckets for spec in bucket.parameters}
-    return f"instep, {label}", said, buckets, gradients
+    return Described(f"instep, {label}", said, buckets, gradients)
 
 
-def _recording(
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    steps: int,
-    described: Callable[[], Described],
-    listen: Listen,
-    pipeline: Pipeline | None,
-) -> "Recording":
-    if pipeline is None and len(called_in(model)) > 1:
+def _recording(loop: RecordedLoop, steps: int, pipeline: Pipeline | None) -> "Recording":
+    if pipeline is None and len(called_in(loop.model)) > 1:
         raise InstepError(
             "record() of several models: an iteration of a recording begins where one model's forward does. Attach "
             "the module that holds them, and call that; of the stages of a pipeline, give its schedule as pipeline="
         )
     from instep_tools.recording import Recording  # imports torch.profiler
-    from instep_tools.recording.recording import describe
 
-    return Recording(
-        model, optimizers, steps, lambda batch: describe(model, optimizers, batch, *described()), listen, pipeline
-    )
+    return Recording(loop, steps)
 
 
 # One rank's model, optimizers and number of steps on all ranks of an attachment.

@@ -9,11 +9,12 @@ import gc
 import json
 import math
 import threading
+import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from operator import attrgetter
 from pathlib import Path
@@ -27,7 +28,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from instep._torch.lifetime import weakly
 from instep_tools.report.memory import BUCKETS, GRADIENTS, Allocation, Memory, curve, pair
 from instep_tools.report.run import TraceEvent
 from instep_tools.report.spans import Span
@@ -158,7 +158,7 @@ class GradientNotes:
                 with torch._C.DisableTorchFunctionSubclass():
                     node = get_gradient_edge(parameter).node
                 self._nodes.append(node)
-                self._handles.append(node.register_prehook(weakly(self._note)))
+                self._handles.append(node.register_prehook(partial(_note_in, weakref.ref(self))))
 
     def stop(self) -> None:
         """Take the hooks off."""
@@ -193,10 +193,16 @@ class GradientNotes:
             self._alive += found.values()
         return [note for note, _ in found.values()]
 
-    def _note(self, gradients: Sequence[torch.Tensor | None]) -> None:
+    def note(self, gradients: Sequence[torch.Tensor | None]) -> None:
         for gradient in gradients:
             if type(gradient) is torch.Tensor:
                 self.notes += (GradientNote(perf_counter(), *place) for place in storages(gradient))
+
+
+def _note_in(notes: "weakref.ref[GradientNotes]", gradients: Sequence[torch.Tensor | None]) -> None:
+    # A graph keeps its hooks where the garbage collector does not look.
+    if (there := notes()) is not None:
+        there.note(gradients)
 
 
 class MemoryChange(NamedTuple):

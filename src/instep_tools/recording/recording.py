@@ -11,17 +11,17 @@ import hashlib
 import logging
 import os
 import platform
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,21 +30,9 @@ from torch.autograd import profiler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.hooks import RemovableHandle
 
 from instep import __version__
-from instep._arguments import require_count
-from instep._ranks.collectives import gather_json
-from instep._torch.engine import Backward, Phase, current
-from instep._torch.hooks import BoundHook, PlainPickles, is_called_by_step, nodes_of
-from instep._torch.lifetime import weakly
-from instep._torch.pipelining import Pipeline
-from instep._torch.watch import plain_type
 from instep.errors import AttachError, InstepError, UncommittedStepError
-from instep.naming import modules_of, parameters_of
-from instep.sources.fsdp.modules import fsdp1_in
-from instep.target import called_in
-from instep_tools.recording.inputs import described
 from instep_tools.recording.profile import (
     PARAMETERS,
     STATE,
@@ -57,19 +45,17 @@ from instep_tools.recording.profile import (
     tensors_in_state,
     without_collection,
 )
-from instep_tools.recording.stages import StageClock
 from instep_tools.report.figures import COMPUTE
 from instep_tools.report.memory import GRADIENTS
 from instep_tools.report.run import Job, Rank, Run, Setup, TraceEvent, rank_from, setup_from
 from instep_tools.report.spans import Interval, Span, SpanRecorder, intervals, outside
 
+if TYPE_CHECKING:
+    from instep._wiring.recorded import RecordedLoop
+
 _logger = logging.getLogger("instep")
 RankPart = tuple[Setup, Rank, list[TraceEvent]]
 """The recording of one rank."""
-Listen = Callable[["_Recorder | None"], None]
-"""Takes who is told of buckets from now on; ``None``: nobody is."""
-Describe = Callable[[Sequence[str]], Setup]
-"""Makes the ``Setup`` of the inputs that forwards were given: see ``Clock``."""
 
 
 class Recording:
@@ -92,20 +78,12 @@ class Recording:
         ```
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        steps: int,
-        describe: Describe,
-        listen: Listen,
-        pipeline: Pipeline | None = None,
-    ) -> None:
-        require_count("steps", steps, AttachError)
-        # The loop until it has been recorded: a finished recording keeps no model alive.
-        self._loop: tuple[nn.Module, list[Optimizer], Listen, Describe] | None
-        self._loop = model, list(optimizers), listen, describe
-        self._pipeline = pipeline
+    def __init__(self, loop: "RecordedLoop", steps: int) -> None:
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise AttachError(f"steps must be a whole number, at least 1, not {steps!r}")
+        # Until it has been recorded: a finished recording keeps no model alive.
+        self._loop: RecordedLoop | None = loop
+        self._gather_all = loop.gather
         self._steps = steps
         self._running: _Running | None = None
         self._found: RankPart | None = None
@@ -117,8 +95,7 @@ class Recording:
         # thread or another.
         if profiler._is_profiler_enabled:
             raise InstepError("torch.profiler is running already: record() needs it for itself. Stop the other first")
-        model, optimizers, listen, _ = self._loop
-        self._running = _Running(model, optimizers, self._steps, listen, self._pipeline)
+        self._running = _Running(self._loop, self._steps)
         return self
 
     def __exit__(
@@ -131,9 +108,8 @@ class Recording:
         try:
             running.stop()
             if running.clock.forwards:
-                describe = loop[-1]
                 with without_collection():
-                    self._found = describe(sorted(running.clock.given)), *running.found()
+                    self._found = describe(loop, sorted(running.clock.given)), *running.found()
         except Exception:
             # The loop's own error is the one to raise.
             if error is None:
@@ -168,7 +144,7 @@ class Recording:
                 "nothing was recorded: leave the `with` block first, and run at least one forward of the model that "
                 "was given to record() in it"
             )
-        parts = _gathered(self._found)
+        parts = _gathered(self._found, self._gather_all)
         return None if parts is None else _together(parts)
 
 
@@ -230,15 +206,9 @@ class _Running:
         clock: the forwards and backwards that were seen.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        steps: int,
-        listen: Listen,
-        pipeline: Pipeline | None,
-    ) -> None:
-        self._optimizers = optimizers
+    def __init__(self, loop: "RecordedLoop", steps: int) -> None:
+        model, optimizers = loop.model, loop.optimizers
+        self._loop = loop
         self._main = threading.get_native_id()
         self._iterations = _Iterations(steps)
         self._ends: float | None = None
@@ -251,7 +221,7 @@ class _Running:
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
                 activities.append(ProfilerActivity.CUDA)
-            self._weights = Weights(model, optimizers)
+            self._weights = Weights(model, optimizers, loop.kind_of)
             self._weights.look()
             self._profile = profile(activities=activities, profile_memory=True, record_shapes=True)
             self._undo.callback(self._stop_profile)  # first, for Ctrl-C
@@ -260,17 +230,13 @@ class _Running:
             self._held = held_before(model, optimizers)
             self._notes = GradientNotes(model)
             self._undo.callback(self._notes.stop)
-            self._undo.callback(PlainPickles(model.modules()).remove)
-            self.clock: Clock | StageClock
-            if pipeline is None:
-                self.clock = Clock(model, self._forward_begins, self._notes.look)
-            else:
-                self.clock = StageClock(pipeline, model, self._forward_begins)
+            self._undo.callback(loop.leave_out_of_copies())
+            self.clock = loop.watch(self._forward_begins, self._notes.look)
             self._undo.callback(self.clock.stop)
             self._undo.callback(optimizers[0].register_step_post_hook(self._step_ended).remove)
             self._recorder = _Recorder(self._notes)
-            listen(self._recorder)
-            self._undo.callback(listen, None)
+            loop.listen(self._recorder)
+            self._undo.callback(loop.stop_listening)
         except BaseException:
             self._undo.close()
             raise
@@ -289,7 +255,7 @@ class _Running:
 
     def _step_ended(self, optimizer: Optimizer, *_: Any) -> None:
         # A class's ``step()`` may call the one that it inherits, and both run this hook: the inner one is no step.
-        if not is_called_by_step(optimizer):
+        if not self._loop.is_inner(optimizer):
             self._iterations.step_ended()
             self._notes.look()
 
@@ -298,7 +264,7 @@ class _Running:
         if self._ends is None:
             self._ends = perf_counter()
             self._undo.close()
-            self._state = state_beside_parameters(self._optimizers)
+            self._state = state_beside_parameters(self._loop.optimizers)
             self._weights.look()
 
     def found(self) -> tuple[Rank, list[TraceEvent]]:
@@ -307,7 +273,9 @@ class _Running:
             raise InstepError(
                 "another torch.profiler ran while this was recorded, and has ended the recording: leave one of them out"
             )
-        if isinstance(self.clock, Clock) and self._main not in {thread for *_, thread in self.clock.forwards}:
+        clock: Any = self.clock
+        stages = getattr(clock, "stages", None)  # of a pipeline
+        if stages is None and self._main not in {thread for *_, thread in clock.forwards}:
             raise InstepError(
                 "the loop ran on another thread than the one that has entered the block, which the profiler follows: "
                 "put the `with` block around the loop on its own thread"
@@ -323,8 +291,8 @@ class _Running:
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         spans = sorted(spans, key=lambda span: span.start)
         here = Rank(rank, platform.node(), self._main, iterations, spans, memory, self._weights.digests)
-        if isinstance(self.clock, StageClock):
-            here = replace(here, stages=self.clock.stages, runs=self.clock.runs)
+        if stages is not None:
+            here = replace(here, stages=stages, runs=clock.runs)
         return _shifted(here, self._offset), trace.shown(-self._offset)
 
     def _spans(self, trace: Trace, told: Sequence[Span]) -> list[Span]:
@@ -333,8 +301,8 @@ class _Running:
         spans = [span._replace(kind="flight") if span.kind == "communication" else span for span in told]
         spans += trace.communication()
         steps = trace.steps()
-        if isinstance(self.clock, StageClock):
-            spans = self.clock.spans(spans + steps)
+        if hasattr(self.clock, "stages"):
+            spans = _of_stages(self.clock, spans + steps)
         else:
             spans += [Span("forward", "forward", *forward) for forward in self.clock.forwards]
             spans += _backwards(self.clock.backwards, trace, spans + steps)
@@ -343,7 +311,20 @@ class _Running:
         return [span for span in spans if span.start < self._ends]
 
 
-def _backwards(times: "Sequence[BackwardTimes]", trace: Trace, others: Sequence[Span]) -> Iterator[Span]:
+def _of_stages(clock: Any, seen: Sequence[Span]) -> list[Span]:
+    """Return ``seen``, where steps are of a stage, with what the stages computed and the bubbles: in those no stage of
+    this rank computed, nor was stepped, and a run was under way."""
+    found = [one._replace(stage=clock.stage_of.get((*one.parameters, "")[0])) for one in seen]
+    found += [
+        Span(one.kind, one.name, one.start, one.end, one.thread, (), one.stage)
+        for one in (*clock.forwards, *clock.backwards)
+    ]
+    busy = intervals(span for span in found if span.kind in (*COMPUTE, "step"))
+    thread = threading.get_native_id()
+    return found + [Span("bubble", "bubble", *gap, thread) for gap in outside(clock.runs, busy)]
+
+
+def _backwards(times: Sequence[Any], trace: Trace, others: Sequence[Span]) -> Iterator[Span]:
     """Yield each backward, and the waiting at its end.
 
     Args:
@@ -371,14 +352,12 @@ def _without_closures(steps: Sequence[Span], spans: Sequence[Span]) -> Iterator[
             yield step._replace(start=start, end=end)
 
 
-def _gathered(part: RankPart) -> list[RankPart] | None:
+def _gathered(part: RankPart, gather: Callable[[Any], list[Any] | None]) -> list[RankPart] | None:
     """Return the parts of all ranks, on the first rank; ``None`` on the others."""
     if not (dist.is_available() and dist.is_initialized()):
         return [part]
-    # As JSON: nothing that another rank sent is ever run, as a pickle would be.
     setup, rank, events = part
-    assert dist.group.WORLD is not None
-    parts = gather_json([asdict(setup), asdict(rank), events], dist.group.WORLD)
+    parts = gather([asdict(setup), asdict(rank), events])
     return None if parts is None else [(setup_from(setup), rank_from(rank), events) for setup, rank, events in parts]
 
 
@@ -409,96 +388,18 @@ def _shifted(rank: Rank, by: float) -> Rank:
     )
 
 
-class BackwardTimes(NamedTuple):
-    """When one backward ran.
-
-    Attributes:
-        reached: when it came to an output of the model. That of the loss lies before.
-        nodes: when the last node of the graph had run.
-        returned: when backward returned. Waiting for communication lies between the two.
-    """
-
-    reached: float
-    nodes: float
-    returned: float
-    thread: int
-
-
-class Clock:
-    """A watch on the forwards and backwards of a model, by hooks, until ``stop``. Times are ``perf_counter`` seconds.
-
-    Args:
-        forward_begins: called when an outermost forward is about to begin.
-        backward_begins: called when a backward comes to an output of one.
-
-    Attributes:
-        forwards: when each outermost forward began and ended, and on which thread.
-        backwards: when each backward ran.
-        given: shapes and dtypes of the tensors that forwards were given, and the dtype that autocast computes in.
-    """
-
-    def __init__(
-        self, model: nn.Module, forward_begins: Callable[[], None], backward_begins: Callable[[], None]
-    ) -> None:
-        self.forwards: list[tuple[float, float, int]] = []
-        self.backwards: list[BackwardTimes] = []
-        self._forward_begins = forward_begins
-        self._backward_begins = backward_begins
-        self._depth = 0
-        self._began = 0.0
-        self._backward: Backward | None = None  # the last backward that was seen
-        self.given: set[str] = set()
-        self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(BoundHook(self._before_forward), with_kwargs=True),
-            model.register_forward_hook(BoundHook(self._after_forward), always_call=True),
-        ]
-
-    def stop(self) -> None:
-        """Take the hooks off the model."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _before_forward(self, module: nn.Module, args: object, kwargs: object) -> None:
-        if self._depth == 0:
-            self._forward_begins()
-            self.given |= described((args, kwargs))
-            self._began = perf_counter()
-        self._depth += 1
-
-    def _after_forward(self, module: nn.Module, inputs: object, output: Any) -> None:
-        # Not below 0: hooks that are put on inside of a forward see its end alone.
-        self._depth = max(0, self._depth - 1)
-        if self._depth:
-            return
-        self.forwards.append((self._began, perf_counter(), threading.get_native_id()))
-        # Whichever of these nodes the engine reaches first tells that a backward runs.
-        for node in nodes_of(output):
-            node.register_prehook(weakly(self._backward_runs))
-
-    def _backward_runs(self, gradients: object) -> None:
-        if (backward := current()) is self._backward:
-            return
-        self._backward = backward
-        self._backward_begins()
-        reached = perf_counter()
-        # Two moments of one end: before DDP's own waiting, and after everything.
-        nodes: list[float] = []
-        backward.at(Phase.BEFORE_DDP, lambda: nodes.append(perf_counter()))
-        backward.at(Phase.LAST, partial(self._backward_ended, reached, nodes))
-
-    def _backward_ended(self, reached: float, nodes: list[float]) -> None:
-        self.backwards.append(BackwardTimes(reached, nodes[0], perf_counter(), threading.get_native_id()))
-
-
 class Weights:
     """Digests of the weights: two recordings show by them whether their loops have trained the same model.
 
     They are of this rank's part of the parameters of ``optimizers``, in the order of their groups.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], kind_of: Callable[[torch.Tensor], type] = type
+    ) -> None:
         self._model = model
         self._optimizers = optimizers
+        self._kind_of = kind_of
         self._digests: list[str] = []
 
     def look(self) -> None:
@@ -513,7 +414,7 @@ class Weights:
     def _digest(self) -> str:
         """Return a SHA-256; empty for FSDP1, whose parameters are views that FSDP1 moves about, for tensors of an
         unknown kind, and where backward has updated some of them for a step that has not come."""
-        if fsdp1_in(self._model):
+        if _fsdp1_in(self._model):
             return ""
         try:
             return self._read()
@@ -526,7 +427,7 @@ class Weights:
             p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]
         ):
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # a DTensor
-            known = plain_type(local) in (nn.Parameter, torch.Tensor)
+            known = self._kind_of(local) in (nn.Parameter, torch.Tensor)
             if not known or local.layout is not torch.strided or local.is_meta:
                 return ""
             found.update(f"{tuple(local.shape)} {local.dtype}".encode())
@@ -537,26 +438,19 @@ class Weights:
         return found.hexdigest()
 
 
-def describe(
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    batch: Sequence[str],
-    label: str,
-    options: Mapping[str, str],
-    buckets: Sequence[Sequence[str]],
-    gradients: Mapping[str, int] | None = None,
-) -> Setup:
+def describe(loop: "RecordedLoop", batch: Sequence[str]) -> Setup:
     """Describe the loop that is recorded.
 
     Args:
         batch: the inputs that forwards were given, in words.
-        gradients: the bytes of each name in ``buckets``; ``None``: those of the model's own names.
     """
+    model, optimizers = loop.model, loop.optimizers
+    label, options, buckets, gradients = loop.described()
     trained = [p for p in model.parameters() if p.requires_grad]
     ddps = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     state = {address: n for o in optimizers for tensor in tensors_in_state(o) for address, n in storages(tensor)}
     return Setup(
-        job=_job(model, trained, batch),
+        job=_job(loop, trained, batch),
         label=label,
         options=options,
         optimizer=", ".join(_name_of_class(optimizer) for optimizer in optimizers),
@@ -576,14 +470,11 @@ def describe(
     )
 
 
-def _job(model: nn.Module, trained: Sequence[nn.Parameter], batch: Sequence[str]) -> Job:
-    # Names, shapes and dtypes of the bare model: the same with each wrapper and on each rank.
-    described = [f"{one.name} {tuple(one.tensor.shape)} {one.tensor.dtype}" for one in parameters_of(model)]
-    inner = [[module for prefix, module in modules_of(one) if not prefix][-1] for one in called_in(model)]
+def _job(loop: "RecordedLoop", trained: Sequence[nn.Parameter], batch: Sequence[str]) -> Job:
     device = trained[0].device if trained else torch.device("cpu")
     return Job(
-        model=", ".join(dict.fromkeys(map(_name_of_module, inner))),
-        parameters=hashlib.sha256("\n".join(described).encode()).hexdigest()[:16],
+        model=", ".join(dict.fromkeys(map(_name_of_module, loop.modules()))),
+        parameters=hashlib.sha256("\n".join(loop.names()).encode()).hexdigest()[:16],
         count=sum(p.numel() for p in trained),
         dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in trained})),
         batch=tuple(batch),
@@ -610,4 +501,9 @@ def _sharding(model: nn.Module) -> str:
     """Return what shards the model; empty if nothing does."""
     if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
         return "DTensor"
-    return "FullyShardedDataParallel" if fsdp1_in(model) else ""
+    return "FullyShardedDataParallel" if _fsdp1_in(model) else ""
+
+
+def _fsdp1_in(model: nn.Module) -> bool:
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules())
