@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from instep.attachment import Attachment as Attachment
     from instep.attachment import attached as attached
     from instep.attachment import record as record
-    from instep.checkpoint import Checkpoint as Checkpoint
-    from instep.checkpoint import load as load
-    from instep.checkpoint import save as save
     from instep.functional import AllreduceUpcastHookState as AllreduceUpcastHookState
     from instep.functional import OptimInBackwardHookState as OptimInBackwardHookState
     from instep.functional import OptimizerHookState as OptimizerHookState
@@ -40,9 +37,6 @@ _ROOMS = {
     "attach": "instep.attaching",
     "attached": "instep.attachment",
     "record": "instep.attachment",
-    "Checkpoint": "instep.checkpoint",
-    "load": "instep.checkpoint",
-    "save": "instep.checkpoint",
     "Replicated": "instep.sources.replicate.source",
     "replicate": "instep.replication",
     "Verification": "instep_tools.verification",
@@ -65,7 +59,6 @@ _ROOMS = {
 __all__ = [
     "AllreduceUpcastHookState",
     "Attachment",
-    "Checkpoint",
     "ClipNorm",
     "ClipValue",
     "OptimInBackwardHookState",
@@ -81,12 +74,10 @@ __all__ = [
     "draw_key",
     "get_in_backward_optimizers",
     "hook_then_optimizer",
-    "load",
     "record",
     "reducer_allreduce_and_upcast_hook",
     "register_overlapped",
     "replicate",
-    "save",
     "verify",
 ]
 

@@ -2,8 +2,8 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,6 +20,7 @@ from instep._step.state import Recorder
 from instep._torch.pipelining import Pipeline
 from instep._wiring.advice import advice
 from instep._wiring.build import build, connect
+from instep._wiring.saved import load_state, saved_state
 from instep._wiring.verbs import Stats, record_attached, record_plain, resync_from, stats_of, table_of
 from instep._wiring.weak_refs import living_parameters
 from instep.errors import AttachError, InstepError, UncommittedStepError, class_name
@@ -480,12 +481,6 @@ class Attachment:
         """
         resync_from(self._parts, rank)
 
-    def end_due(self) -> None:
-        """Wait for what is due before all ranks give up their steps. What fails in it is given up with them."""
-        self._parts.schedule.cast_owed()  # a rank that has taken the step waits for the vote of one that has not
-        with suppress(Exception):
-            self.synchronize()
-
     def require_committed(self) -> None:
         """Wait for what is due, and raise unless parameters and state are those of the last committed step.
 
@@ -504,31 +499,34 @@ class Attachment:
                 "optimizer.step(), or before the first backward of the step"
             )
 
-    @property
-    def previous_norm(self) -> torch.Tensor | None:
-        """With ``ClipNorm(mode="previous_norm")``: the norm that the next step clips by; else ``None``."""
-        return self.grad_norm if self._parts.clipping.mode == "previous_norm" else None
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs beside the model's and the optimizer's: the number of steps, with
+        ``ClipNorm(mode="previous_norm")`` the norm that the next step clips by, with ``random="keyed"`` the seed and
+        the step from which draws go on, and whether all of the last step was applied.
 
-    @property
-    def draws(self) -> tuple[int, int] | None:
-        """With ``random="keyed"``: the seed, and the number of the next step; else ``None``."""
-        draws = self._parts.draws
-        return None if draws is None else (draws.seed, draws.number)
+        Always the same keys, each of one type, equal on all ranks: the attachment is a ``Stateful`` of
+        ``torch.distributed.checkpoint``. Nothing is changed, and nothing raised: a checkpoint that mends a torn step
+        is loaded through this. Before you save, call ``require_committed()``, on all ranks.
 
-    def restore(self, step_count: int, previous_norm: torch.Tensor | None = None, drawn: int | None = None) -> None:
-        """Begin again where a checkpoint was taken. A step that is open or torn is given up, and gradients are cleared.
-        Parameters and state are the caller's to write, right after. With ``random="keyed"`` ``drawn`` is the number of
-        the next step; ``None``: it stays."""
-        schedule, clipping, draws = self._parts.schedule, self._parts.clipping, self._parts.draws
-        schedule.forget(gradients=True)
-        self._parts.votes.forget()  # all ranks begin again at the same step, whatever they have said of the last one
-        if draws is not None:
-            draws.earlier = (draws.number if drawn is None else drawn) - step_count
-        schedule.step_count = step_count
-        if clipping.mode == "previous_norm":
-            device = next(living_parameters(schedule)).device
-            clipping.grad_norm = None if previous_norm is None else previous_norm.to(device)
-            clipping.begin()
+        Example:
+            ```python
+            overlap = instep.attach(model, optimizer, schedule="backward")
+            overlap.require_committed()  # on all ranks: raises in the middle of a step, or after half of one
+            saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "overlap": overlap.state_dict()}
+            torch.save(saved, "checkpoint.pt")
+            ```
+        """
+        return saved_state(self._parts)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Begin again where ``state_dict`` was taken. A step that is open or torn is given up, and gradients are
+        cleared; parameters and optimizer state are loaded as without instep, before or after this.
+
+        Raises:
+            CheckpointError: a key is missing, ``random`` or ``seed`` were others, or it was taken in the middle of a
+                step. Nothing of the attachment was changed.
+        """
+        load_state(self._parts, state_dict)
 
     @property
     def parameters(self) -> Sequence[AttachedParameter]:

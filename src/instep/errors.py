@@ -10,7 +10,6 @@ __all__ = [
     "AttachError",
     "CheckpointError",
     "ConcurrentBackwardError",
-    "DamagedCheckpointError",
     "HyperparameterChangedError",
     "InstepError",
     "NonFiniteGradientError",
@@ -80,14 +79,7 @@ class UncommittedStepError(AccumulationError):
 
 
 class CheckpointError(InstepError):
-    """A checkpoint could not be written, or does not fit the model and the optimizer. Nothing was changed.
-
-    Since 0.1.0.
-    """
-
-
-class DamagedCheckpointError(CheckpointError):
-    """A checkpoint is not, bit for bit, what was saved, or not a checkpoint at all. Nothing was changed.
+    """A checkpoint does not fit the attachment that it is loaded into. Nothing of that was changed.
 
     Since 0.1.0.
     """

@@ -1,0 +1,72 @@
+"""What only an attachment knows of a run that goes on from a checkpoint.
+
+The keys are the same always, before the first step too, and each has a value of one type: torch's distributed
+checkpoints (DCP) ask ``state_dict()`` first, for what they are to read. It may not raise then, whatever has happened:
+the checkpoint may be what mends it. All ranks have the same values: DCP takes entries of one name for copies.
+"""
+
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from instep._wiring.build import Parts
+from instep._wiring.weak_refs import living_parameters
+from instep.errors import CheckpointError
+
+STEPS, NORM, DTYPE, SEED, DRAWS, WHOLE = "step_count", "previous_norm", "norm_dtype", "seed", "draws", "whole"
+_NO_SEED = -1
+_PREVIOUS = "previous_norm"
+_OF_NORMS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def saved_state(parts: Parts) -> dict[str, Any]:
+    """See ``Attachment.state_dict``."""
+    with suppress(Exception):  # what it says is in the state of the schedule, too
+        parts.schedule.synchronize()
+    norm, draws = parts.clipping.grad_norm if parts.clipping.mode == _PREVIOUS else None, parts.draws
+    return {
+        STEPS: parts.schedule.step_count,
+        NORM: math.nan if norm is None else norm.item(),
+        DTYPE: "float32" if norm is None else str(norm.dtype).removeprefix("torch."),
+        SEED: _NO_SEED if draws is None else draws.seed,
+        DRAWS: 0 if draws is None else draws.number,
+        WHOLE: parts.schedule.state not in ("torn", "open"),
+    }
+
+
+def load_state(parts: Parts, state: Mapping[str, Any]) -> None:
+    """See ``Attachment.load_state_dict``."""
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"state_dict must be what overlap.state_dict() has returned, not {state!r}")
+    for key in (STEPS, NORM, DTYPE, SEED, DRAWS, WHOLE):
+        if key not in state:
+            raise CheckpointError(f"state_dict has no {key!r}: give what overlap.state_dict() has returned")
+    schedule, clipping, draws = parts.schedule, parts.clipping, parts.draws
+    if not state[WHOLE]:
+        raise CheckpointError(
+            f"the checkpoint was saved in the middle of step {state[STEPS] + 1}, or after a part of it: load an "
+            "earlier one. overlap.require_committed() before a save says so in time"
+        )
+    seed = _NO_SEED if draws is None else draws.seed
+    if state[SEED] != seed:
+        raise CheckpointError(
+            f"the checkpoint was saved with {_in_words(state[SEED])}, and this model is attached with "
+            f"{_in_words(seed)}: it would draw otherwise. Attach as the run that saved was"
+        )
+    schedule.forget(gradients=True)
+    parts.votes.forget()  # all ranks begin again at the same step, whatever they have said of the last one
+    if draws is not None:
+        draws.earlier = state[DRAWS] - state[STEPS]
+    schedule.step_count = state[STEPS]
+    if clipping.mode == _PREVIOUS:
+        norm, device = state[NORM], next(living_parameters(schedule)).device
+        dtype = next(dtype for dtype in _OF_NORMS if str(dtype).endswith(f".{state[DTYPE]}"))
+        clipping.grad_norm = None if math.isnan(norm) else torch.tensor(norm, dtype=dtype, device=device)
+        clipping.begin()
+
+
+def _in_words(seed: int) -> str:
+    return "no random='keyed'" if seed == _NO_SEED else f"random='keyed', seed={seed}"
