@@ -5285,15 +5285,15 @@ MUTANTS = [
     Mutant(
         "autocast: a foreign step is the same in every block",
         "Stepper.autocast_matters",
-        "self._matters.get(dtype, True)",
-        "self._matters.get(dtype, False)",
+        "return not is_known or ",
+        "return ",
         JUDGED_MORE,
         "whether_the_block_matters",
     ),
     Mutant(
         "autocast: a foreign step that was compared in a block matters there",
         "Stepper.came_out_alike",
-        "self._matters[dtype] = False",
+        "self._alike_in.add(dtype)",
         "pass",
         JUDGED_MORE,
         "whether_the_block_matters",
