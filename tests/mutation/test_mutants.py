@@ -1048,7 +1048,7 @@ MUTANTS = [
     Mutant(
         "forget what the update wrote into its groups",
         "Beside.commit",
-        "self._places",
+        "self.places",
         "self._others",
         PARITY,
     ),

@@ -603,9 +603,7 @@ def test_what_it_writes_of_others(kind: type[RefersToAll], way: str) -> None:
         way,
         lambda o: ([value.tolist() for value in o.moments.values()], [e["m"].tolist() for e in o.state.values()]),
     )
-    # In one bucket all state is made together. Each part began without it, as the whole does.
-    is_whole = kind is StateOfAll and way == "undo"
-    assert ("left to optimizer.step()" in str(plan.judged)) == (way != "default" and not is_whole)
+    assert ("left to optimizer.step()" in str(plan.judged)) == (way != "default")
 
 
 class MakesStateOfAll(RefersToAll):

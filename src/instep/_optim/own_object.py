@@ -399,6 +399,9 @@ class _Place:
         holdings = _Holdings(apart)
         self._put_back = {key: self._kept(holdings, key) for key in self._looks}
         self.large = holdings.large
+        self.forget_left()
+
+    def forget_left(self) -> None:
         self._left: dict[Any, Any] | None = None  # what buckets have left, as ``fingerprint`` sees it
         self._put_left: dict[Any, Restore] = {}
         self._taken_out: list[Any] = []
@@ -503,7 +506,7 @@ class Beside:
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
         self._groups = [
-            _Place(f"param_groups[{number}]", group, partial(_settings, group))
+            _Place(f"param_groups[{number}]", group, partial(_but, group, PER_PARAMETER))
             for number, group in enumerate(optimizer.param_groups)
         ]
         attributes, read = vars(optimizer), read_by_update(optimizer)
@@ -519,9 +522,9 @@ class Beside:
             ),
             _Place("state", optimizer.state, named, apart),
         ]
-        large = (tensor for place in self._places for tensor in place.large)
+        large = (tensor for place in self.places for tensor in place.large)
         self.unseen = [*large, *_in_modules(optimizer, layout)]
-        self._versions = versions_of(self.unseen)
+        self.look_at_unseen()
 
     def look_deeper(self, optimizer: Optimizer) -> str | None:
         """All is to be put back: also what is not looked into in each step. Returns what cannot be, in words."""
@@ -529,17 +532,17 @@ class Beside:
         reached = reachable_values([read_by_update(optimizer)], optimizer)
         if (other := next((value for value in reached if isinstance(value, Optimizer)), None)) is not None:
             return f"it holds another optimizer ({type(other).__name__})"
-        found = ((place.where, key, why) for place in self._places for key, why in place.opaque.items())
+        found = ((place.where, key, why) for place in self.places for key, why in place.opaque.items())
         return next((f"its {where} {key!r} cannot be put back ({why})" for where, key, why in found), None)
 
     @property
-    def _places(self) -> Sequence[_Place]:
+    def places(self) -> Sequence[_Place]:
         return *self._groups, *self._others
 
     def note(self, members: Sequence[Members]) -> None:
         """A bucket was updated: what that has changed is noted, and taken back."""
         disagreement: str | None = None
-        for number, place in enumerate(self._places):
+        for number, place in enumerate(self.places):
             changed = place.changed()
             # A group of which the bucket has no parameter need not be left as others leave it.
             is_group = number < len(self._groups)
@@ -554,18 +557,21 @@ class Beside:
 
     def take_back(self) -> None:
         """The update has raised, or does not count."""
-        for place in self._places:
+        for place in self.places:
             place.take_back(place.changed())
         self.wrote_unseen()
 
     def digest(self) -> Any:
         """Of all that it holds, and of the attributes of its classes."""
-        places = [place.digest() for place in self._places]
+        places = [place.digest() for place in self.places]
         return places, [getattr(owner, name, ABSENT) for owner, name, _ in self._shared]
+
+    def look_at_unseen(self) -> None:
+        self._versions = versions_of(self.unseen)
 
     def put_all_back(self) -> None:
         """Also what is not looked into after each bucket (``look_deeper``)."""
-        for place in self._places:
+        for place in self.places:
             place.put_all_back()
         for owner, name, value in self._shared:
             if value is ABSENT:
@@ -590,22 +596,18 @@ class Beside:
 
     def differs(self) -> str | None:
         """What ``step()`` has left otherwise than buckets have, in words; ``None``: nothing."""
-        for place in self._places:
+        for place in self.places:
             if (key := place.differs()) is not ABSENT:
                 return f"{place.where} {key!r}"
         return None
 
     def commit(self) -> None:
-        for place in self._places:
+        for place in self.places:
             place.commit()
 
     def forget(self) -> None:
         # Attributes may refer to the model, which nothing here must keep.
         self._groups, self._others, self.unseen, self._versions, self._shared = [], [], [], [], []
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return _but(group, PER_PARAMETER)
 
 
 def _but(values: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
@@ -699,7 +701,7 @@ def reached_by(optimizer: Optimizer) -> list[torch.Tensor]:
     """The optimizer's parameters to which its attributes, groups, shared state or methods refer too: nobody knows what
     an update does with them."""
     mine = set(map(id, parameters_of(optimizer)))
-    groups = (_settings(group) for group in optimizer.param_groups)
+    groups = (_but(group, PER_PARAMETER) for group in optimizer.param_groups)
     owners = [read_by_update(optimizer), beside_parameters(optimizer.state), *_of_functions(optimizer), *groups]
     return [value for value in reachable_values(owners, optimizer) if id(value) in mine]
 

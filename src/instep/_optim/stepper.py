@@ -341,11 +341,6 @@ class Stepper:
         return self.own_object is not None and self.own_object.beside.wrote_in_place
 
     @property
-    def wrote_given(self) -> bool:
-        """Whether the last part without notes has written parameters that it was given."""
-        return self.own_object is not None and self.own_object.wrote
-
-    @property
     def state_was_written(self) -> bool:
         """Whether the state of a parameter was written since its update in this step, or replaced."""
         optimizer = self._optimizer()

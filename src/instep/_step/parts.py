@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from instep._optim.contents import Kept, copy_of, digest_of, digest_of_value, disturb, is_back, restore
 from instep._optim.kinds import STEPPED_WHOLE, read_by_update
-from instep._optim.own_object import WRITES_UNSEEN, Beside, Tables, in_functions, reached_by
+from instep._optim.own_object import WRITES_UNSEEN, Beside, OwnObject, Tables, in_functions, reached_by
 from instep._optim.parameters import AttachedParameter, AttachedParameters, calls_of
 from instep._optim.random_numbers import Generators
 from instep._optim.shadow import parameters_of
@@ -101,7 +101,8 @@ class _Belongings:
             found += [
                 (name, value)
                 for name, value in vars(parameter).items()
-                if is_immutable(value) or isinstance(value, kinds)
+                # torch.compile marks tensors that it has seen.
+                if (is_immutable(value) or isinstance(value, kinds)) and not name.startswith("_dynamo_")
             ]
         return found
 
@@ -247,10 +248,16 @@ class _Around:
             self._beside.put_all_back()
             self._by_parameter.restore()
             moved = moved or "its step() changes what instep does not look into for each bucket"
+        self._beside.look_at_unseen()  # what was put back was written
         return moved
 
     def is_back(self) -> bool:
         return bool(self._beside.digest() == self._held)
+
+    def begin_again(self) -> None:
+        """The next part is the first."""
+        for place in self._beside.places:
+            place.forget_left()
 
 
 class _Compiles:
@@ -262,13 +269,6 @@ class _Compiles:
 
     def before_compile(self) -> None:
         self.any = True
-
-
-class _First(NamedTuple):
-    """What the first part came to when it was taken for the first time."""
-
-    digests: list[Digest]
-    reason: str | None
 
 
 class PartsOfUpdate:
@@ -297,7 +297,7 @@ class PartsOfUpdate:
         own = parameters_of(self._optimizer)
         self._gradients = _Gradients({id(p): p for p in (*own, *(a.get() for a in every))}.values())
         self._digests: dict[AttachedParameter, Digest] = {}
-        self._first: _First | None = None
+        self._first: list[Digest] | None = None  # of the first part
         self._reached: _Reached | None = None
         self._around: _Around | None = None
         self._beside: Beside | None = None
@@ -317,24 +317,27 @@ class PartsOfUpdate:
         """
         # Versions do not tell: what is written through ``.data`` counts nothing.
         before = {id(p): digest_of(p) for p in parameters_of(self._optimizer)}
+        state, keys = self._optimizer.state, set(map(id, self._optimizer.state))
         try:
             self._gradients.hide()
             try:
                 self._take_all(twice=twice, is_warm=is_warm, in_pairs=in_pairs)
             finally:
                 self._put_around_back()
+            written = sum(digest_of(tensor) != before[id(tensor)] for tensor in parameters_of(self._optimizer))
+            if written:
+                raise UnsupportedOptimizerError(
+                    f"{self._stepper.name}.step() writes {written} parameters, too, where its groups hold others "
+                    "alone: it keeps parameters elsewhere. They were written, and cannot be put back: load a "
+                    f"checkpoint. {STEPPED_WHOLE}"
+                )
             if self.reason is not None:
                 self._require_back()
         finally:
+            for key in [key for key in state if id(key) not in keys]:  # made by a look at that of another parameter
+                del state[key]
             self._gradients.give_back()
             self._beside = self._stepper.end_parts()
-        written = sum(digest_of(tensor) != before[id(tensor)] for tensor in parameters_of(self._optimizer))
-        if written:
-            raise UnsupportedOptimizerError(
-                f"{self._stepper.name}.step() writes {written} parameters, too, where its groups hold others alone: "
-                "it keeps parameters elsewhere. They were written, and cannot be put back: load a checkpoint. "
-                f"{STEPPED_WHOLE}"
-            )
 
     def _take_all(self, *, twice: bool, is_warm: bool, in_pairs: bool) -> None:
         # Asked first: a part may move on what cannot be put back, a Python generator, say.
@@ -358,11 +361,15 @@ class PartsOfUpdate:
         if in_pairs and self.reason is None:
             self._compare_pairs()
 
+    @property
+    def _own(self) -> OwnObject:
+        own = self._stepper.own_object
+        assert own is not None, "torch's own are not judged"
+        return own
+
     def _look_around(self) -> None:
-        beside = None if self._stepper.own_object is None else self._stepper.own_object.beside
-        assert beside is not None, "torch's own are not judged"
         try:
-            self._around = _Around(self._optimizer, beside)
+            self._around = _Around(self._optimizer, self._own.beside)
             self._reached = _Reached(self._optimizer, self._belongings)
             self.reason = self._shares()
         except (TypeError, RecursionError) as error:
@@ -389,18 +396,20 @@ class PartsOfUpdate:
 
     def _require_back(self) -> None:
         """The whole update is about to be taken by ``step()``: the first part, once more, finds all as it was."""
-        if self._first is None:
+        if self._first is None or self._around is None:
             return
-        reason, self.reason = self.reason, None
-        part = self._parts[0]
+        part, reason, found = self._parts[0], self.reason, []
+        self._around.begin_again()
         try:
-            with self._alone(part):
-                self._step(part)
-                again = _First(self._look_at(part), self.reason)
+            for _ in range(2):  # also what it leaves elsewhere is the same
+                self.reason = None
+                with self._alone(part):
+                    self._step(part)
+                    found.append((self._look_at(part), self.reason))
+                self._put_around_back()
         finally:
             self.reason = reason
-            self._put_around_back()
-        if again != self._first:
+        if found[0] != found[1] or found[0][0] != self._first:
             raise self._moved_on(repr(part.names[0]))
 
     def _meet_compiler(self, is_warm: bool) -> None:
@@ -431,7 +440,7 @@ class PartsOfUpdate:
         with self._alone(part) as kept:
             returned = self._step(part)
             digests = self._look_at(part)
-            self._first = self._first or _First(digests, self.reason)
+            self._first = self._first or digests
             if count_of_runs() != runs:
                 self.reason = self.reason or _RUNS_BACKWARD
             if self.reason is None and twice:
@@ -491,7 +500,7 @@ class PartsOfUpdate:
         finally:
             self._gradients.show(tensors)
         # Of a weight that is written with what it holds (clamped, say) autograd is told nevertheless.
-        if self._stepper.wrote_given or self._look_at(part) != digests:
+        if self._own.wrote or self._look_at(part) != digests:
             self.reason = f"its step() changes parameters that have no gradient, or their state ({_names(part)})"
         elif values_differ(nothing, returned):
             self.reason = "its step() returns a value that depends on what it updates"
