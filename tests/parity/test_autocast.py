@@ -122,3 +122,12 @@ def test_a_foreign_optimizer_is_taken_for_one_that_differs_until_it_was_compared
         one.came_out_alike()
         assert not one.autocast_matters()
     del model
+
+
+def test_an_update_in_lower_precision_is_taken_for_one_that_differs() -> None:
+    model = Blocks().to(torch.bfloat16)
+    one = stepper.Stepper(optimizer := torch.optim.AdamW(model.parameters()))
+    with in_low_precision():
+        assert one.autocast_matters()
+    assert not one.autocast_matters()
+    del optimizer

@@ -231,7 +231,7 @@ class OwnObject:
     def forget(self) -> None:
         """The step is over."""
         self.beside.forget()
-        self.returned, self.gave_back, self._instead, self._reached = None, False, {}, []
+        self.returned, self.gave_back, self._instead, self._reached, self._draws = None, False, {}, [], None
 
     def _call(self, optimizer: Optimizer, members: Sequence[Members], tensors: Sequence[Any], call: CallUpdate) -> Any:
         attributes, groups = vars(optimizer), optimizer.param_groups
