@@ -682,13 +682,16 @@ def test_an_attribute_that_was_changed_between_backward_and_step() -> None:
         optimizer.zero_grad()
 
 
-def test_a_group_that_an_update_adds() -> None:
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_group_that_an_update_adds(by_hand: bool) -> None:
     extra = nn.Parameter(torch.zeros(2))
 
     class Adds(Plain):
         def update(self, those: list[Any]) -> Any:
             super().update(those)
-            if those and len(self.param_groups) == 1:
+            if those and len(self.param_groups) == 1 and by_hand:
+                self.param_groups.append({"params": [extra]})
+            elif those and len(self.param_groups) == 1:
                 self.add_param_group({"params": [extra]})
 
     model = layers()
