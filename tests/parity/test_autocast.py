@@ -1,18 +1,18 @@
 """``optimizer.step()`` inside an autocast block. Updates in backward, and behind the next forward, run outside of it:
 equal where the block changes nothing of the update, refused or left to ``step()`` where it does."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
-from instep._optim import autocast, stepper
+from instep._optim import kinds, stepper
 from instep.errors import HyperparameterChangedError
+from instep.verification import training_state
 from tests.cases import Blocks, batch
 from tests.devices import here
 from tests.judged import own_steps_are_judged
@@ -94,24 +94,23 @@ def test_the_block_changes_every_optimizer_with_matrix_products() -> None:
         assert not all(map(torch.equal, *found))
 
 
-@contextmanager
-def counted() -> Iterator[list[object]]:
-    """The trials that are made meanwhile."""
-    trials: list[object] = []
-
-    def counting(*given: Any) -> bool:
-        trials.append(given)
-        return autocast.autocast_matters(*given)
-
-    with patch.object(stepper, "autocast_matters", counting):
-        yield trials
-
-
-@pytest.mark.parametrize("around", ["backward", "all"])
-def test_it_is_tried_once_and_only_where_step_is_inside(around: str) -> None:
-    with counted() as trials:
-        lockstep("backward", partial(build, UNCHANGED["torch's own"]), partial(learn, around=around))
-    assert len(trials) == (around == "all")
+@pytest.mark.parametrize("cls", sorted(kinds._ELEMENTWISE, key=str))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_no_block_changes_an_elementwise_update_in_float32(cls: Any, dtype: torch.dtype) -> None:
+    found = []
+    for block in (nullcontext(), torch.autocast(here().type, dtype)):
+        torch.manual_seed(0)
+        model = Blocks()
+        optimizer = cls(model.parameters())
+        for i in range(3):
+            x, y = batch(i)
+            loss_of(model(x), y).backward()
+            with block:
+                assert not stepper.Stepper(optimizer).autocast_matters()
+                optimizer.step()
+            optimizer.zero_grad()
+        found.append([value for _, value in training_state(model, optimizer) if isinstance(value, torch.Tensor)])
+    assert all(map(torch.equal, *found))
 
 
 def test_a_foreign_optimizer_is_taken_for_one_that_differs_until_it_was_compared_there() -> None:
@@ -125,11 +124,10 @@ def test_a_foreign_optimizer_is_taken_for_one_that_differs_until_it_was_compared
     del model
 
 
-@pytest.mark.parametrize("others", [{}, {1: None}], ids=["alone", "beside other threads"])
-def test_the_trial_draws_nothing(monkeypatch: pytest.MonkeyPatch, others: dict[int, int | None]) -> None:
-    monkeypatch.setattr("instep._optim.random_numbers._times_of_others", lambda: others)
-    model, optimizer = build(UNCHANGED["torch's own"])
-    before = torch.get_rng_state()
-    assert not autocast.autocast_matters(optimizer, torch.bfloat16)
-    assert torch.equal(torch.get_rng_state(), before)
-    del model
+def test_an_update_in_lower_precision_is_taken_for_one_that_differs() -> None:
+    model = Blocks().to(torch.bfloat16)
+    one = stepper.Stepper(optimizer := torch.optim.AdamW(model.parameters()))
+    with in_low_precision():
+        assert one.autocast_matters()
+    assert not one.autocast_matters()
+    del optimizer

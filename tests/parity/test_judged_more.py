@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from torch import nn
 
 import instep
 from instep._optim import proved
-from instep._optim.autocast import autocast_matters
 from instep._optim.stepper import Stepper
 from instep._step import judging
 from instep._torch.held_signals import heard, held
@@ -684,13 +682,16 @@ def test_an_attribute_that_was_changed_between_backward_and_step() -> None:
         optimizer.zero_grad()
 
 
-def test_a_group_that_an_update_adds() -> None:
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_group_that_an_update_adds(by_hand: bool) -> None:
     extra = nn.Parameter(torch.zeros(2))
 
     class Adds(Plain):
         def update(self, those: list[Any]) -> Any:
             super().update(those)
-            if those and len(self.param_groups) == 1:
+            if those and len(self.param_groups) == 1 and by_hand:
+                self.param_groups.append({"params": [extra]})
+            elif those and len(self.param_groups) == 1:
                 self.add_param_group({"params": [extra]})
 
     model = layers()
@@ -992,22 +993,6 @@ def test_whether_the_block_matters() -> None:
         assert not own.autocast_matters()
         stepper.came_out_alike()
         assert not stepper.autocast_matters()
-
-
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
-@pytest.mark.parametrize("lr", [0.0, 0.1])
-def test_the_block_matters_where_an_update_multiplies(lr: float) -> None:
-    optimizer = torch.optim.Muon(layers().parameters(), lr)
-    before = torch.get_rng_state()
-    # In this block its products are rounded to eight bits.
-    assert autocast_matters(optimizer, torch.float16)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_the_block_matters_where_nobody_can_try() -> None:
-    optimizer = torch.optim.SGD(layers().parameters(), 0.1)
-    with patch("instep._optim.autocast._stepped", side_effect=TypeError):
-        assert autocast_matters(optimizer, torch.bfloat16)
 
 
 # Objects of torch's that have got another step.

@@ -187,12 +187,14 @@ class WritesWithoutGradients(Counting):
 
     def __init__(self, params: Any, average: nn.Module, **options: Any) -> None:
         super().__init__(params, **options)
-        self.average = average
+        average.ticks = 0  # type: ignore[assignment]
+        self.average: Any = average
         self._counts = [0]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         self._counts[0] += 1
+        self.average.ticks += 1
         self._counts.append(random.randrange(100))
         for group in self.param_groups:
             for p in group["params"]:
@@ -218,7 +220,7 @@ def test_what_a_foreign_step_without_gradients_writes_is_put_back(way: str, bad_
         skipping("outer.weight", BAD[0], bad_steps)(lane, i)
         optimizer: Any = lane.optimizer
         average = torch.cat([torch.zeros(1), *(p.detach().flatten() for p in optimizer.average.parameters())])
-        return list(optimizer._counts), average, torch.get_rng_state(), random.random()
+        return list(optimizer._counts), optimizer.average.ticks, average, torch.get_rng_state(), random.random()
 
     with own_steps_are_judged():
         lane = lockstep(way, make, step, nonfinite="skip")

@@ -18,6 +18,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any, Protocol
 
 import torch
+from torch.autograd import grad_mode
 
 from instep._optim.values import (
     access_to,
@@ -355,6 +356,27 @@ def _noted(tensor: torch.Tensor) -> dict[str, float]:
     return {name: value for name, value in getattr(tensor, "__dict__", {}).items() if type(value) is float}
 
 
+# What is read of a tensor shows where it is another one for a moment.
+
+
+# Of each number one bit of the exponent.
+_BITS = {torch.float64: 1 << 57, torch.float32: 1 << 28, torch.bfloat16: 1 << 12, torch.float16: 1 << 13}
+_BITS |= {torch.complex128: 1 << 57, torch.complex64: 1 << 28 | 1 << 60}
+
+
+def disturb(tensor: torch.Tensor) -> None:
+    """Give every element of its memory another value; done once more, the same bits as before. A floating-point number
+    is multiplied by a power of two, an integer is another one. A tensor that is not dense stays as it is."""
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        kind = _kind_of(tensor)
+        if kind is _OfWrapper:
+            for inner in inner_of(tensor).values():
+                disturb(inner)
+        elif kind is _OfMemory:
+            with grad_mode._unsafe_preserve_version_counter(tensor):
+                _each_once(_bits_of(tensor.detach())).bitwise_xor_(_BITS.get(tensor.dtype, 1))
+
+
 # A value of optimizer state, which may be nested.
 
 
@@ -653,6 +675,8 @@ class _Digests:
             yield frozenset(map(self._key, value))
         elif _is_array(value):
             yield value.dtype.str, value.shape, hashlib.blake2b(value.tobytes(), digest_size=16).digest()
+        elif has_buffer(value):
+            yield bytes(memoryview(value))
         elif is_closed(value) or callable(value) or (attributes := attributes_of(value)) is None:
             yield id(value)
         else:

@@ -166,7 +166,7 @@ class DeviceEntries:
     def _back(self, value: Any, key: Any) -> Any:
         lent, home = self._homes.get(id(value), (None, None))
         if isinstance(value, torch.Tensor):
-            if lent is value and _is_alike(value, home):
+            if lent is value and _form_of(value) == _form_of(home):
                 return home if home is value else home.copy_(value, non_blocking=True)
             return self._moved(value, key)
         if type(value) is dict:
@@ -209,15 +209,15 @@ class DeviceEntries:
         )
 
 
-def _is_alike(value: torch.Tensor, home: torch.Tensor) -> bool:
-    return value.shape == home.shape and value.stride() == home.stride() and value.dtype == home.dtype
-
-
 # ``offload="host"``: optimizer state that lives in pinned host memory, and is on the device while it is stepped.
 #
 # In ``optimizer.state`` every tensor of more than one element is a host tensor. A bucket is stepped with copies of its
 # tensors on the device. While it is stepped, the state of the bucket that was stepped after it in the last step is
 # copied to the device, and that of the one before is copied back: so state of two buckets is there at most.
+
+
+def _form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 class _Call(NamedTuple):
@@ -366,10 +366,6 @@ def _entries_of(call: _Call, parameters: Sequence[torch.Tensor]) -> list[Entry |
     return [shard_of_entry(entry, shard) for entry, shard in zip(entries, call.shards, strict=True)]
 
 
-def _is_unpinned(value: object) -> bool:
-    return type(value) is torch.Tensor and is_at_home(value) and not is_pinned(value)
-
-
 class OffloadedState(Stage):
     """The state of one optimizer lives in host memory, and an update finds copies of it on the device.
 
@@ -432,7 +428,8 @@ class OffloadedState(Stage):
     def pin(self) -> None:
         """Others have put tensors into the state, in host memory that no device can copy from by itself."""
         for _, entry, _ in self._entries():
-            entry.update((key, value.pin_memory()) for key, value in entry.items() if _is_unpinned(value))
+            kept = {key: value for key, value in entry.items() if type(value) is torch.Tensor and is_at_home(value)}
+            entry.update((key, value.pin_memory()) for key, value in kept.items() if not is_pinned(value))
 
     def give_back(self) -> None:
         """Move the state to the device, where the optimizer's own ``step()`` finds it."""

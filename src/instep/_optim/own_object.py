@@ -43,7 +43,7 @@ from instep._optim.kinds import (
     read_by_update,
 )
 from instep._optim.overrides import MANAGER, overrides_in_bucket
-from instep._optim.random_numbers import TorchDraws
+from instep._optim.random_numbers import Generators
 from instep._optim.shadow import CallUpdate, GroupLayout, Members, parameters_of, without_autocast
 from instep._optim.stages import Update
 from instep._optim.values import (
@@ -57,6 +57,7 @@ from instep._optim.values import (
     held_in,
     is_closed,
     is_immutable,
+    is_of_torch,
     reachable_values,
     storage_of,
 )
@@ -144,7 +145,7 @@ class OwnObject:
         # Of an accelerator's backward each device has a thread, and two threads must not exchange the groups at once.
         self._lock = threading.RLock()
         self._signals: list[int] = []
-        self._draws: TorchDraws | None = None
+        self._draws: Generators | None = None
         self._instead: dict[str, Any] = {}
         self._reached: list[torch.Tensor] = []
         self.beside = Beside(name)
@@ -160,7 +161,7 @@ class OwnObject:
         """
         self._signals = heard()
         devices = {memory_of(p).device for p in parameters_of(optimizer)}
-        self._draws = None if may_draw else TorchDraws(devices, [read_by_update(optimizer), optimizer.param_groups])
+        self._draws = None if may_draw else Generators.of(optimizer, devices, torchs_alone=True)
         self._instead = self._attributes_of_a_call(optimizer)
         self._reached = reached_by(optimizer)
         self.beside.begin(optimizer, layout)
@@ -204,11 +205,11 @@ class OwnObject:
             given = [] if self.notes else versions_of(tensors)
             self.returned = self._call(optimizer, members, tensors, call)
             self.wrote = not self.notes and versions_of(tensors) != given
-            if draws is not None and draws.end():
+            if draws is not None and draws.have_advanced():
                 raise draws_in_step(self._name)
         except BaseException:
             if draws is not None:
-                draws.end()  # to be drawn again, if the update runs again
+                draws.have_advanced()  # to be drawn again, if the update runs again
             groups.put_back()
             self.beside.take_back()
             raise
@@ -230,7 +231,7 @@ class OwnObject:
     def forget(self) -> None:
         """The step is over."""
         self.beside.forget()
-        self.returned, self.gave_back, self._instead, self._reached = None, False, {}, []
+        self.returned, self.gave_back, self._instead, self._reached, self._draws = None, False, {}, [], None
 
     def _call(self, optimizer: Optimizer, members: Sequence[Members], tensors: Sequence[Any], call: CallUpdate) -> Any:
         attributes, groups = vars(optimizer), optimizer.param_groups
@@ -269,6 +270,10 @@ class OwnObject:
         thread, which waits here until the bucket is."""
         with self._lock:
             now = _lists_of(optimizer.param_groups)
+            if name == "add_param_group" and any(isinstance(params, _Params) for _, params, _ in now):
+                raise depends_on_buckets(self._name, "its list of param_groups")  # by the update itself: before it does
+            if name == "zero_grad":  # an update clears the gradients of the bucket, as it has those of no other
+                return getattr(type(optimizer), name)(optimizer, *args, **named)
             # Of another thread these are all again: there is nothing to exchange.
             _put((g, p.whole, p.names) if isinstance(p, _Params) else (g, p, names) for g, p, names in now)
             try:
@@ -306,7 +311,6 @@ def _members_of(whole: Iterable[_Lists], members: Sequence[Members], tensors: Se
 
 MOST_BYTES = 4 * 1024 * 1024
 """Tensors that are larger are not copied in each step: it is found out whether an update writes them."""
-_OPEN_IN_TORCH = ("torch.optim.", "torch._tensor", "torch.nn.parameter")  # schedulers, and tensors
 
 
 class _Holdings(Contents):
@@ -351,9 +355,7 @@ class _Holdings(Contents):
 
 def _is_closed(value: Any) -> bool:
     """What an update does not change, or what is looked at in another way."""
-    module = f"{type(value).__module__}."
-    in_torch = module.startswith("torch.") and not module.startswith(_OPEN_IN_TORCH)
-    return is_closed(value) or in_torch or isinstance(value, _INERT)
+    return is_closed(value) or is_of_torch(value) or isinstance(value, _INERT)
 
 
 _INERT = (weakref.ref, BuiltinFunctionType, CodeType, Enum, re.Pattern)
@@ -397,6 +399,9 @@ class _Place:
         holdings = _Holdings(apart)
         self._put_back = {key: self._kept(holdings, key) for key in self._looks}
         self.large = holdings.large
+        self.forget_left()
+
+    def forget_left(self) -> None:
         self._left: dict[Any, Any] | None = None  # what buckets have left, as ``fingerprint`` sees it
         self._put_left: dict[Any, Restore] = {}
         self._taken_out: list[Any] = []
@@ -501,7 +506,7 @@ class Beside:
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
         self._groups = [
-            _Place(f"param_groups[{number}]", group, partial(_settings, group))
+            _Place(f"param_groups[{number}]", group, partial(_but, group, PER_PARAMETER))
             for number, group in enumerate(optimizer.param_groups)
         ]
         attributes, read = vars(optimizer), read_by_update(optimizer)
@@ -517,9 +522,9 @@ class Beside:
             ),
             _Place("state", optimizer.state, named, apart),
         ]
-        large = (tensor for place in self._places for tensor in place.large)
+        large = (tensor for place in self.places for tensor in place.large)
         self.unseen = [*large, *_in_modules(optimizer, layout)]
-        self._versions = versions_of(self.unseen)
+        self.look_at_unseen()
 
     def look_deeper(self, optimizer: Optimizer) -> str | None:
         """All is to be put back: also what is not looked into in each step. Returns what cannot be, in words."""
@@ -527,17 +532,17 @@ class Beside:
         reached = reachable_values([read_by_update(optimizer)], optimizer)
         if (other := next((value for value in reached if isinstance(value, Optimizer)), None)) is not None:
             return f"it holds another optimizer ({type(other).__name__})"
-        found = ((place.where, key, why) for place in self._places for key, why in place.opaque.items())
+        found = ((place.where, key, why) for place in self.places for key, why in place.opaque.items())
         return next((f"its {where} {key!r} cannot be put back ({why})" for where, key, why in found), None)
 
     @property
-    def _places(self) -> Sequence[_Place]:
+    def places(self) -> Sequence[_Place]:
         return *self._groups, *self._others
 
     def note(self, members: Sequence[Members]) -> None:
         """A bucket was updated: what that has changed is noted, and taken back."""
         disagreement: str | None = None
-        for number, place in enumerate(self._places):
+        for number, place in enumerate(self.places):
             changed = place.changed()
             # A group of which the bucket has no parameter need not be left as others leave it.
             is_group = number < len(self._groups)
@@ -552,18 +557,21 @@ class Beside:
 
     def take_back(self) -> None:
         """The update has raised, or does not count."""
-        for place in self._places:
+        for place in self.places:
             place.take_back(place.changed())
         self.wrote_unseen()
 
     def digest(self) -> Any:
         """Of all that it holds, and of the attributes of its classes."""
-        places = [place.digest() for place in self._places]
+        places = [place.digest() for place in self.places]
         return places, [getattr(owner, name, ABSENT) for owner, name, _ in self._shared]
+
+    def look_at_unseen(self) -> None:
+        self._versions = versions_of(self.unseen)
 
     def put_all_back(self) -> None:
         """Also what is not looked into after each bucket (``look_deeper``)."""
-        for place in self._places:
+        for place in self.places:
             place.put_all_back()
         for owner, name, value in self._shared:
             if value is ABSENT:
@@ -588,22 +596,18 @@ class Beside:
 
     def differs(self) -> str | None:
         """What ``step()`` has left otherwise than buckets have, in words; ``None``: nothing."""
-        for place in self._places:
+        for place in self.places:
             if (key := place.differs()) is not ABSENT:
                 return f"{place.where} {key!r}"
         return None
 
     def commit(self) -> None:
-        for place in self._places:
+        for place in self.places:
             place.commit()
 
     def forget(self) -> None:
         # Attributes may refer to the model, which nothing here must keep.
         self._groups, self._others, self.unseen, self._versions, self._shared = [], [], [], [], []
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return _but(group, PER_PARAMETER)
 
 
 def _but(values: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
@@ -632,10 +636,26 @@ def _in_modules(optimizer: Optimizer, layout: GroupLayout) -> Iterator[torch.Ten
                 yield tensor
 
 
-def tables_in(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
-    """By which the modules that its attributes reach know their parameters and buffers."""
-    for module in chain.from_iterable(module.modules() for module in _modules_of(optimizer)):
-        yield from (module._parameters, module._buffers)
+class Tables:
+    """By which modules that an optimizer reaches know their parameters, buffers and attributes, as they are now."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        in_methods = reachable_values(_of_functions(optimizer), optimizer)
+        modules = [*_modules_of(optimizer), *(value for value in in_methods if isinstance(value, torch.nn.Module))]
+        every = {id(module): module for module in chain.from_iterable(module.modules() for module in modules)}
+        found = (table for m in every.values() for table in (m._parameters, m._buffers, vars(m)))
+        self._before: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in found]
+
+    def put_back(self) -> bool:
+        """Whether one had changed."""
+        changed = False
+        for table, before in self._before:
+            if table.keys() != before.keys() or not all(map(is_, map(table.get, before), before.values())):
+                table.update(before)
+                for name in table.keys() - before.keys():
+                    del table[name]
+                changed = True
+        return changed
 
 
 def _modules_of(optimizer: Optimizer) -> Iterator[torch.nn.Module]:
@@ -681,7 +701,7 @@ def reached_by(optimizer: Optimizer) -> list[torch.Tensor]:
     """The optimizer's parameters to which its attributes, groups, shared state or methods refer too: nobody knows what
     an update does with them."""
     mine = set(map(id, parameters_of(optimizer)))
-    groups = (_settings(group) for group in optimizer.param_groups)
+    groups = (_but(group, PER_PARAMETER) for group in optimizer.param_groups)
     owners = [read_by_update(optimizer), beside_parameters(optimizer.state), *_of_functions(optimizer), *groups]
     return [value for value in reachable_values(owners, optimizer) if id(value) in mine]
 

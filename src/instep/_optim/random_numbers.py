@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.dtensor import drawn_by_part, shard_index
+from instep._optim.kinds import read_by_update
 from instep._optim.stages import Stage, Update
 from instep._optim.values import access_to, is_generator, reachable_values
 from instep._torch.engine import graph_task, is_captured, is_of_backward
@@ -78,51 +79,45 @@ class TorchGenerators:
             generator.set_state(state)
 
 
-class TorchDraws:
-    """Whether an update draws from torch's default generators, or from others of torch's that ``owners`` refer to: what
-    can be asked around each bucket's update. Of Python's and NumPy's ``Generators`` tells.
-
-    Args:
-        devices: those of the parameters, with the CPU.
-    """
-
-    def __init__(self, devices: Iterable[torch.device], owners: Iterable[object]) -> None:
-        held = (value for value in reachable_values(owners) if isinstance(value, torch.Generator))
-        self._generators = [*_defaults(devices), *held]
-        self._before: list[torch.Tensor] = []
-        self._others: dict[int, int | None] = {}
-
-    def begin(self) -> None:
-        """An update is about to run."""
-        self._before, self._others = [generator.get_state() for generator in self._generators], _times_of_others()
-
-    def end(self) -> bool:
-        """It has run. Whether it has drawn, if no other thread can have: then states are put back."""
-        now = [generator.get_state() for generator in self._generators]
-        if all(map(_same, now, self._before)):
-            return False
-        if None in self._others.values() or _times_of_others() != self._others:
-            return False
-        for generator, state in zip(self._generators, self._before, strict=True):
-            generator.set_state(state)
-        return True
-
-
 class Generators:
     """Generators with their present states: those that all share (torch's on the CPU and on ``devices``, Python's and
     NumPy's), and those that ``owners`` refer to.
 
     Args:
-        owners: optimizers, or values in which one may have generators of its own.
+        owners: values in which an optimizer may have generators of its own.
+        torchs_alone: what can be asked around each bucket's update.
     """
 
-    def __init__(self, devices: Iterable[torch.device], owners: Iterable[object] = ()) -> None:
+    def __init__(
+        self, devices: Iterable[torch.device], owners: Iterable[object] = (), *, torchs_alone: bool = False
+    ) -> None:
         self._owners = list(owners)
+        self._kinds: Any = torch.Generator if torchs_alone else object
         self._others = _times_of_others()
-        self._known: dict[int, tuple[Read, Write]] = dict(enumerate(_shared(devices)))
+        self._known: dict[int, tuple[Read, Write]] = dict(enumerate(_shared(devices, torchs_alone=torchs_alone)))
         self._shared = frozenset(self._known)
         self._before = {key: read() for key, (read, _) in self._known.items()}
         self._find()
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, devices: Iterable[torch.device], *, torchs_alone: bool = False) -> "Generators":
+        """With those that the update of ``optimizer`` may draw from."""
+        owners = [read_by_update(optimizer), optimizer.param_groups, *([] if torchs_alone else [optimizer.state])]
+        return cls(devices, owners, torchs_alone=torchs_alone)
+
+    def begin(self) -> None:
+        """Their states are what they are now."""
+        self._others = _times_of_others()
+        for key, (read, _) in self._known.items():
+            self._before[key] = read()
+
+    def have_advanced(self) -> bool:
+        """What can be asked often: whether one has, and no other thread can have drawn. Then the states are put
+        back."""
+        if all(_same(read(), self._before[key]) for key, (read, _) in self._known.items()) or not self._others_rest():
+            return False
+        self.restore()
+        return True
 
     def drawn(self) -> Drawn:
         """Whether this thread has drawn from one of them, or made one, since; ``"unknown"``: another thread may have
@@ -147,8 +142,8 @@ class Generators:
         return None not in self._others.values() and _times_of_others() == self._others
 
     def _find(self) -> None:
-        for generator in _held_by(self._owners):
-            if id(generator) not in self._known:
+        for generator in filter(is_generator, reachable_values(self._owners)):
+            if id(generator) not in self._known and isinstance(generator, self._kinds):
                 self._known[id(generator)] = access = access_to(generator)
                 self._before[id(generator)] = access[0]()
 
@@ -185,18 +180,13 @@ def _defaults(devices: Iterable[torch.device]) -> Iterator[torch.Generator]:
         yield torch.get_device_module(device).default_generators[device.index]
 
 
-def _shared(devices: Iterable[torch.device]) -> Iterator[tuple[Read, Write]]:
-    yield torch.get_rng_state, torch.set_rng_state
-    for device in {device for device in devices if device.type not in ("cpu", "meta")}:
-        module = torch.get_device_module(device)
-        yield partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
-    yield random.getstate, random.setstate
-    if (numpy := sys.modules.get("numpy")) is not None:
+def _shared(devices: Iterable[torch.device], *, torchs_alone: bool) -> Iterator[tuple[Read, Write]]:
+    for generator in _defaults(devices):
+        yield generator.get_state, generator.set_state
+    if not torchs_alone:
+        yield random.getstate, random.setstate
+    if not torchs_alone and (numpy := sys.modules.get("numpy")) is not None:
         yield partial(numpy.random.get_state, legacy=False), numpy.random.set_state
-
-
-def _held_by(owners: Iterable[object]) -> Iterator[Any]:
-    return (value for value in reachable_values(owners) if is_generator(value))
 
 
 def _same(now: Any, before: Any) -> bool:

@@ -257,15 +257,12 @@ def _step_one_by_one(optimizer: Optimizer, members: Sequence[Members]) -> None:
             one(parameter, group, index)
 
 
-def autocast_of(device_type: str) -> torch.dtype | None:
-    """The dtype of the autocast block that this thread is in; ``None``: it is in none."""
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-
-
 def autocast_here(optimizer: Optimizer) -> torch.dtype | None:
-    """The same, of the block for the parameters of ``optimizer``."""
+    """The dtype of the autocast block for the parameters of ``optimizer`` that this thread is in; ``None``: it is in
+    none."""
     first = next(parameters_of(optimizer), None)
-    return None if first is None else autocast_of(first.device.type)
+    kind = "cpu" if first is None else first.device.type
+    return torch.get_autocast_dtype(kind) if first is not None and torch.is_autocast_enabled(kind) else None
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:

@@ -10,16 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.autocast import autocast_matters
 from instep._optim.guards import Entries, SettingsGuard, StateGuard
 from instep._optim.kernels import Kernel, kernel_of
-from instep._optim.kinds import SCALES, STEPPED_WHOLE, has_usual_parameters, is_torchs_own
+from instep._optim.kinds import SCALES, STEPPED_WHOLE, has_usual_parameters, is_elementwise, is_torchs_own
 from instep._optim.local_shard import LocalShard
 from instep._optim.offload import OffloadedState
 from instep._optim.own_object import Beside, OwnObject
 from instep._optim.proved import is_proved
 from instep._optim.random_numbers import KeyedDraws
-from instep._optim.shadow import CallUpdate, GroupLayout, autocast_here, how_to_step
+from instep._optim.shadow import CallUpdate, GroupLayout, autocast_here, how_to_step, parameters_of
 from instep._optim.stages import Begins, CopiedEntries, Stage, Update, step_shadow
 from instep._torch.hooks import is_in_step
 from instep._torch.versions import version_of
@@ -100,7 +99,7 @@ class Stepper:
         self._layout = GroupLayout(self.name, ())
         self._settings = SettingsGuard(self.name)
         self.own_object: OwnObject | None = None  # of a foreign optimizer, once it was stepped
-        self._matters: dict[torch.dtype, bool] = {}  # whether it does that step() is called inside of autocast
+        self._alike_in: set[torch.dtype] = set()  # autocast blocks in which step() came out as outside
         self._state_guard = StateGuard(self.name)
         self._kind = kind or _kind_of(optimizer)
         self._running: _RunningStep | None = None
@@ -394,20 +393,20 @@ class Stepper:
         return self.draws if self.is_foreign else None
 
     def autocast_matters(self) -> bool:
-        """Whether ``step()``, called in the autocast block that this thread is in, computes other numbers than outside;
-        a foreign optimizer's, as far as it was not compared there."""
+        """Whether ``step()``, called in the autocast block that this thread is in, may compute other numbers than
+        outside. torch's elementwise ones have no operation in float32 that such a block changes; others, and foreign
+        ones where they were not compared, are taken for such that do."""
         optimizer = self.optimizer()
         dtype = autocast_here(optimizer)
-        if dtype is None:
+        if dtype is None or dtype in self._alike_in:
             return False
-        if dtype not in self._matters and not self.is_foreign:
-            self._matters[dtype] = autocast_matters(optimizer, dtype)
-        return self._matters.get(dtype, True)
+        is_known = not self.is_foreign and is_elementwise(optimizer)
+        return not is_known or any(p.dtype is not torch.float32 for p in parameters_of(optimizer))
 
     def came_out_alike(self) -> None:
         """A ``step()`` that was called here came out as its parts, which are stepped outside of autocast."""
         if (dtype := autocast_here(self.optimizer())) is not None:
-            self._matters[dtype] = False
+            self._alike_in.add(dtype)
 
     def require_unchanged(self) -> None:
         """Raise ``HyperparameterChangedError`` if groups or state are not those the buckets were stepped with."""

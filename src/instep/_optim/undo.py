@@ -1,7 +1,7 @@
 """Parameters and state as they were before a step, to be put back bit for bit, and gradients that are lent to it."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from instep._optim.contents import Contents, Restore, copy_of, require_contents, restore
 from instep._optim.kinds import is_torchs_own, read_by_update
-from instep._optim.own_object import Beside, Groups, in_functions, reached_by
+from instep._optim.own_object import Beside, Groups, Tables, in_functions, reached_by
 from instep._optim.random_numbers import Generators
 from instep._optim.shadow import GroupLayout, parameters_of
 from instep._optim.stages import Stage, Update
@@ -104,7 +104,7 @@ class SavedParameter:
         found = mapping.get(self._parameter)
         if self._entries is None:
             mapping.pop(self._parameter, None)
-        elif found or found is self._entry:  # else somebody has taken it out meanwhile
+        elif found is self._entry or not _is_empty(found):  # else somebody has taken it out meanwhile
             mapping[self._parameter] = self._entries()
         restore(self._parameter, self._values)
         if self._attributes is not None:
@@ -116,11 +116,24 @@ class SavedParameter:
         self._version.__exit__()
 
 
+def _is_empty(entry: Any) -> bool:
+    return entry is None or (isinstance(entry, Mapping) and not entry)
+
+
 def _entry_of(optimizer: Optimizer, parameter: torch.Tensor) -> dict[Any, Any] | None:
     try:
         return optimizer.state.get(parameter)
     except RuntimeError as error:  # a number of the same hash is there, and torch compares the two
         raise TypeError("an entry under the id() of a parameter") from error
+
+
+Mappings = MutableMapping[Any, Any]
+
+
+def mappings_of(optimizer: Optimizer) -> list[Mappings]:
+    """Those that its attributes reach."""
+    reached = reachable_values([read_by_update(optimizer)], optimizer)
+    return [value for value in reached if isinstance(value, MutableMapping) and value is not optimizer.state]
 
 
 class KeptByParameter:
@@ -129,37 +142,35 @@ class KeptByParameter:
     Args:
         optimizer: a foreign one.
         only: what belongs to these alone is copied.
+        mappings: in which it may keep something; by default all that it reaches.
     """
 
-    def __init__(self, optimizer: Optimizer, only: Iterable[torch.Tensor] | None = None) -> None:
-        self._optimizer = weakref.ref(optimizer)
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        only: Iterable[torch.Tensor] | None = None,
+        mappings: Sequence[Mappings] | None = None,
+    ) -> None:
         contents, some = Contents(host=False), None if only is None else set(map(id, only))
         self._kept = [
             (
                 mapping,
-                {
-                    key: contents.of(value) if some is None or id(key) in some else None
+                set(map(id, mapping)),
+                [
+                    (key, contents.of(value))
                     for key, value in mapping.items()
-                    if isinstance(key, torch.Tensor)
-                },
+                    if isinstance(key, torch.Tensor) and (some is None or id(key) in some)
+                ],
             )
-            for mapping in self._mappings()
+            for mapping in (mappings_of(optimizer) if mappings is None else mappings)
         ]
 
     def restore(self) -> None:
         """Put it back, and take out what was added, for whichever parameter."""
-        before = {id(mapping): kept for mapping, kept in self._kept}
-        for mapping in self._mappings():
-            kept = before.get(id(mapping), {})
-            for key in [key for key in mapping if isinstance(key, torch.Tensor) and key not in kept]:
+        for mapping, keys, kept in self._kept:
+            for key in [key for key in mapping if isinstance(key, torch.Tensor) and id(key) not in keys]:
                 del mapping[key]
-            mapping.update((key, put()) for key, put in kept.items() if put is not None)
-
-    def _mappings(self) -> list[MutableMapping[Any, Any]]:
-        optimizer = self._optimizer()
-        read = {} if optimizer is None else read_by_update(optimizer)
-        found = [value for value in reachable_values([read]) if isinstance(value, MutableMapping)]
-        return [mapping for mapping in found if any(isinstance(key, torch.Tensor) for key in mapping)]
+            mapping.update((key, put()) for key, put in kept)
 
 
 class BeforeUpdate:
@@ -169,15 +180,23 @@ class BeforeUpdate:
     Args:
         tensors: the parameters.
         gradients: whether it finds any. Without one it may write what it keeps of others, too.
+        mappings: as ``KeptByParameter`` has them.
 
     Raises:
         TypeError: one could not be put back.
     """
 
-    def __init__(self, optimizer: Optimizer, tensors: Iterable[torch.Tensor], *, gradients: bool = True) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        tensors: Iterable[torch.Tensor],
+        *,
+        gradients: bool = True,
+        mappings: Sequence[Mappings] | None = None,
+    ) -> None:
         every = {id(tensor): tensor for tensor in tensors}.values()
         self._saved = [SavedParameter(tensor, optimizer, host=False) for tensor in every]
-        self._others = KeptByParameter(optimizer, every if gradients else None)
+        self._others = KeptByParameter(optimizer, every if gradients else None, mappings)
         found = [(t, t.grad) for t in every] if gradients else []
         self._gradients = [(t, grad, None if grad is None else copy_of(grad, False)) for t, grad in found]
 
@@ -209,7 +228,8 @@ def keep_all(optimizer: Optimizer) -> Callable[[], None]:
     """The same of a foreign optimizer that finds no gradient: it may decay parameters, count and draw nevertheless. A
     copy of all parameters and their state is kept."""
     beside, groups, parameters = _kept_beside(optimizer), Groups(optimizer), list(parameters_of(optimizer))
-    generators = Generators({memory_of(p).device for p in parameters}, [optimizer])
+    tables = Tables(optimizer)
+    generators = Generators.of(optimizer, {memory_of(p).device for p in parameters})
     try:
         tensors = [*parameters, *beside.unseen, *in_functions(optimizer)]
         before = BeforeUpdate(optimizer, tensors, gradients=False)
@@ -218,6 +238,7 @@ def keep_all(optimizer: Optimizer) -> Callable[[], None]:
 
     def put_back() -> None:
         groups.put_back()
+        tables.put_back()
         beside.put_all_back()
         before.put_back()
         generators.restore()

@@ -5,6 +5,7 @@ import random
 import reprlib
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -25,8 +26,9 @@ _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def reachable_values(owners: Iterable[object], but: object = None) -> Iterator[Any]:
-    """``owners`` and all that they refer to through containers, attributes, and what functions of theirs enclose.
-    Numbers are left out; tensors and classes are not looked into, nor is what a module holds but parameters.
+    """``owners`` and all that they refer to through containers, attributes, weak references, and what functions of
+    theirs enclose or are given. Numbers are left out; tensors, classes, Python's modules and objects of torch's are not
+    looked into, nor is what a ``Module`` holds but parameters.
 
     Args:
         but: what is not looked into either: an optimizer to which its own functions refer.
@@ -39,20 +41,34 @@ def reachable_values(owners: Iterable[object], but: object = None) -> Iterator[A
             continue
         seen.add(id(value))
         yield value
-        if type(value) in _TENSORS:
-            continue
-        if isinstance(value, Mapping):
-            left.extend(value.values())
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            left.extend(value)
-        elif isinstance(value, torch.nn.Module):
-            left.extend(value.parameters())
-        elif isinstance(value, MethodType):
-            left.append(value.__self__)
-        elif isinstance(value, FunctionType):
-            left.extend(cell.cell_contents for cell in value.__closure__ or () if is_filled(cell))
-        elif not isinstance(value, (torch.Tensor, type)) and not callable(value):
-            left.extend(getattr(value, "__dict__", {}).values())
+        left.extend(_referred_by(value))
+
+
+def _referred_by(value: Any) -> Iterable[Any]:
+    if type(value) in _TENSORS or isinstance(value, (torch.Tensor, type, ModuleType)):
+        return ()
+    if isinstance(value, torch.nn.Module):
+        return value.parameters()
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return value
+    if isinstance(value, MethodType):
+        return (value.__self__,)
+    if isinstance(value, FunctionType):
+        cells = (cell.cell_contents for cell in value.__closure__ or () if is_filled(cell))
+        return *cells, value.__defaults__, value.__kwdefaults__
+    if isinstance(value, partial):
+        return value.func, value.args, value.keywords
+    if isinstance(value, weakref.ref):
+        return (value(),)
+    return () if is_of_torch(value) else (attributes_of(value) or {}).values()
+
+
+def is_of_torch(value: object) -> bool:
+    """Whether its class is one of torch's own: not an optimizer, a scheduler, or a tensor."""
+    module = f"{type(value).__module__}."
+    return module.startswith("torch.") and not module.startswith(("torch.optim.", "torch._tensor", "torch.nn."))
 
 
 def is_generator(value: Any) -> bool:

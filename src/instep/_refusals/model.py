@@ -8,12 +8,14 @@ Each function is a rule. Most of them refuse what plain torch trains: there the 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from instep._optim.dtensor import is_sharded
+from instep._torch.versions import share_versions
 from instep.errors import AttachError
 from instep.options import Options
 from instep.sources.ddp.instance import bucket_parameters
@@ -282,21 +284,27 @@ def shared_memory(target: Target, options: Options) -> None:
     if options.steps_itself:
         return
     # By device and storage: the first byte, the byte behind the last, and the name.
-    spans: dict[tuple[torch.device, int], list[tuple[int, int, str]]] = {}
+    spans: dict[tuple[torch.device, int], list[tuple[int, int, str, torch.Tensor]]] = {}
     for parameter, name in _in_memory(target):
         size = parameter.element_size()
         first = int(parameter.storage_offset()) * size
         reach = sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True))
         last = first + size * (1 + int(reach))
         storage = parameter.device, parameter.untyped_storage().data_ptr()
-        spans.setdefault(storage, []).append((first, last, name))
+        spans.setdefault(storage, []).append((first, last, name, parameter))
     for found in spans.values():
         # Sorted by their first bytes, two that overlap anywhere have neighbors that do.
-        for (_, end, one), (start, _, other) in pairwise(sorted(found)):
+        for (_, end, one, a), (start, _, other, b) in pairwise(sorted(found, key=itemgetter(0, 1, 2))):
             if start < end:
                 raise AttachError(
                     f"parameters {one!r} and {other!r} share memory (weight.data = …): their updates would depend on "
                     "which comes first. Make them one parameter: b.weight = a.weight"
+                )
+            if options.schedule == "backward" and share_versions(a, b):
+                raise AttachError(
+                    f"parameters {one!r} and {other!r} are views of one tensor: to autograd a write of one is a write "
+                    "of the other, whose backward may still be to come. Give each memory of its own, "
+                    "nn.Parameter(view.clone()), or attach without schedule"
                 )
 
 

@@ -160,7 +160,7 @@ class RunningStep:
         if self.judge is None:
             return
         try:
-            self.judge.before_update(stepper, left, self.buckets() or ())
+            self.judge.before_update(stepper, left, self.members.all, self.buckets() or ())
         except UnsupportedOptimizerError:
             self.ledger.votes.say_failed(self.number)  # the others wait for what this rank says of it
             raise

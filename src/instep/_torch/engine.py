@@ -439,7 +439,17 @@ def _tell_no_more(ref: "weakref.ref[HearsErrors]") -> None:
         setattr(torch.autograd, _RUN, _engine_run)
 
 
+_count = 0
+
+
+def count_of_runs() -> int:
+    """How often the engine was called while anybody was told of its errors."""
+    return _count
+
+
 def _run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    global _count
+    _count += 1
     try:
         return _engine_run(outputs, *args, **kwargs)
     except BaseException as error:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
 import torch
+from torch.autograd import grad_mode
 
 from instep._torch.placeholders import Placeholder
 from instep._torch.watch import plain_type
@@ -68,3 +69,11 @@ def are_plain(values: Iterable[object]) -> bool:
 def are_counted(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether all are plain tensors of whose writes torch keeps count."""
     return are_plain(tensors) and not any(map(torch.Tensor.is_inference, tensors))
+
+
+def share_versions(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether a write of one counts as a write of the other. torch does not tell: one is counted, and taken back."""
+    before = version_of(b)
+    with grad_mode._unsafe_preserve_version_counter(a):
+        torch.autograd.graph.increment_version(a)
+        return version_of(b) != before

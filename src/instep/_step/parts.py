@@ -1,0 +1,601 @@
+"""One real update of a foreign optimizer, and beside it each part of it: stepped alone by the same object, put back.
+
+A part finds what a bucket will find in backward: no other parameter has a gradient. It is taken
+
+- once: digests of what becomes of its parameters are kept, to be compared with what the whole update makes of them;
+- again: if it comes out otherwise, something moves that nobody can put back;
+- without its gradient, twice: ``step()`` after backward must change nothing;
+- once more while every other parameter, its state, and what is kept by it are disturbed: in backward some of them are
+  stepped before this part, and in the whole update after it.
+
+Memory: one part, and what the optimizer refers to beside its groups.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from instep._optim.contents import Kept, copy_of, digest_of, digest_of_value, disturb, is_back, restore
+from instep._optim.kinds import STEPPED_WHOLE, read_by_update
+from instep._optim.own_object import WRITES_UNSEEN, Beside, OwnObject, Tables, in_functions, reached_by
+from instep._optim.parameters import AttachedParameter, AttachedParameters, calls_of
+from instep._optim.random_numbers import Generators
+from instep._optim.shadow import parameters_of
+from instep._optim.stepper import Stepper
+from instep._optim.undo import BeforeUpdate, KeptByParameter, mappings_of
+from instep._optim.values import address_of, held_in, is_immutable, is_of_torch, reachable_values, values_differ
+from instep._step.state import gradient_of
+from instep._torch.engine import count_of_runs, listen
+from instep._torch.held_signals import heard, held
+from instep._torch.hooks import has_global_step_hooks
+from instep._torch.placeholders import SpentGradient
+from instep._torch.versions import memory_of
+from instep.errors import InstepError, UnsupportedOptimizerError
+
+_IN_SHORT = 160
+_WRITES_REACHED = "its step() writes parameters that its groups do not hold, or their gradients"
+_READS_OTHERS = "its step() reads parameters that it was not given, or what belongs to them"
+HOOKS = "step hooks are registered for all optimizers: where it calls super().step(), they would run once per part"
+_DRAWS = "it draws random numbers in step()"
+_RUNS_BACKWARD = "its step() runs a backward of its own"
+
+
+class Digest(NamedTuple):
+    """Of what belongs to one parameter.
+
+    Attributes:
+        values: of the parameter.
+        state: ``None``: there is none.
+        elsewhere: of what the optimizer keeps by it in attributes, and of the parameter's own attributes.
+    """
+
+    values: Any
+    state: Any
+    elsewhere: Any
+
+
+class _Belongings:
+    """What belongs to single parameters of an optimizer."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self.mappings = mappings_of(optimizer)
+
+    def digest(self, parameter: torch.Tensor) -> Digest:
+        entry, elsewhere = self._optimizer.state.get(parameter), self._elsewhere(parameter)
+        is_empty = entry is None or (isinstance(entry, Mapping) and not entry)
+        return Digest(
+            digest_of(parameter),
+            None if is_empty else digest_of_value(entry),
+            digest_of_value(elsewhere) if elsewhere else None,
+        )
+
+    def tensors(self, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The parameter, and what belongs to it."""
+        yield parameter
+        yield from held_in([self._optimizer.state.get(parameter), *self._elsewhere(parameter)], (torch.Tensor,))
+
+    def numbers(self, parameter: torch.Tensor) -> Iterator[tuple[MutableMapping[Any, Any], Any, Any]]:
+        """Python's numbers among it: where each is, under which key, and which."""
+        entry = self._optimizer.state.get(parameter)
+        held = [*self._with(parameter), *(one for one in (entry, vars(parameter)) if isinstance(one, MutableMapping))]
+        for mapping in held:
+            keys: list[Any] = [parameter] if parameter in mapping else [key for key in mapping if isinstance(key, str)]
+            yield from ((mapping, key, mapping[key]) for key in keys if isinstance(mapping[key], (int, float)))
+
+    def _with(self, parameter: torch.Tensor) -> Iterator[MutableMapping[Any, Any]]:
+        """The mappings in which something is kept by it."""
+        for mapping in self.mappings:
+            with suppress(RuntimeError):  # a number of the same hash is there, and torch compares the two
+                if parameter in mapping:
+                    yield mapping
+
+    def _elsewhere(self, parameter: torch.Tensor) -> list[Any]:
+        found = [mapping[parameter] for mapping in self._with(parameter)]
+        if not hasattr(type(parameter), "__tensor_flatten__"):  # whose values are in its attributes
+            kinds = (torch.Tensor, list, tuple, dict, set)
+            found += [
+                (name, value)
+                for name, value in vars(parameter).items()
+                # torch.compile marks tensors that it has seen.
+                if (is_immutable(value) or isinstance(value, kinds)) and not name.startswith("_dynamo_")
+            ]
+        return found
+
+
+def _has_moved(before: Digest, after: Digest) -> bool:
+    """Whether one was changed by an update without gradient. What was not there may have been made."""
+    return before.values != after.values or any(
+        then is not None and then != now for then, now in zip(before[1:], after[1:], strict=True)
+    )
+
+
+class _Gradients:
+    """The gradients of all parameters, of which a part finds its own alone."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self._of = {id(p): (p, p.grad) for p in parameters}
+        self._in_place: dict[int, torch.Tensor] = {}
+
+    def hide(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
+        """By default all."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in (p for p, _ in self._of.values()) if parameters is None else parameters:
+                parameter.grad = self._in_place.get(id(parameter))
+
+    def show(self, parameters: Iterable[torch.Tensor]) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in parameters:
+                parameter.grad = self._of[id(parameter)][1]
+
+    @contextmanager
+    def spent(self) -> Iterator[None]:
+        """All are as those of buckets that were stepped before, in the place of which something stands: who uses it
+        is told."""
+        for key, (_, gradient) in self._of.items():
+            if gradient is not None and type(gradient) is torch.Tensor and gradient.layout is torch.strided:
+                self._in_place[key] = SpentGradient(gradient, "", _used)
+        try:
+            self.hide()
+            yield
+        finally:
+            self._in_place.clear()
+            self.hide()
+
+    def give_back(self) -> None:
+        """All of them."""
+        self.show([parameter for parameter, _ in self._of.values()])
+        self._of.clear()
+
+
+def _used(operation: str) -> InstepError:
+    return InstepError(f"{operation} of another parameter's gradient")
+
+
+class _Reached:
+    """The parameters to which an optimizer refers otherwise than by the groups of a part, kept once for all parts: it
+    may refer to all that it has."""
+
+    def __init__(self, optimizer: Optimizer, belongings: _Belongings) -> None:
+        self._belongings = belongings
+        self.tensors = reached_by(optimizer)
+        self._kept = {
+            id(t): (BeforeUpdate(optimizer, [t], mappings=belongings.mappings), self._look_at(t)) for t in self.tensors
+        }
+
+    def _look_at(self, tensor: torch.Tensor) -> Any:
+        return self._belongings.digest(tensor), None if tensor.grad is None else digest_of(tensor.grad)
+
+    def put_back(self, among: Iterable[torch.Tensor]) -> bool:
+        """Whether one of ``among`` was written, what belongs to it, or its gradient."""
+        written = False
+        for tensor in among:
+            if id(tensor) in self._kept:
+                kept, then = self._kept[id(tensor)]
+                now = self._look_at(tensor)
+                if now == then:
+                    continue
+                kept.put_back()
+                # Some make the state of all in the first step.
+                written |= now[1] != then[1] or _has_moved(then[0], now[0])
+        return written
+
+
+class _Others:
+    """Disturbs all parameters but those of a part, with what belongs to them. What belongs to several stays.
+
+    Args:
+        optimizers: of all parameters, each with what belongs to its own.
+    """
+
+    def __init__(self, optimizers: Iterable[tuple[Iterable[torch.Tensor], _Belongings]]) -> None:
+        self._tensors: dict[int, list[torch.Tensor]] = {}
+        self._numbers: dict[int, list[tuple[MutableMapping[Any, Any], Any, Any]]] = {}
+        self._disturbed: set[int] = set()
+        owners: dict[int, set[int]] = {}
+        for parameters, belongings in optimizers:
+            for parameter in parameters:
+                mine = [memory_of(t) for t in belongings.tensors(parameter) if not t.is_inference()]
+                self._tensors[id(parameter)] = list({id(t): t for t in mine}.values())
+                self._numbers[id(parameter)] = list(belongings.numbers(parameter))
+                for tensor in mine:
+                    owners.setdefault(address_of(tensor) or -id(tensor), set()).add(id(parameter))
+        for key, mine in self._tensors.items():
+            self._tensors[key] = [t for t in mine if len(owners[address_of(t) or -id(t)]) == 1]
+
+    def set_apart(self, part: Iterable[torch.Tensor]) -> None:
+        """All but ``part`` are disturbed."""
+        self._turn(self._disturbed ^ (self._tensors.keys() - set(map(id, part))))
+
+    def rest(self) -> None:
+        """None is disturbed."""
+        self._turn(set(self._disturbed))
+
+    def _turn(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            for tensor in self._tensors[key]:
+                disturb(tensor)
+            for mapping, name, number in self._numbers[key]:
+                mapping[name] = number if key in self._disturbed else number + 1
+            self._disturbed ^= {key}
+
+
+class _Around:
+    """What an optimizer refers to that is no parameter, as it is before all parts: copied once."""
+
+    def __init__(self, optimizer: Optimizer, beside: Beside) -> None:
+        self._beside = beside
+        tensors = {id(t): t for t in (*beside.unseen, *in_functions(optimizer))}
+        self._tensors: list[tuple[torch.Tensor, Kept]] = [(t, copy_of(t, host=False)) for t in tensors.values()]
+        self._tables = Tables(optimizer)
+        self._by_parameter = KeptByParameter(optimizer)
+        self._held = beside.digest()
+
+    def put_back(self) -> str | None:
+        """What was moved, in words. By what tensors hold, not by their versions: averages are often written through
+        ``.data``."""
+        moved = WRITES_UNSEEN if self._tables.put_back() else None
+        for tensor, kept in self._tensors:
+            if not is_back(tensor, kept):
+                restore(tensor, kept)
+                moved = WRITES_UNSEEN
+        if not self.is_back():
+            self._beside.put_all_back()
+            self._by_parameter.restore()
+            moved = moved or "its step() changes what instep does not look into for each bucket"
+        self._beside.look_at_unseen()  # what was put back was written
+        return moved
+
+    def is_back(self) -> bool:
+        return bool(self._beside.digest() == self._held)
+
+    def begin_again(self) -> None:
+        """The next part is the first."""
+        for place in self._beside.places:
+            place.forget_left()
+
+
+class _Compiles:
+    """Whether torch.compile has begun to trace something since."""
+
+    def __init__(self) -> None:
+        self.any = False
+        listen(self)
+
+    def before_compile(self) -> None:
+        self.any = True
+
+
+class PartsOfUpdate:
+    """One real update of an optimizer, and beside it each part of it.
+
+    Args:
+        parts: of the parameters that the update is to step.
+        every: the parameters of all optimizers.
+
+    Attributes:
+        reason: why parts come out otherwise than the whole, in words; ``None``: nothing is known to.
+        counts: whether parts were compared.
+    """
+
+    def __init__(
+        self, stepper: Stepper, parts: Sequence[AttachedParameters], every: Sequence[AttachedParameter]
+    ) -> None:
+        self.reason: str | None = None
+        self.counts = True
+        self._stepper = stepper
+        self._optimizer = stepper.optimizer()
+        self._parts = parts
+        self._every = every
+        self._belongings = _Belongings(self._optimizer)
+        self._generators = Generators.of(self._optimizer, {a.spec.device for part in parts for a in part})
+        own = parameters_of(self._optimizer)
+        self._gradients = _Gradients({id(p): p for p in (*own, *(a.get() for a in every))}.values())
+        self._digests: dict[AttachedParameter, Digest] = {}
+        self._first: list[Digest] | None = None  # of the first part
+        self._reached: _Reached | None = None
+        self._around: _Around | None = None
+        self._beside: Beside | None = None
+
+    # Before the update.
+
+    def take(self, *, twice: bool, is_warm: bool, in_pairs: bool) -> None:
+        """Step each part alone, and put it back.
+
+        Args:
+            twice: each of them, to see that it comes out the same, whatever others hold.
+            is_warm: whether all that the update compiles was compiled by an earlier one.
+            in_pairs: compare each part with itself stepped together with the next one.
+
+        Raises:
+            UnsupportedOptimizerError: it keeps what cannot be put back. Nothing of the step is written.
+        """
+        # Versions do not tell: what is written through ``.data`` counts nothing.
+        before = {id(p): digest_of(p) for p in parameters_of(self._optimizer)}
+        state, keys = self._optimizer.state, set(map(id, self._optimizer.state))
+        try:
+            self._gradients.hide()
+            try:
+                self._take_all(twice=twice, is_warm=is_warm, in_pairs=in_pairs)
+            finally:
+                self._put_around_back()
+            written = sum(digest_of(tensor) != before[id(tensor)] for tensor in parameters_of(self._optimizer))
+            if written:
+                raise UnsupportedOptimizerError(
+                    f"{self._stepper.name}.step() writes {written} parameters, too, where its groups hold others "
+                    "alone: it keeps parameters elsewhere. They were written, and cannot be put back: load a "
+                    f"checkpoint. {STEPPED_WHOLE}"
+                )
+            if self.reason is not None:
+                self._require_back()
+        finally:
+            for key in [key for key in state if id(key) not in keys]:  # made by a look at that of another parameter
+                del state[key]
+            self._gradients.give_back()
+            self._beside = self._stepper.end_parts()
+
+    def _take_all(self, *, twice: bool, is_warm: bool, in_pairs: bool) -> None:
+        # Asked first: a part may move on what cannot be put back, a Python generator, say.
+        self.reason = HOOKS if has_global_step_hooks() else self._stepper.begin_parts()
+        compiles = _Compiles()
+        if self.reason is None:
+            self._look_around()
+        for part in self._parts if self.reason is None else ():
+            try:
+                self._take_part(part, twice=twice)
+            except TypeError as error:  # of a tensor of a class that tells nobody what it holds
+                self.reason = self.reason or f"what it keeps of {_names(part)} could not be put back ({error})"
+            if compiles.any and self.reason is None:
+                self._meet_compiler(is_warm)
+            if self.reason is not None or not self.counts:
+                return
+        if self._generators.drawn() == "yes":  # a part has made one
+            self.reason = _DRAWS
+        if twice and self.reason is None:
+            self._look_at_reads()
+        if in_pairs and self.reason is None:
+            self._compare_pairs()
+
+    @property
+    def _own(self) -> OwnObject:
+        own = self._stepper.own_object
+        assert own is not None, "torch's own are not judged"
+        return own
+
+    def _look_around(self) -> None:
+        try:
+            self._around = _Around(self._optimizer, self._own.beside)
+            self._reached = _Reached(self._optimizer, self._belongings)
+            self.reason = self._shares()
+        except (TypeError, RecursionError) as error:
+            self.reason = f"what it refers to could not be put back ({in_short(error)})"
+
+    def _shares(self) -> str | None:
+        """What two optimizers refer to, in words: nobody knows which of them has changed it."""
+        others = {attached.stepper for attached in self._every if attached.stepper.is_foreign} - {self._stepper}
+        mine = {id(value) for value in _changeable(self._optimizer)}
+        for stepper in others:
+            for value in _changeable(stepper.optimizer()):
+                if id(value) in mine:
+                    return f"it shares a {type(value).__name__} with another optimizer, {stepper.name}"
+        return None
+
+    def _put_around_back(self) -> None:
+        """Put back what parts have moved that is not looked into after each of them. No gradient is shown."""
+        if self._reached is not None and self._reached.put_back(self._reached.tensors):
+            self.reason = self.reason or _WRITES_REACHED
+        if self._around is not None and (moved := self._around.put_back()) is not None:
+            self.reason = self.reason or moved
+            if not self._around.is_back():
+                raise self._moved_on("what its attributes hold")
+
+    def _require_back(self) -> None:
+        """The whole update is about to be taken by ``step()``: the first part, once more, finds all as it was."""
+        if self._first is None or self._around is None:
+            return
+        part, reason, found = self._parts[0], self.reason, []
+        self._around.begin_again()
+        try:
+            for _ in range(2):  # also what it leaves elsewhere is the same
+                self.reason = None
+                with self._alone(part):
+                    self._step(part)
+                    found.append((self._look_at(part), self.reason))
+                self._put_around_back()
+        finally:
+            self.reason = reason
+        if found[0] != found[1] or found[0][0] != self._first:
+            raise self._moved_on(repr(part.names[0]))
+
+    def _meet_compiler(self, is_warm: bool) -> None:
+        # What is compiled for one parameter is compiled by now, where the loop has come to it. What is compiled for a
+        # list of them would be compiled for each bucket anew, and left uncompiled beyond torch's limit.
+        if is_warm:
+            self.reason = "its update is compiled (torch.compile) anew for each choice of parameters"
+        else:
+            self.counts = False  # the loop's own update is to be the first that compiles: this one is not compared
+
+    @contextmanager
+    def _alone(self, part: AttachedParameters) -> Iterator[BeforeUpdate]:
+        """Its gradients are there, and no others. All of the part is put back after the block."""
+        tensors = part.tensors()
+        self._gradients.show(tensors)
+        kept = BeforeUpdate(self._optimizer, tensors, mappings=self._belongings.mappings)
+        try:
+            yield kept
+        finally:
+            kept.put_back()
+            self._gradients.hide(tensors)
+
+    def _take_part(self, part: AttachedParameters, *, twice: bool) -> None:
+        if self._reached is not None and self._reached.put_back(part.tensors()):
+            self.reason = _WRITES_REACHED
+            return
+        runs = count_of_runs()
+        with self._alone(part) as kept:
+            returned = self._step(part)
+            digests = self._look_at(part)
+            self._first = self._first or digests
+            if count_of_runs() != runs:
+                self.reason = self.reason or _RUNS_BACKWARD
+            if self.reason is None and twice:
+                kept.put_back()
+                self._require_same_again(part, digests, kept)
+            if self.reason is None:
+                self._step_without_gradient(part, digests, returned)
+        self._digests.update(zip(part, digests, strict=True))
+
+    def _look_at(self, part: AttachedParameters) -> list[Digest]:
+        return list(map(self._belongings.digest, part.tensors()))
+
+    def _step(self, part: AttachedParameters, *, notes: bool = True) -> Any:
+        """Returns what the update returns."""
+        gradients = [g for a in part if (g := gradient_of(a)) is not None]
+        self._generators.begin()
+        returned, name = None, self._stepper.name
+        try:
+            for call in calls_of(part, gradients, alias=False):
+                returned = self._stepper.step_part(call.tensors, call.parameters, notes=notes)
+        except UnsupportedOptimizerError as error:
+            # What it has written there is put back, with all parts.
+            why = str(error).removesuffix(f". {STEPPED_WHOLE}").removeprefix(f"{name} ")
+            self.reason = self.reason or (WRITES_UNSEEN if self._stepper.wrote_in_place else why)
+        except Exception as error:
+            raised = f"its step() raises on {_names(part)} alone ({in_short(error)})"
+            self.reason = _no_dict(self._optimizer, part) or raised
+        finally:
+            if self._generators.have_advanced():
+                self.reason = _DRAWS
+        return returned
+
+    def _require_same_again(self, part: AttachedParameters, digests: Sequence[Digest], kept: BeforeUpdate) -> None:
+        self._step(part)
+        again = self._look_at(part)
+        if again == digests:
+            return
+        kept.put_back()
+        self._gradients.hide(part.tensors())
+        self._put_around_back()  # what the second has read
+        self._gradients.show(part.tensors())
+        if self.reason is None:
+            raise self._moved_on(
+                next(repr(a.spec.name) for a, one, two in zip(part, digests, again, strict=True) if one != two)
+            )
+
+    def _step_without_gradient(self, part: AttachedParameters, digests: list[Digest], returned: Any) -> None:
+        """After backward ``step()`` finds no gradient: it must leave all as the update has left it, and return the
+        same."""
+        tensors = part.tensors()
+        self._gradients.hide(tensors)
+        try:
+            nothing = self._stepper.step_part(tensors, tensors, notes=False)
+        except Exception as error:
+            self.reason = f"its step() raises when no parameter has a gradient ({in_short(error)})"
+            return
+        finally:
+            self._gradients.show(tensors)
+        # Of a weight that is written with what it holds (clamped, say) autograd is told nevertheless.
+        if self._own.wrote or self._look_at(part) != digests:
+            self.reason = f"its step() changes parameters that have no gradient, or their state ({_names(part)})"
+        elif values_differ(nothing, returned):
+            self.reason = "its step() returns a value that depends on what it updates"
+
+    def _look_at_reads(self) -> None:
+        others = _Others(self._by_optimizer())
+        with held(heard()), self._gradients.spent():  # a handler that reads weights would find them disturbed
+            try:
+                for part in self._parts:
+                    others.set_apart(part.tensors())
+                    with self._alone(part):
+                        self._step(part)
+                        found = self._look_at(part)
+                    if self.reason is not None or found != [self._digests[attached] for attached in part]:
+                        self.reason = _READS_OTHERS
+                        return
+            finally:
+                others.rest()
+
+    def _by_optimizer(self) -> Iterator[tuple[list[torch.Tensor], _Belongings]]:
+        yield list(parameters_of(self._optimizer)), self._belongings
+        for stepper in dict.fromkeys(attached.stepper for attached in self._every):
+            if stepper is not self._stepper:
+                optimizer = stepper.optimizer()
+                yield list(parameters_of(optimizer)), _Belongings(optimizer)
+
+    def _compare_pairs(self) -> None:
+        """Nobody takes the step as a whole: the first of two that are stepped together comes out as by itself. Where
+        updates draw by the key of the first, only that one does."""
+        for one, other in zip(self._parts, self._parts[1:], strict=False):
+            pair = AttachedParameters((*one, *other))
+            with self._alone(pair):
+                self._step(pair, notes=False)
+                found = self._look_at(one)
+            if self.reason is None and found != [self._digests[attached] for attached in one]:
+                self.reason = f"parameter {one.names[0]!r} gets other values together with {other.names[0]!r}"
+            if self.reason is not None:
+                return
+
+    def _moved_on(self, what: str) -> UnsupportedOptimizerError:
+        return UnsupportedOptimizerError(
+            f"{self._stepper.name}.step() gives {what} other values when the same step is taken again: it keeps "
+            "something that instep does not find, and cannot put back, such as a counter outside of its attributes "
+            "or a generator of its module. Nothing of this step was written, but what it keeps has moved: make the "
+            f"optimizer anew. {STEPPED_WHOLE}"
+        )
+
+    # After it.
+
+    def only_counts(self) -> None:
+        """The parts were compared with each other: there is no whole to compare them with."""
+        self._digests.clear()
+        self._beside = None
+
+    @property
+    def indices(self) -> list[int]:
+        """Of the parameters of all parts."""
+        return [index for part in self._parts for index in part.indices]
+
+    def compare(self) -> str | None:
+        """``step()`` has returned. Why parts differ from what it has made of them, in words; ``None``: they do not."""
+        if self.reason is not None or not self.counts:
+            return self.reason
+        for attached, digest in self._digests.items():
+            try:
+                whole = self._belongings.digest(attached.get())
+            except TypeError as error:
+                return f"what it keeps of {attached.spec.name!r} could not be put back ({error})"
+            if whole != digest:
+                what = "other values" if whole.values != digest.values else "another state"
+                return f"parameter {attached.spec.name!r} gets {what} when it is stepped without the others"
+        differs = None if self._beside is None else self._beside.differs()
+        return None if differs is None else f"its {differs} depends on which parameters step together"
+
+
+def _changeable(optimizer: Optimizer) -> Iterator[Any]:
+    """What its attributes refer to that it may change in place, tensors and modules aside."""
+    for value in reachable_values([read_by_update(optimizer)], optimizer):
+        is_plain = isinstance(value, (torch.Tensor, torch.nn.Module, type, ModuleType)) or callable(value)
+        if not (is_plain or is_immutable(value) or is_of_torch(value)):
+            yield value
+
+
+def _no_dict(optimizer: Optimizer, part: AttachedParameters) -> str | None:
+    """In words, where the state of one of these is no mapping, of which nobody could say whether it was written."""
+    kinds = (type(optimizer.state.get(tensor, {})) for tensor in part.tensors())
+    found = next((kind for kind in kinds if not issubclass(kind, Mapping)), None)
+    return None if found is None else f"it keeps the state of a parameter as a {found.__name__}"
+
+
+def _names(part: AttachedParameters) -> str:
+    return repr(part.names[0]) if len(part) == 1 else f"{part.names[0]!r} and {len(part) - 1} others"
+
+
+def in_short(error: BaseException) -> str:
+    """The error's class and the beginning of its message, in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:_IN_SHORT]}" if text else type(error).__name__

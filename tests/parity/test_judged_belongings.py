@@ -1,0 +1,544 @@
+"""Foreign optimizers that read, write or keep something that belongs to parameters which they are not given: each step
+is the plain loop's, or an error says before anything is written that it cannot be."""
+
+import functools
+import os
+import random
+import signal
+import weakref
+from array import array
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import instep
+from instep._optim import values
+from instep.errors import AttachError, UnsupportedOptimizerError
+from tests.judged import own_steps_are_judged
+from tests.parity.judged_loops import WAYS, Plain, each_way, layers, require_same, usual
+
+SMALL = {"undo": {**WAYS["undo"], "bucket_bytes": 1}}
+"""One bucket for each parameter."""
+
+
+class Momentum(Plain):
+    """One parameter after the other; ``begin`` and ``end`` around them."""
+
+    def begin(self) -> None: ...
+
+    def update(self, p: Any) -> None:
+        m = self.state[p].setdefault("m", torch.zeros_like(p))
+        p.sub_(m.mul_(0.9).add_(p.grad), alpha=0.05)
+
+    def end(self) -> None: ...
+
+    @property
+    def every(self) -> list[Any]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.begin()
+        for p in list(self.with_gradient()):
+            self.update(p)
+        self.end()
+
+
+def of_parameters(kind: type[Momentum]) -> Callable[[nn.Module], Momentum]:
+    return lambda model: kind(model.parameters())
+
+
+def require_plain(make: Callable[[nn.Module], Any], way: str, look: Any = lambda o: None, said: str = "") -> None:
+    """Every step is left to ``step()``, and says why."""
+    with pytest.MonkeyPatch.context() as patched:
+        for name, options in SMALL.items():
+            patched.setitem(WAYS, name, options)
+        plan = require_same(make, way, look)
+    assert (said in str(plan.judged) and bool(plan.judged)) == (way != "default")
+
+
+# What it does with gradients.
+
+
+class ClearsThem(Momentum):
+    def end(self) -> None:
+        self.zero_grad()
+
+
+class ClearsThemInPlace(Momentum):
+    def end(self) -> None:
+        self.zero_grad(set_to_none=False)
+
+
+@each_way
+@pytest.mark.parametrize("kind", [ClearsThem, ClearsThemInPlace])
+def test_gradients_that_it_clears(kind: type[Momentum], way: str) -> None:
+    assert not require_same(of_parameters(kind), way).judged
+
+
+class NormOfAll(Momentum):
+    """Over all parameters of the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        super().__init__(model.parameters())
+
+    def begin(self) -> None:
+        self.scale = 1 + sum(float(p.grad.norm()) for p in self.model.parameters() if p.grad is not None)
+
+    def update(self, p: Any) -> None:
+        super().update(p)
+        p.mul_(1 - 1e-3 * self.scale)
+
+
+class CountOfAll(NormOfAll):
+    def begin(self) -> None:
+        self.scale = sum(p.grad is not None for p in self.model.parameters())
+
+
+class AllInState(Momentum):
+    """Steps what its state holds."""
+
+    def with_gradient(self) -> Iterator[Any]:
+        for p in self.every:
+            if p.grad is not None:
+                self.state[p].setdefault("m", torch.zeros_like(p))
+        return (p for p in self.state if p.grad is not None)
+
+
+@each_way
+@pytest.mark.parametrize("make", [NormOfAll, CountOfAll, of_parameters(AllInState)])
+def test_gradients_of_others(make: Callable[[nn.Module], Any], way: str) -> None:
+    require_plain(make, way)
+
+
+class Penalty(Momentum):
+    """By autograd."""
+
+    def update(self, p: Any) -> None:
+        with torch.enable_grad():
+            (p**2).sum().mul(1e-2).backward()
+        super().update(p)
+
+
+@each_way
+def test_a_backward_in_step(way: str) -> None:
+    require_plain(of_parameters(Penalty), way, said="runs a backward of its own")
+
+
+# What it keeps by parameter, and moves for all of them.
+
+
+class Ages(Momentum):
+    def made(self) -> None:
+        self.ages = dict.fromkeys(self.every, 0)
+
+    def end(self) -> None:
+        for p in self.ages:
+            self.ages[p] += 1
+
+    def update(self, p: Any) -> None:
+        super().update(p)
+        p.mul_(1 - 1e-3 * self.ages[p])
+
+
+class AgesOfParameters(Momentum):
+    def begin(self) -> None:
+        for p in self.every:
+            p.age = getattr(p, "age", 0) + 1
+
+    def update(self, p: Any) -> None:
+        super().update(p)
+        p.mul_(1 - 1e-3 * p.age)
+
+
+class AveragesByParameter(Momentum):
+    def made(self) -> None:
+        self.averages = {p: p.detach().clone() for p in self.every}
+
+    def end(self) -> None:
+        for p in self.every:
+            self.averages[p].lerp_(p, 0.1)
+
+
+class AveragesInState(Momentum):
+    """Made after the first update, and moved after the others."""
+
+    def end(self) -> None:
+        for p in self.every:
+            entry = self.state[p]
+            if "average" in entry:
+                entry["average"].lerp_(p, 0.1)
+            else:
+                entry["average"] = p.detach().clone()
+
+
+def kept(optimizer: Any) -> Any:
+    held = [*getattr(optimizer, "ages", {}).values(), *getattr(optimizer, "averages", {}).values()]
+    entries = [value for entry in optimizer.state.values() for value in entry.values()]
+    return [value.tolist() if isinstance(value, torch.Tensor) else value for value in (*held, *entries)]
+
+
+@each_way
+@pytest.mark.parametrize("kind", [Ages, AgesOfParameters, AveragesByParameter, AveragesInState])
+def test_what_is_moved_for_all_parameters(kind: type[Momentum], way: str) -> None:
+    require_plain(of_parameters(kind), way, kept)
+    require_same(of_parameters(kind), way, kept)  # in the default buckets, too
+
+
+# What it reads of others, by whatever road.
+
+
+class ReadsState(Momentum):
+    def begin(self) -> None:
+        self.total = sum(float(entry["m"].abs().mean()) for entry in self.state.values())
+
+    def update(self, p: Any) -> None:
+        super().update(p)
+        p.mul_(1 - 1e-2 * self.total)
+
+
+class ReadsNorms(Momentum):
+    """Of the last step's gradients, which it keeps by parameter."""
+
+    def made(self) -> None:
+        self.norms: dict[Any, float] = {}
+
+    def begin(self) -> None:
+        self.total = sum(self.norms.values())
+
+    def update(self, p: Any) -> None:
+        self.norms[p] = float(p.grad.norm())
+        super().update(p)
+        p.mul_(1 - 1e-3 * self.total)
+
+
+IN_A_GLOBAL: list[Any] = []
+
+
+def in_a_global() -> list[Any]:
+    return IN_A_GLOBAL
+
+
+class InASlot:
+    __slots__ = ("parameters",)
+    parameters: list[Any]
+
+
+class Called:
+    def __init__(self, parameters: list[Any]) -> None:
+        self.parameters = parameters
+
+    def __call__(self) -> list[Any]:
+        return self.parameters
+
+
+def by_default(parameters: list[Any]) -> Callable[[], list[Any]]:
+    def found(them: list[Any] = parameters) -> list[Any]:
+        return them
+
+    return found
+
+
+class ReadsBy(Momentum):
+    """All parameters, by one road."""
+
+    def __init__(self, model: nn.Module, road: str) -> None:
+        super().__init__(model.parameters())
+        every, self.road = self.every_one(), road
+        IN_A_GLOBAL[:] = every if road == "a global" else []
+        if road == "a slot":
+            self.box = InASlot()
+            self.box.parameters = every
+        if road == "a weak reference":
+            self.model: Any = weakref.ref(model)
+        found = {
+            "a callable": Called(every),
+            "a partial": functools.partial(list, every),
+            "a default": by_default(every),
+        }
+        if road in found:
+            self.found = found[road]
+
+    def every_one(self) -> list[Any]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def begin(self) -> None:
+        if self.road == "a slot":
+            every = self.box.parameters
+        elif self.road == "a weak reference":
+            every = list(self.model().parameters())
+        else:
+            found: Any = in_a_global if self.road == "a global" else self.found
+            every = found()
+        self.total = sum(float(p.abs().mean()) for p in every)
+
+    def update(self, p: Any) -> None:
+        super().update(p)
+        p.mul_(1 - 1e-2 * self.total)
+
+
+@each_way
+@pytest.mark.parametrize("road", ["a slot", "a callable", "a partial", "a default", "a global", "a weak reference"])
+def test_parameters_that_it_reads_by_whatever_road(road: str, way: str) -> None:
+    require_plain(lambda model: ReadsBy(model, road), way, said="reads parameters")
+
+
+@each_way
+@pytest.mark.parametrize("kind", [ReadsState, ReadsNorms])
+def test_what_it_reads_of_what_belongs_to_others(kind: type[Momentum], way: str) -> None:
+    require_plain(of_parameters(kind), way, said="reads parameters")
+
+
+class Second(Momentum):
+    others: Any = ()
+
+    def update(self, p: Any) -> None:
+        super().update(p)
+        for other in self.others:
+            value = other if isinstance(other, nn.Parameter) else other["m"]
+            p.mul_(1 - 1e-2 * value.abs().mean())
+
+
+def two(of_state: bool) -> Callable[[nn.Module], list[Momentum]]:
+    def make(model: nn.Module) -> list[Momentum]:
+        parameters = list(model.parameters())
+        first, second = Momentum(parameters[:3]), Second(parameters[3:])
+        second.others = _Entries(first) if of_state else parameters[:3]
+        return [first, second]
+
+    return make
+
+
+class _Entries:
+    def __init__(self, optimizer: Any) -> None:
+        self.state = optimizer.state
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.state.values())
+
+
+def with_all(model: nn.Module, optimizers: Any, i: int) -> None:
+    model(torch.full((3, 4), 0.1 * i + 0.1)).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+
+
+@each_way
+@pytest.mark.parametrize("of_state", [False, True])
+def test_what_belongs_to_another_optimizer(of_state: bool, way: str) -> None:
+    require_same(two(of_state), way, learn=with_all)
+
+
+class Counts(Momentum):
+    counter: Any
+
+    def begin(self) -> None:
+        self.counter["n"] += 1
+
+    def update(self, p: Any) -> None:
+        super().update(p)
+        p.mul_(1 - 1e-3 * self.counter["n"])
+
+
+def with_one_counter(model: nn.Module) -> list[Momentum]:
+    parameters, counter = list(model.parameters()), {"n": 0}
+    first, second = Counts(parameters[:3]), Counts(parameters[3:])
+    first.counter = second.counter = counter
+    return [first, second]
+
+
+@each_way
+def test_a_counter_that_two_optimizers_share(way: str) -> None:
+    plan = require_same(with_one_counter, way, learn=with_all)
+    assert ("shares a dict with another optimizer" in str(plan.judged)) == (way != "default")
+
+
+@each_way
+def test_a_foreign_optimizer_beside_one_of_torchs_in_one_bucket(way: str) -> None:
+    def make(model: nn.Module) -> list[Any]:
+        parameters = list(model.parameters())
+        matrices, others = [p for p in parameters if p.ndim == 2], [p for p in parameters if p.ndim == 1]
+        return [Momentum(matrices), torch.optim.AdamW(others, lr=0.01)]
+
+    require_same(make, way, learn=with_all)
+
+
+# What moves elsewhere.
+
+
+class Ticks(Momentum):
+    """In the model: an attribute of Python, or a buffer, which it reaches by a weak reference."""
+
+    def __init__(self, model: nn.Module, weak: bool) -> None:
+        self.model: Any = weakref.ref(model) if weak else (lambda: model)
+        model.ticks = 0  # type: ignore[assignment]
+        model.register_buffer("beats", torch.zeros(()))
+        super().__init__(model.parameters())
+
+    def begin(self) -> None:
+        model: Any = self.model()
+        model.ticks += 1
+        model.beats.add_(1)
+
+    def update(self, p: Any) -> None:
+        super().update(p)
+        p.mul_(1 - 1e-3 * (self.model().ticks + float(self.model().beats)))
+
+
+@each_way
+@pytest.mark.parametrize("weak", [False, True])
+def test_what_moves_in_the_model(weak: bool, way: str) -> None:
+    require_plain(lambda model: Ticks(model, weak), way, lambda o: (o.model().ticks, float(o.model().beats)))
+
+
+COUNT = {"n": 0}
+
+
+class CopiesACounter(Momentum):
+    """From outside, into an attribute that it reads."""
+
+    def made(self) -> None:
+        COUNT["n"] = self.n = 0
+
+    def begin(self) -> None:
+        count()
+        self.n = COUNT["n"]
+
+    def update(self, p: Any) -> None:
+        super().update(p)
+        p.mul_(1 - 1e-3 * self.n)
+
+
+def count() -> None:
+    COUNT["n"] += 1
+
+
+@pytest.mark.parametrize("way", ["backward", "undo"])
+def test_a_counter_outside_that_shows_in_an_attribute(way: str) -> None:
+    model = layers()
+    optimizer = CopiesACounter(model.parameters())
+    before = [p.detach().clone() for p in model.parameters()]
+    with own_steps_are_judged(), instep.attach(model, optimizer, **WAYS[way]) as overlap:
+        with pytest.raises(UnsupportedOptimizerError, match="other values when the same step is taken again"):
+            usual(model, optimizer, 0)
+        assert all(map(torch.equal, before, model.parameters()))
+        overlap.accept_torn()
+
+
+class AddsAGroup(Momentum):
+    """In its fourth step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        *first, weight, bias = model.parameters()
+        self.late, self.steps = [weight, bias], 0
+        super().__init__(first)
+
+    def begin(self) -> None:
+        self.steps += 1
+        if self.steps == 4:
+            self.add_param_group({"params": self.late})
+
+
+@pytest.mark.parametrize("way", ["undo", "default"])
+def test_a_group_that_it_adds(way: str) -> None:
+    require_same(AddsAGroup, way, lambda o: len(o.param_groups))
+
+
+# How it keeps things.
+
+
+class StateIsATensor(Momentum):
+    def update(self, p: Any) -> None:
+        self.state[p] = self.state.get(p, torch.zeros_like(p)) * 0.9 + p.grad
+        p.sub_(self.state[p], alpha=0.05)
+
+
+class HoldsAModule(Momentum):
+    def made(self) -> None:
+        self.modules = (torch, random, nn.functional)
+
+
+class HoldsBytes(Momentum):
+    def update(self, p: Any) -> None:
+        super().update(p)
+        entry = self.state[p]
+        entry.setdefault("bytes", bytearray(1)).append(1)
+        entry.setdefault("array", array("i")).append(len(entry["bytes"]))
+        p.mul_(1 - 1e-3 * sum(entry["array"]))
+
+
+@each_way
+@pytest.mark.parametrize("kind", [StateIsATensor, HoldsAModule, HoldsBytes])
+def test_how_it_keeps_things(kind: type[Momentum], way: str) -> None:
+    require_same(of_parameters(kind), way)
+
+
+@pytest.mark.parametrize("options", [{"schedule": "backward"}, {"schedule": "backward", "undo": True}])
+def test_views_of_one_tensor_are_refused_by_name(options: Any) -> None:
+    flat = torch.randn(32)
+    model = nn.Module()
+    model.a, model.b = nn.Parameter(flat[:16]), nn.Parameter(flat[16:])
+    with pytest.raises(AttachError, match="'a' and 'b' are views of one tensor"):
+        instep.attach(model, torch.optim.SGD(model.parameters()), **options)
+    version = model.a._version
+    with instep.attach(model, torch.optim.SGD(model.parameters())):
+        assert model.a._version == version
+    apart = torch.empty(32)
+    model.a, model.b = nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(16))
+    model.a.data, model.b.data = apart[:16], apart[16:]  # each counts by itself
+    with instep.attach(model, torch.optim.SGD(model.parameters()), **options):
+        pass
+
+
+def test_nothing_is_disturbed_while_a_handler_runs() -> None:
+    """Weights are other ones for a moment: a handler of a signal, which may save them, comes after it."""
+    model, seen = layers(), []
+
+    class Signals(Momentum):
+        def begin(self) -> None:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def look(*_: Any) -> None:
+        seen.append(min(float(p.detach().abs().max()) for p in model.parameters()))
+
+    before = signal.signal(signal.SIGUSR1, look)
+    optimizer = Signals(model.parameters())
+    try:
+        with own_steps_are_judged(), instep.attach(model, optimizer, **WAYS["backward"]):
+            for i in range(2):  # those that are judged
+                usual(model, optimizer, i)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert seen
+    assert min(seen) > 1e-3
+
+
+def looks_at(count: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many values are looked into while an optimizer over ``count`` layers is judged."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(2, 2) for _ in range(count))
+    optimizer, looked, referred_by = Momentum(model.parameters()), 0, values._referred_by
+
+    def counted(value: Any) -> Any:
+        nonlocal looked
+        looked += 1
+        return referred_by(value)
+
+    with monkeypatch.context() as patched, own_steps_are_judged():
+        patched.setattr(values, "_referred_by", counted)
+        with instep.attach(model, optimizer, **WAYS["backward"]):
+            sum(one(torch.ones(2)).sum() for one in model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return looked
+
+
+def test_what_an_optimizer_reaches_is_walked_once_for_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = looks_at(8, monkeypatch), looks_at(64, monkeypatch)
+    assert 0 < many <= 8 * few
