@@ -12,7 +12,7 @@ from torch import nn
 
 from instep._optim import kinds, stepper
 from instep.errors import HyperparameterChangedError
-from instep.verification import training_state
+from instep_tools.harness import training_state
 from tests.cases import Blocks, batch
 from tests.devices import here
 from tests.judged import own_steps_are_judged
