@@ -28,6 +28,7 @@ from tests.accelerator.recording import recorded
 from tests.accelerator.sources import HAPPENS, SOURCES, on_device
 from tests.accelerator.waits import require_waits
 from tests.cases import Blocks, batch
+from tests.checkpoint import saved
 from tests.distributed.pool import RankPool
 from tests.judged import own_steps_are_judged
 from tests.parity.keyed import RoundedAdafactor, Whitened
@@ -344,13 +345,13 @@ def test_verify(schedule: str) -> None:
 def test_checkpoints(tmp_path: Path, into: str, schedule: str, before: int) -> None:
     model, optimizer, overlap = attached(schedule=schedule)
     learn(model, optimizer, range(2))
-    instep.save(tmp_path, model, optimizer)
+    saved.save(tmp_path, model, optimizer, overlap)
     learn(model, optimizer, range(2, 4))
     other, loaded, again = attached(schedule=schedule)
     learn(other, loaded, range(7, 7 + before))
     if into == "plain":
         again.detach()
-    instep.load(tmp_path, other, loaded)
+    saved.load(tmp_path, other, loaded, None if into == "plain" else again)
     assert {t.device.type for t in tensors_of(loaded)} == {"emu" if into == "plain" else "cpu"}
     learn(other, loaded, range(2, 4))
     assert all(map(torch.equal, everything(model, optimizer), everything(other, loaded)))

@@ -20,6 +20,7 @@ import instep
 from instep._optim.stepper import Stepper
 from instep.errors import TornStepError, UncommittedStepError
 from tests.cases import Blocks, batch, two_groups
+from tests.checkpoint import saved
 from tests.devices import here
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import Loop, nested
@@ -42,7 +43,7 @@ SOURCES: Mapping[str, tuple[Callable[[nn.Module], nn.Module], Mapping[str, Any]]
 
 
 class Alike(Loop):
-    """With the same data on all ranks: what is not wrapped has the same weights everywhere, as ``instep.save`` asks."""
+    """With the same data on all ranks: what is not wrapped has the same weights everywhere, as a checkpoint asks."""
 
     def loss(self, i: int) -> torch.Tensor:
         x, y = batch(i)
@@ -94,19 +95,19 @@ def _begun(source: str, way: str, directory: str, **more: Any) -> tuple[Loop, li
     for i in range(2):
         loop.learn(i)
     if way == "load":
-        instep.save(directory, model, loop.optimizer)
+        saved.save(directory, model, loop.optimizer, loop.overlap)
     return loop, _values(loop), _saved(loop)
 
 
 def _tear(source: str, way: str, directory: str) -> None:
-    loop, before, saved = _begun(source, way, directory)
+    loop, before, kept = _begun(source, way, directory)
     overlap = loop.overlap
     with pytest.raises(ValueError, match="the update failed"), torn():
         loop.learn(2)
     with pytest.raises(TornStepError):
         loop.optimizer.step()
     assert not _same(before, _values(loop)), "the first bucket was updated, and its weights can be read"
-    _go_on(loop, way, saved, directory)
+    _go_on(loop, way, kept, directory)
     if way not in ("accept", "detach"):
         assert _same(before, _values(loop))
         assert overlap.step_count == 2 + (way == "load by hand")
@@ -116,20 +117,20 @@ def _tear(source: str, way: str, directory: str) -> None:
     overlap.detach()
 
 
-def _go_on(loop: Loop, way: str, saved: Any, directory: str) -> None:
+def _go_on(loop: Loop, way: str, kept: Any, directory: str) -> None:
     loop.optimizer.zero_grad()
     if way == "load by hand":
-        loop.model.load_state_dict(saved[0])
-        loop.optimizer.load_state_dict(saved[1])
+        loop.model.load_state_dict(kept[0])
+        loop.optimizer.load_state_dict(kept[1])
     if way == "load":
-        instep.load(directory, loop.model, loop.optimizer)
+        saved.load(directory, loop.model, loop.optimizer, loop.overlap)
     elif way == "detach":
         loop.overlap.detach()
     else:
         loop.overlap.accept_torn()
 
 
-# instep.save refuses FullyShardedDataParallel.
+# DCP wants FullyShardedDataParallel's own state_dict types.
 @pytest.mark.parametrize(
     ("source", "way"),
     [(source, way) for source in SOURCES for way in WAYS_OUT if (source, way) != ("fsdp1", "load")],
@@ -140,7 +141,7 @@ def test_way_out(two_ranks: RankPool, source: str, way: str, tmp_path: Path) -> 
 
 def _tear_after_a_bucket() -> None:
     bucket_by_bucket = instep.ClipNorm(math.inf, mode="per_bucket")
-    loop, before, saved = _begun("ddp", "load by hand", "", clip=bucket_by_bucket)
+    loop, before, kept = _begun("ddp", "load by hand", "", clip=bucket_by_bucket)
     with pytest.raises(ValueError, match="the update failed"), torn(whole=1):
         loop.learn(2)
     with pytest.raises(TornStepError) as error:
@@ -150,7 +151,7 @@ def _tear_after_a_bucket() -> None:
     now = dict(zip(names, zip(before, _values(loop), strict=True), strict=True))
     assert error.value.applied
     assert not any(torch.equal(*now[name]) for name in error.value.applied), "updated, and can be read"
-    _go_on(loop, "load by hand", saved, "")
+    _go_on(loop, "load by hand", kept, "")
     assert _same(before, _values(loop))
     loop.learn(3)
     loop.overlap.detach()
@@ -162,22 +163,22 @@ def test_weights_of_a_bucket_before_the_one_that_failed(two_ranks: RankPool) -> 
 
 def _leave_open(source: str, way: str, directory: str) -> None:
     """Ctrl-C after backward, and a handler that clears the gradients."""
-    loop, before, saved = _begun(source, way, directory)
+    loop, before, kept = _begun(source, way, directory)
     model, overlap = loop.model, loop.overlap
     loop.backward(2)
     loop.optimizer.zero_grad()
     with pytest.raises(UncommittedStepError, match=r"overlap\.accept_torn\(\), and then load"):
         loop.loss(2)
     if way == "load":
-        instep.load(directory, model, loop.optimizer)
+        saved.load(directory, model, loop.optimizer, loop.overlap)
     elif way == "detach":
         overlap.detach()
     else:
         overlap.accept_torn()
         assert overlap.step_count == 3
     if way == "load by hand":
-        model.load_state_dict(saved[0])
-        loop.optimizer.load_state_dict(saved[1])
+        model.load_state_dict(kept[0])
+        loop.optimizer.load_state_dict(kept[1])
     assert _same(before, _values(loop)) == (way in ("load", "load by hand"))
     for i in range(3, 6):
         loop.learn(i)

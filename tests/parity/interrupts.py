@@ -16,6 +16,7 @@ import torch
 import instep
 from instep.errors import InstepError, UncommittedStepError
 from instep_tools.harness import first_difference
+from tests.checkpoint import saved
 from tests.parity.oracle import snapshot
 from tests.parity.programs import Loop, Program
 
@@ -147,7 +148,7 @@ def run_interrupted(program: Program, number: int, share: float, way_out: WayOut
             loop.step(before)
         loop.overlap.synchronize()
         if way_out == "load":
-            instep.save(directory, loop.model, loop.optimizer)
+            saved.save(directory, loop.model, loop.optimizer, loop.overlap)
         interrupter = Interrupter(where)
         try:
             with interrupter.watching():
@@ -203,7 +204,7 @@ def _out(
     reached = _plain(program, number, skip=True)
     try:
         if way_out == "load":
-            instep.load(directory, loop.model, loop.optimizer)
+            saved.load(directory, loop.model, loop.optimizer, loop.overlap)
         elif whole is None or not _committed(loop):
             _load_by_hand(loop, reached)
             loop.overlap.accept_torn()

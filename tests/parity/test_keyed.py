@@ -18,6 +18,7 @@ from instep._step.judging import EVERY
 from instep.errors import AttachError, HyperparameterChangedError, InstepError, UnsupportedOptimizerError
 from instep_tools.harness import first_difference
 from tests.cases import Tied, batch
+from tests.checkpoint import saved
 from tests.devices import here, on_cpu_only
 from tests.judged import own_steps_are_judged
 from tests.parity.keyed import (
@@ -461,83 +462,46 @@ def test_wrappers_are_in_no_name(name: str) -> None:
 @pytest.mark.parametrize("after", [1, 2, 4])
 @pytest.mark.parametrize(("way", "then"), [("backward", "forward"), ("put off", "backward"), ("undo", "at once")])
 def test_resumed(tmp_path: Path, way: str, then: str, after: int) -> None:
-    """At any step, with the other schedule, and with a number of steps that the loop counts in its own way."""
+    """At any step, and with the other schedule."""
 
     def resumed(lane: Lane, i: int) -> None:
         if i == after and not lane.plain:
-            instep.save(tmp_path, lane.model, lane.optimizer, step=100 * i)
+            saved.save(tmp_path, lane.model, lane.optimizer, lane.overlap)
             with torch.random.fork_rng(enabled=here().type == "cpu"):
                 before = [generator.get_state() for generator in generators()]
                 lane.overlap.detach()
                 lane.model = Dropping()
-                lane.optimizer = Rounded(groups_of(lane.model))
+                lane.optimizer = Langevin(groups_of(lane.model))
                 lane.names = names_of(lane.model)
                 lane.overlap = instep.attach(lane.model, lane.optimizer, **WAYS[then], **KEYED)
                 for generator, state in zip(generators(), before, strict=True):
                     generator.set_state(state)
-            found = instep.load(tmp_path, lane.model, lane.optimizer)
-            assert found is not None
-            assert found.step == lane.overlap.step_count == 100 * after
+            saved.load(tmp_path, lane.model, lane.optimizer, lane.overlap)
+            assert lane.overlap.step_count == after
         learn(lane, i)
 
-    compare(way, Rounded, resumed)
+    compare(way, Langevin, resumed)
 
 
 def test_an_earlier_checkpoint_is_gone_back_to(tmp_path: Path) -> None:
     """The steps after it are taken again, and draw what they drew."""
-    lane = Lane(Rounded, Dropping, WAYS["backward"])
+    lane = Lane(Langevin, Dropping, WAYS["backward"])
     lane.run(learn, 0)
-    instep.save(tmp_path, lane.model, lane.optimizer)
+    saved.save(tmp_path, lane.model, lane.optimizer, lane.overlap)
     seen = []
     for _ in range(2):
         for i in (1, 2):
             torch.manual_seed(i)
             learn(lane, i)
         seen.append(lane.model.outer.weight.detach().clone())
-        instep.load(tmp_path, lane.model, lane.optimizer)
+        saved.load(tmp_path, lane.model, lane.optimizer, lane.overlap)
     assert torch.equal(*seen)
-
-
-def test_what_a_checkpoint_of_other_draws_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Training goes on, and a warning says that other numbers are drawn."""
-
-    def trained(**options: Any) -> Lane:
-        lane = Lane(Rounded, Dropping, WAYS["backward"])
-        lane.overlap.detach()
-        lane.overlap = instep.attach(lane.model, lane.optimizer, **options)
-        learn(lane, 0)
-        return lane
-
-    def loaded(path: Path, lane: Lane) -> tuple[str, Any]:
-        caplog.clear()
-        instep.load(path, lane.model, lane.optimizer)
-        return caplog.text, lane.overlap.draws
-
-    lane = trained(**KEYED)
-    learn(lane, 1)
-    instep.save(tmp_path / "keyed", lane.model, lane.optimizer, step=70)
-    lane = trained()
-    instep.save(tmp_path / "plain", lane.model, lane.optimizer, step=70)
-    words, draws = loaded(tmp_path / "keyed", trained(**KEYED))
-    assert (words, draws) == ("", (SEED, 2))
-    words, draws = loaded(tmp_path / "keyed", trained(random="keyed", seed=5))
-    assert "seed=1234" in words
-    assert "seed=5" in words
-    assert draws == (5, 2)
-    words, draws = loaded(tmp_path / "keyed", trained())
-    assert "attached without" in words
-    assert draws is None
-    words, draws = loaded(tmp_path / "plain", trained(**KEYED))
-    assert "the keys go on from step 1" in words
-    assert draws == (SEED, 1)
-    words, draws = loaded(tmp_path / "plain", trained())
-    assert (words, draws) == ("", None)
 
 
 # What is refused.
 
 
-class Odd(Rounded):
+class Odd(Langevin):
     """With something that no key reaches, or that couples parameters."""
 
     def draw(self) -> Any:
@@ -567,7 +531,7 @@ class OfItsOwn(Odd):
         return torch.rand([], generator=self.generator, device="cpu")
 
 
-class Coupled(Rounded):
+class Coupled(Langevin):
     """Scales by the norm of all gradients."""
 
     def begin(self) -> float:
@@ -578,7 +542,7 @@ class Coupled(Rounded):
         super().update(p, gradient / (1 + begun), state, group, begun)
 
 
-class Strict(Rounded):
+class Strict(Langevin):
     """Raises at a gradient that is not finite, as some that decompose matrices do."""
 
     def update(self, p: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any, begun: Any) -> None:
@@ -592,7 +556,7 @@ def test_what_raises_where_the_plain_step_does_is_taken(way: str) -> None:
     compare(way, Strict, steps=2)
 
 
-class Counting(Rounded):
+class Counting(Langevin):
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
         return sum(p.grad is not None for group in self.param_groups for p in group["params"])
@@ -628,7 +592,7 @@ def test_what_no_key_reaches_is_refused(way: str, make: Make, words: str) -> Non
         optimizer.zero_grad()
 
 
-class LateDraw(Rounded):
+class LateDraw(Langevin):
     """Draws from Python's generator after the first 20 steps: longer than its first updates are compared."""
 
     def update(self, p: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any, begun: Any) -> None:
@@ -710,22 +674,22 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def test_options_that_are_none(options: dict[str, Any], words: str) -> None:
     model = Dropping()
     with pytest.raises(AttachError, match=words):
-        instep.attach(model, Rounded(groups_of(model)), **options)
+        instep.attach(model, Langevin(groups_of(model)), **options)
     assert instep.attached(model) is None
 
 
 def test_refused_where_torch_takes_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INSTEP_DISABLE", "1")
     model = Dropping()
-    with pytest.raises(AttachError, match="INSTEP_DISABLE is set, and random='keyed' changes what Rounded draws"):
-        instep.attach(model, Rounded(groups_of(model)), **KEYED)
+    with pytest.raises(AttachError, match="INSTEP_DISABLE is set, and random='keyed' changes what Langevin draws"):
+        instep.attach(model, Langevin(groups_of(model)), **KEYED)
     instep.attach(model, torch.optim.AdamW(groups_of(model)), **KEYED).detach()  # draws nothing
 
 
 def test_verify_has_no_oracle() -> None:
     def build() -> Any:
         model = Dropping()
-        return model, Rounded(groups_of(model)), lambda i: None
+        return model, Langevin(groups_of(model)), lambda i: None
 
     with pytest.raises(AttachError, match="random changes the numbers themselves"):
         instep.verify(build, **KEYED)
@@ -736,15 +700,15 @@ def test_a_parameter_that_is_not_the_models(way: str) -> None:
     """At ``attach`` and later: it has no name."""
     model, other = Dropping(), nn.Parameter(torch.zeros(3, device=here()))
     with pytest.raises(AttachError, match="is not a parameter of the model"):
-        instep.attach(model, Rounded([*groups_of(model), {"params": [other]}]), **WAYS[way], **KEYED)
-    lane = Lane(Rounded, Dropping, WAYS[way])
+        instep.attach(model, Langevin([*groups_of(model), {"params": [other]}]), **WAYS[way], **KEYED)
+    lane = Lane(Langevin, Dropping, WAYS[way])
     lane.run(learn, 0)
     lane.optimizer.add_param_group({"params": [other]})
     learn(lane, 1)  # without a gradient nothing draws
     other.grad = torch.ones_like(other)
     lane.loss(2).backward()
     with pytest.raises(
-        InstepError, match=r"random='keyed': Rounded.param_groups\[2\] holds a parameter of shape \(3,\)"
+        InstepError, match=r"random='keyed': Langevin.param_groups\[2\] holds a parameter of shape \(3,\)"
     ):
         lane.optimizer.step()
     assert torch.equal(other, torch.zeros_like(other))
@@ -758,14 +722,14 @@ def test_a_parameter_that_is_not_the_models(way: str) -> None:
 
 @pytest.mark.parametrize("way", ["backward", "forward", "put off"])
 def test_a_graph_that_is_recorded(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    lane = Lane(Rounded, Dropping, WAYS[way])
+    lane = Lane(Langevin, Dropping, WAYS[way])
     lane.run(learn, 0)
     monkeypatch.setattr("instep._optim.random_numbers.is_captured", lambda device: True)
     with lane.overlap, pytest.raises(UnsupportedOptimizerError, match="a CUDA graph that is being recorded"):
         learn_to_the_end(lane, 1)
 
 
-class Raising(Rounded):
+class Raising(Langevin):
     """In the first update of its third step."""
 
     raises = False
@@ -799,7 +763,7 @@ def test_an_update_that_raises_leaves_the_loops_generators(way: str, monkeypatch
 @on_cpu_only
 def test_on_a_cpu_nothing_is_put_off() -> None:
     """Another thread would draw from the generator that the loop draws from."""
-    lane = Lane(Rounded, Dropping, WAYS["put off"])
+    lane = Lane(Langevin, Dropping, WAYS["put off"])
     for i in range(2):  # in the first step some are stepped at once in any case: they make the state
         lane.run(learn, i)
         assert lane.overlap.state == "idle"
@@ -811,7 +775,7 @@ def test_a_loop_that_is_told_why_no_step_is_put_off() -> None:
     assert "Langevin is stepped by parameter" in repr(lane.overlap)
 
 
-class Multiplied(Rounded):
+class Multiplied(Langevin):
     """With a product of matrices, which autocast computes in its own dtype."""
 
     def update(self, p: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any, begun: Any) -> None:
@@ -820,7 +784,7 @@ class Multiplied(Rounded):
         super().update(p, gradient, state, group, begun)
 
 
-@pytest.mark.parametrize("make", [Rounded, Multiplied])
+@pytest.mark.parametrize("make", [Langevin, Multiplied])
 @pytest.mark.parametrize("way", ["backward", "forward", "undo"])
 def test_a_step_in_an_autocast_block(way: str, make: Make) -> None:
     """Updates run outside of it, and no step that is taken inside is there to be compared with: whatever the update

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from typer.testing import CliRunner
 
 import instep
-from instep.errors import AttachError, CheckpointError, InstepError, UnsupportedOptimizerError
+from instep.errors import AttachError, InstepError, UnsupportedOptimizerError
 from instep_tools.cli import app
 from instep_tools.planning.job import PlanError
 from instep_tools.planning.model import options_of
@@ -134,51 +134,6 @@ VERBS: dict[str, tuple[str, type[InstepError], Verb, set[str]]] = {
         AttachError,
         lambda g, v: instep.verify(g.build, v, schedule="backward"),
         {"a number", "a huge number"},
-    ),
-    "save path": ("path", CheckpointError, lambda g, v: instep.save(v, g.model, g.optimizer, step=1), {"a string"}),
-    "save model": (
-        "model",
-        CheckpointError,
-        lambda g, v: instep.save(g.directory, v, g.optimizer, step=1),
-        {"the model"},
-    ),
-    "save optimizer": (
-        "optimizer",
-        CheckpointError,
-        lambda g, v: instep.save(g.directory, g.model, v, step=1),
-        {"the optimizer"},
-    ),
-    "save step": (
-        "step",
-        CheckpointError,
-        lambda g, v: instep.save(g.directory, g.model, g.optimizer, step=v),
-        {"a number"},
-    ),
-    "save keep": (
-        "keep",
-        CheckpointError,
-        lambda g, v: instep.save(g.directory, g.model, g.optimizer, step=1, keep=v),
-        {"a number", "a huge number"},
-    ),
-    "save allow_nonfinite": (
-        "allow_nonfinite",
-        CheckpointError,
-        lambda g, v: instep.save(g.directory, g.model, g.optimizer, step=1, allow_nonfinite=v),
-        FLAGS,
-    ),
-    "load path": ("path", CheckpointError, lambda g, v: instep.load(v, g.model, g.optimizer), {"a string"}),
-    "load model": ("model", CheckpointError, lambda g, v: instep.load(g.directory, v, g.optimizer), {"the model"}),
-    "load optimizer": (
-        "optimizer",
-        CheckpointError,
-        lambda g, v: instep.load(g.directory, g.model, v),
-        {"the optimizer"},
-    ),
-    "load allow_nonfinite": (
-        "allow_nonfinite",
-        CheckpointError,
-        lambda g, v: instep.load(g.directory, g.model, g.optimizer, allow_nonfinite=v),
-        FLAGS,
     ),
     "ClipNorm": ("max_norm", AttachError, lambda g, v: instep.ClipNorm(v), {"a number", "a fraction"}),
     "ClipNorm norm_type": ("norm_type", AttachError, lambda g, v: instep.ClipNorm(1.0, v), {"a number", "a fraction"}),

@@ -16,6 +16,7 @@ from instep import ClipNorm, ClipValue
 from instep.errors import AttachError, NonFiniteGradientError, StaleAttachmentError
 from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch
+from tests.checkpoint import saved
 
 MAX_NORM, MAX_VALUE = 0.05, 0.003
 
@@ -242,7 +243,9 @@ def test_what_it_says_of_itself(caplog: pytest.LogCaptureFixture, tmp_path: Path
     with overlap.record(steps=1) as recording:
         loop.step(0, None)
     recording.save(tmp_path / "run.json")
-    assert instep.save(tmp_path / "run", loop.model, loop.optimizers).name.endswith("1")
+    saved.save(tmp_path / "run", loop.model, loop.optimizers, overlap)
+    saved.load(tmp_path / "run", loop.model, loop.optimizers, overlap)
+    assert overlap.step_count == 1
     overlap.synchronize()
     overlap.accept_torn()
     loop.model(batch(1)[0]).sum().backward()
