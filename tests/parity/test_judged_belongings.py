@@ -284,13 +284,13 @@ class ReadsBy(Momentum):
 @each_way
 @pytest.mark.parametrize("road", ["a slot", "a callable", "a partial", "a default", "a global", "a weak reference"])
 def test_parameters_that_it_reads_by_whatever_road(road: str, way: str) -> None:
-    require_plain(lambda model: ReadsBy(model, road), way, said="reads parameters")
+    require_plain(lambda model: ReadsBy(model, road), way, said="uses parameters")
 
 
 @each_way
 @pytest.mark.parametrize("kind", [ReadsState, ReadsNorms])
 def test_what_it_reads_of_what_belongs_to_others(kind: type[Momentum], way: str) -> None:
-    require_plain(of_parameters(kind), way, said="reads parameters")
+    require_plain(of_parameters(kind), way, said="uses parameters")
 
 
 class Second(Momentum):

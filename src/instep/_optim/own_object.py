@@ -153,17 +153,18 @@ class OwnObject:
         self.returned: Any = None
         self.wrote = self.gave_back = False
 
-    def begin(self, optimizer: Optimizer, layout: GroupLayout, *, may_draw: bool) -> None:
+    def begin(self, optimizer: Optimizer, layout: GroupLayout, *, may_draw: bool, in_parts: bool) -> None:
         """A step begins, with its first bucket.
 
         Args:
             may_draw: each parameter's update draws from generators that are seeded for it.
+            in_parts: others see to it that no other parameter is used.
         """
         self._signals = heard()
         devices = {memory_of(p).device for p in parameters_of(optimizer)}
         self._draws = None if may_draw else Generators.of(optimizer, devices, torchs_alone=True)
         self._instead = self._attributes_of_a_call(optimizer)
-        self._reached = reached_by(optimizer)
+        self._reached = [] if in_parts else reached_by(optimizer)
         self.beside.begin(optimizer, layout)
 
     def step(self, update: Update, call: CallUpdate) -> None:
@@ -361,6 +362,15 @@ def _is_closed(value: Any) -> bool:
 _INERT = (weakref.ref, BuiltinFunctionType, CodeType, Enum, re.Pattern)
 
 
+def _items(held: Any) -> list[Any]:
+    """With the keys of a dict."""
+    return [*chain.from_iterable(held.items())] if type(held) is dict else [*held]
+
+
+def _is_told_apart(value: Any) -> bool:
+    return is_immutable(value) or isinstance(value, torch.nn.Parameter)
+
+
 class _Place:
     """One mapping with values of the object, some of which an update may change.
 
@@ -390,12 +400,12 @@ class _Place:
         self._values = mine()
         self._size = len(mapping)
         self._looks: dict[Any, Any] = {}
-        self._flat: list[tuple[dict[Any, Any], list[Any]]] = []  # dicts of values that cannot be changed in place
+        self._flat: dict[Any, list[Any]] = {}  # what is in dicts and lists of values that cannot be changed in place
         for key, value in self._values.items():
             if not is_immutable(value):
                 self._looks[key] = fingerprint(value)
-                if type(value) is dict and all(map(is_immutable, value.values())):
-                    self._flat.append((value, list(value.values())))
+                if type(value) in (dict, list) and all(map(_is_told_apart, items := _items(value))):
+                    self._flat[key] = items
         holdings = _Holdings(apart)
         self._put_back = {key: self._kept(holdings, key) for key in self._looks}
         self.large = holdings.large
@@ -412,8 +422,12 @@ class _Place:
             len(self._flat) == len(self._looks)
             and len(self.mapping) == self._size
             and all(map(is_, map(self.mapping.get, self._values, repeat(ABSENT)), self._values.values()))
-            and all(len(value) == len(then) and all(map(is_, value.values(), then)) for value, then in self._flat)
+            and all(map(self._is_flat_as_it_was, self._flat))
         )
+
+    def _is_flat_as_it_was(self, key: Any) -> bool:
+        now, then = _items(self._values[key]), self._flat[key]
+        return len(now) == len(then) and all(map(is_, now, then))
 
     def _kept(self, holdings: _Holdings, key: Any) -> Restore:
         value = self.mapping[key]
@@ -433,6 +447,8 @@ class _Place:
 
     def _is_unchanged(self, key: Any, value: Any) -> bool:
         then = self._values.get(key, ABSENT)
+        if key in self._flat:
+            return value is then and self._is_flat_as_it_was(key)
         if key in self._looks:
             return value is then and alike(fingerprint(value), self._looks[key])
         return value is then or (type(value) is type(then) and alike(value, then))

@@ -252,7 +252,7 @@ class Stepper:
             stages.append(self.offloaded)
         if not known:
             self.own_object = self.own_object or OwnObject(self.name)
-            self.own_object.begin(optimizer, self._layout, may_draw=self.draws is not None)
+            self.own_object.begin(optimizer, self._layout, may_draw=self.draws is not None, in_parts=in_parts)
             if self.draws is not None:
                 stages.append(self.draws)
                 divides = self.draws
