@@ -5,6 +5,7 @@ import functools
 import os
 import random
 import signal
+import threading
 import weakref
 from array import array
 from collections.abc import Callable, Iterator
@@ -542,3 +543,61 @@ def looks_at(count: int, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_what_an_optimizer_reaches_is_walked_once_for_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     few, many = looks_at(8, monkeypatch), looks_at(64, monkeypatch)
     assert 0 < many <= 8 * few
+
+
+class Catches(NormOfAll):
+    """And takes what it finds."""
+
+    def begin(self) -> None:
+        self.scale = 1.0
+        try:
+            self.scale += sum(float(p.norm()) for p in self.model.parameters())
+        except Exception:
+            self.scale += 1.0
+
+
+@each_way
+def test_an_error_that_it_catches(way: str) -> None:
+    require_plain(Catches, way, said="uses parameters")
+
+
+class MovesStateOfAll(Momentum):
+    """Of whatever has some: nobody could put that back."""
+
+    def begin(self) -> None:
+        for entry in self.state.values() if len(self.state) > 1 else ():
+            entry["m"].mul_(0.99)
+
+
+@pytest.mark.parametrize("way", ["backward", "undo"])
+def test_state_that_it_moves_of_others_is_told(way: str) -> None:
+    model = layers()
+    optimizer = MovesStateOfAll(model.parameters())
+    with own_steps_are_judged(), instep.attach(model, optimizer, **{**WAYS[way], "bucket_bytes": 1}) as overlap:
+        usual(model, optimizer, 0)
+        with pytest.raises(UnsupportedOptimizerError, match=r"writes \d parameters, too, or their state"):
+            usual(model, optimizer, 1)
+        overlap.accept_torn()
+
+
+def test_another_thread_may_evaluate_the_model_meanwhile() -> None:
+    model, failed = layers(), []
+
+    def evaluate() -> None:
+        try:
+            with torch.no_grad():
+                model(torch.ones(1, 4))
+        except Exception as error:
+            failed.append(error)
+
+    class Slow(Momentum):
+        def begin(self) -> None:
+            thread = threading.Thread(target=evaluate)
+            thread.start()
+            thread.join()
+
+    optimizer = Slow(model.parameters())
+    with own_steps_are_judged(), instep.attach(model, optimizer, **WAYS["backward"]):
+        for i in range(2):
+            usual(model, optimizer, i)
+    assert not failed

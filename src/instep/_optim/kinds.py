@@ -153,11 +153,6 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return class_of(optimizer) in _ELEMENTWISE and replaced_step(optimizer) is None
 
 
-def refuses_dense_gradients(optimizer: Optimizer) -> bool:
-    """Whether its ``step()`` raises at a gradient that is not sparse."""
-    return isinstance(optimizer, torch.optim.SparseAdam)
-
-
 def fused_counts_writes(optimizer: Optimizer) -> bool:
     """Whether the fused kernel of one of torch's own optimizers counts a write of each parameter, as other kernels do.
     It is tried, once for each class: torch does not say, and up to 2.15 none does."""
@@ -240,11 +235,6 @@ _WRITTEN_BY_TORCH = (*OF_SCHEDULERS, "_warned_capturable_if_run_uncaptured", CHE
 NO_SETTINGS = frozenset((*OF_EVERY_OPTIMIZER, *_WRITTEN_BY_TORCH, *STEPS_ONE, "step")) - {"defaults"}
 
 
-def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """The attributes that not every optimizer has."""
-    return {name: value for name, value in vars(optimizer).items() if name not in OF_EVERY_OPTIMIZER}
-
-
 def read_by_update(optimizer: Optimizer) -> dict[str, Any]:
     """The attributes that an update may read. torch's own optimizers read none; others may read all but those that
     stand in for a method."""
@@ -252,8 +242,11 @@ def read_by_update(optimizer: Optimizer) -> dict[str, Any]:
         return {}
     return {"defaults": optimizer.defaults} | {
         name: value
-        for name, value in attributes_of(optimizer).items()
-        if name not in NO_SETTINGS and not callable(getattr(type(optimizer), name, None)) and not is_manager(value)
+        for name, value in vars(optimizer).items()
+        if name not in NO_SETTINGS
+        and name != "defaults"
+        and not callable(getattr(type(optimizer), name, None))
+        and not is_manager(value)
     }
 
 

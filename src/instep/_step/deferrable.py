@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from instep._optim.guards import DEFAULT_DTYPE, switched, switches
-from instep._optim.kinds import refuses_dense_gradients
 from instep._optim.owners import (
     OwnerCount,
     are_kept,
@@ -230,7 +229,7 @@ def _reachable_by_others(
     gradients."""
     if state_is_kept(optimizer):
         return set(mine)
-    if refuses_dense_gradients(optimizer):
+    if isinstance(optimizer, torch.optim.SparseAdam):  # its step() raises at a gradient that is not sparse
         return set(mine)
     with torch._C.DisableTorchFunctionSubclass():
         tensors = mine.tensors()
