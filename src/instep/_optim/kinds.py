@@ -1,7 +1,7 @@
 """Kinds of optimizers: torch's own and others, whose ``step()`` each runs, and what it holds beside its groups."""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from operator import methodcaller
 from types import MethodType
@@ -259,12 +259,6 @@ def held_by_classes(optimizer: Optimizer) -> dict[str, Any]:
 def classes_of(optimizer: Optimizer) -> list[type]:
     """Those that it is of, torch's aside."""
     return [cls for cls in type(optimizer).__mro__ if cls is not object and not cls.__module__.startswith("torch.")]
-
-
-def has_ids(state: Mapping[Any, Any], parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether what belongs to one of these parameters is under its ``id()``. A look for the parameter itself then finds
-    that number, of the same hash, and raises in comparing the two."""
-    return not {id(p) for p in parameters}.isdisjoint(beside_parameters(state))
 
 
 def beside_parameters(state: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -152,6 +152,14 @@ class OwnObject:
         self.notes = True
         self.returned: Any = None
         self.wrote = self.gave_back = False
+        self._runs_on: int | None = None  # the thread on which an update runs
+        self._used_others = False
+
+    def refuse_use(self) -> None:
+        """A parameter that was stepped before is about to be used: raise, if it is an update that uses it."""
+        if self._runs_on == threading.get_ident():
+            self._used_others = True
+            raise uses_others(self._name)
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout, *, may_draw: bool, in_parts: bool) -> None:
         """A step begins, with its first bucket.
@@ -243,9 +251,14 @@ class OwnObject:
         try:
             attributes.update(instead)
             _put(_members_of(whole, members, tensors))
+            self._runs_on, self._used_others = threading.get_ident(), False
             with torch.no_grad(), without_autocast(tensors[0].device.type):
-                return call(optimizer, members)
+                returned = call(optimizer, members)
+            if self._used_others:  # and the update has caught the error
+                raise uses_others(self._name)
+            return returned
         finally:
+            self._runs_on = None
             _put(whole)
             for name, value in before:
                 if value is ABSENT:
@@ -756,6 +769,13 @@ def draws_in_step(optimizer: str) -> UnsupportedOptimizerError:
         f"{optimizer} draws random numbers in step(): bucket by bucket they would go to other parameters than in the "
         f"plain loop. random='keyed' with a seed gives each parameter draws of its own, which are not the plain "
         f"loop's. {STEPPED_WHOLE}"
+    )
+
+
+def uses_others(optimizer: str) -> UnsupportedOptimizerError:
+    return UnsupportedOptimizerError(
+        f"{optimizer} uses parameters in step() that it was not given: bucket by bucket some were stepped before. "
+        f"{STEPPED_WHOLE}"
     )
 
 

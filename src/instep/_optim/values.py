@@ -66,9 +66,11 @@ def _referred_by(value: Any) -> Iterable[Any]:
 
 
 def is_of_torch(value: object) -> bool:
-    """Whether its class is one of torch's own: not an optimizer, a scheduler, or a tensor."""
+    """Whether its class is one of torch's own: not an optimizer, a scheduler, or a tensor. So are instep's."""
     module = f"{type(value).__module__}."
-    return module.startswith("torch.") and not module.startswith(("torch.optim.", "torch._tensor", "torch.nn."))
+    return module.startswith("instep.") or (
+        module.startswith("torch.") and not module.startswith(("torch.optim.", "torch._tensor", "torch.nn."))
+    )
 
 
 def is_generator(value: Any) -> bool:
@@ -125,7 +127,9 @@ _CLOSED = (nn.Module, nn.Parameter, Optimizer, torch.Generator, type, ModuleType
 
 
 def is_immutable(value: Any) -> bool:
-    return isinstance(value, _IMMUTABLE) or (isinstance(value, tuple) and all(map(is_immutable, value)))
+    if isinstance(value, _IMMUTABLE) or (isinstance(value, tuple) and all(map(is_immutable, value))):
+        return True
+    return type(value).__module__ == "numpy" and isinstance(value, sys.modules["numpy"].generic)
 
 
 def is_plain(value: Any) -> bool:
@@ -399,7 +403,8 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 def _can_be_read(tensor: torch.Tensor) -> bool:
     """Without waiting for an accelerator, which may be copying to pinned memory."""
-    return _is_small(tensor) and tensor.device.type == "cpu" and not is_pinned(tensor)
+    has_memory = _is_small(tensor) and tensor.untyped_storage().nbytes() >= tensor.nbytes
+    return has_memory and tensor.device.type == "cpu" and not is_pinned(tensor)
 
 
 def waits_for_host(value: Any) -> bool:

@@ -29,6 +29,7 @@ from instep._optim.shadow import parameters_of
 from instep._optim.stepper import Stepper
 from instep._optim.undo import BeforeUpdate, KeptByParameter, mappings_of
 from instep._optim.values import address_of, held_in, is_immutable, is_of_torch, reachable_values, values_differ
+from instep._ranks.process_groups import count_of_collectives
 from instep._step.state import gradient_of
 from instep._torch.engine import count_of_runs, listen
 from instep._torch.held_signals import heard, held
@@ -41,6 +42,7 @@ _IN_SHORT = 160
 _USES_OTHERS = "its step() uses parameters that it was not given (an average of the weights?), or what belongs to them"
 HOOKS = "step hooks are registered for all optimizers: where it calls super().step(), they would run once per part"
 _DRAWS = "it draws random numbers in step()"
+_COMMUNICATES = "its step() communicates with other ranks, which step their buckets in another order"
 _RUNS_BACKWARD = "its step() runs a backward of its own"
 
 
@@ -124,6 +126,10 @@ class _Gradients:
     @property
     def parameters(self) -> list[torch.Tensor]:
         return [parameter for parameter, _ in self._of.values()]
+
+    def with_some(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those that have one."""
+        return [p for p in parameters if self._of.get(id(p), (p, None))[1] is not None]
 
     def hide(self, parameters: Iterable[torch.Tensor]) -> None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -447,13 +453,15 @@ class PartsOfUpdate:
             self._gradients.hide(tensors)
 
     def _take_part(self, part: AttachedParameters) -> None:
-        runs = count_of_runs()
+        runs, sent = count_of_runs(), count_of_collectives()
         with self._alone(part):
             returned = self._step(part)
             digests = self._look_at(part)
             self._witness = self._witness or (part, digests)
             if count_of_runs() != runs:
                 self.reason = self.reason or _RUNS_BACKWARD
+            if count_of_collectives() != sent:
+                self.reason = self.reason or _COMMUNICATES
             if self.reason is None:
                 self._step_without_gradient(part, digests, returned)
         self._digests.update(zip(part, digests, strict=True))
@@ -524,11 +532,12 @@ class PartsOfUpdate:
         return [self._digests[attached] for attached in part]
 
     def _by_optimizer(self) -> Iterator[tuple[list[torch.Tensor], _Belongings]]:
-        yield list(parameters_of(self._optimizer)), self._belongings
+        """Those that are stepped: no others are other ones before a part."""
+        yield self._gradients.with_some(parameters_of(self._optimizer)), self._belongings
         for stepper in dict.fromkeys(attached.stepper for attached in self._every):
             if stepper is not self._stepper:
                 optimizer = stepper.optimizer()
-                yield list(parameters_of(optimizer)), _Belongings(optimizer)
+                yield self._gradients.with_some(parameters_of(optimizer)), _Belongings(optimizer)
 
     def _compare_pairs(self) -> None:
         """Nobody takes the step as a whole: the first of two that are stepped together comes out as by itself. Where

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from instep._arguments import path_of, require_flag
 from instep._optim.dtensor import is_sharded
-from instep._optim.kinds import has_ids
+from instep._optim.kinds import beside_parameters
 from instep._optim.values import bytes_of
 from instep.attachment import Attachment
 from instep.checkpoint import manifest as manifests
@@ -534,3 +534,9 @@ def _model_of(stages: tuple[int, ...], parts: Sequence[Json]) -> ModelRecord:
         tuple(common["previous_norms"]),
         tuple(None if one is None else DrawsRecord(*one) for one in common["draws"]),
     )
+
+
+def has_ids(state: Mapping[Any, Any], parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether what belongs to one of these parameters is under its ``id()``. A look for the parameter itself then finds
+    that number, of the same hash, and raises in comparing the two."""
+    return not {id(p) for p in parameters}.isdisjoint(beside_parameters(state))
