@@ -7,7 +7,7 @@ import torch
 from measure import ratio
 from one_device import PEERS, PLAIN, SIZES, Model, Plain, gpt, processor_times
 
-from instep._optim.parameters import MIB
+from instep.buckets import MIB
 from instep.demo.job import Shape
 from instep.planning.rehearse import LiveBytes
 

@@ -54,6 +54,7 @@ INTERRUPTED = "tests/parity/test_interrupted_step.py"
 IN_TRAINING = "tests/parity/test_found_in_training.py"
 JUDGED_RANKS = "tests/distributed/test_verdict_on_ranks.py"
 JUDGED_MORE = "tests/parity/test_judged_more.py"
+JUDGED_ON_RANKS = "tests/distributed/test_judged_on_ranks.py"
 JUDGED_FAR = "tests/parity/test_judged_far.py"
 BELONGINGS = "tests/parity/test_judged_belongings.py"
 PATCHED = "tests/parity/test_patched.py"
@@ -5445,6 +5446,86 @@ MUTANTS = [
         "type(entry)",
         BELONGINGS,
         "state_that_it_moves",
+    ),
+    Mutant(
+        "contents: memory that NumPy has had is not resized any more",
+        "_digest_of_memory",
+        "bits.clone().numpy()",
+        "bits.contiguous().numpy()",
+        BELONGINGS,
+        "resized_afterwards",
+    ),
+    Mutant(
+        "contents: memory that may not be written is written",
+        "_OfMemory.write",
+        "alias.untyped_storage().resizable() or ",
+        "True or ",
+        BELONGINGS,
+        "only_be_read",
+    ),
+    Mutant(
+        "contents: memory that may not be written is disturbed",
+        "disturb",
+        "kind is _OfMemory and tensor.untyped_storage().resizable()",
+        "kind is _OfMemory",
+        BELONGINGS,
+        "only_be_read",
+    ),
+    Mutant(
+        "contents: an array that may not be written is put back",
+        "Contents._copied",
+        " if value.flags.writeable else lambda: value",
+        "",
+        BELONGINGS,
+        "odd_kinds",
+    ),
+    Mutant(
+        "contents: equal objects are others",
+        "_Digests._inside",
+        "elif not is_closed(value) and is_compared_by_value(value):",
+        "elif False:",
+        BELONGINGS,
+        "odd_kinds",
+    ),
+    Mutant(
+        "contents: what is made for a function anew is another one",
+        "_Digests._inside",
+        "elif isinstance(value, (partial, slice)):",
+        "elif False:",
+        BELONGINGS,
+        "odd_kinds",
+    ),
+    Mutant(
+        "values: NumPy's numbers can be changed in place",
+        "is_immutable",
+        'type(value).__module__ == "numpy" and',
+        "False and",
+        BELONGINGS,
+        "odd_kinds",
+    ),
+    Mutant(
+        "undo: a bucket that runs is stepped, and not put back",
+        "TrialWrites._used",
+        "                stepper.own_object.refuse_use()",
+        "                pass",
+        BELONGINGS,
+        "begins_late",
+    ),
+    Mutant(
+        "judge: what has no gradient is disturbed",
+        "_Gradients.with_some",
+        "self._of.get(id(p), (p, None))[1] is not None",
+        "True",
+        BELONGINGS,
+        "not_disturbed",
+    ),
+    Mutant(
+        "judge: collectives in step() are not counted",
+        "PartsOfUpdate._take_part",
+        "count_of_collectives() != sent and",
+        "False and",
+        JUDGED_ON_RANKS,
+        "that_communicates",
     ),
 ]
 

@@ -6,11 +6,16 @@ import os
 import random
 import signal
 import threading
+import warnings
 import weakref
 from array import array
 from collections.abc import Callable, Iterator
+from datetime import timedelta
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -601,3 +606,121 @@ def test_another_thread_may_evaluate_the_model_meanwhile() -> None:
         for i in range(2):
             usual(model, optimizer, i)
     assert not failed
+
+
+# Values and memory of odd kinds.
+
+
+class HoldsNew(Momentum):
+    """Equal values, but new objects in each step."""
+
+    def update(self, p: Any) -> None:
+        super().update(p)
+        entry = self.state[p]
+        entry["odd"] = [Decimal(1), timedelta(1), range(2), slice(1), functools.partial(max, 1), np.float32(1)]
+        self.param_groups[0]["last"] = np.int64(3)
+
+
+class Resizes(Momentum):
+    """Scratch memory, for each parameter."""
+
+    def made(self) -> None:
+        self.scratch = torch.empty(0)
+
+    def update(self, p: Any) -> None:
+        self.scratch.resize_(p.numel()).copy_(p.grad.flatten())
+        history = self.state[p].setdefault("history", torch.empty(0))
+        history.resize_(history.numel() + 1)[-1] = 1.0
+        super().update(p)
+
+
+class Frees(Momentum):
+    """A workspace in state, whose memory is given back after each update."""
+
+    def update(self, p: Any) -> None:
+        work = self.state[p].setdefault("work", torch.empty_like(p))
+        work.untyped_storage().resize_(work.nbytes)
+        work.copy_(p.grad)
+        super().update(p)
+        work.untyped_storage().resize_(0)
+
+
+class ReadOnlyArray(Momentum):
+    def update(self, p: Any) -> None:
+        table = self.state[p].setdefault("table", np.ones(3))
+        table.flags.writeable = False
+        super().update(p)
+        p.mul_(float(table[0]))
+
+
+@each_way
+@pytest.mark.parametrize("kind", [HoldsNew, Resizes, Frees, ReadOnlyArray])
+def test_values_and_memory_of_odd_kinds(kind: type[Momentum], way: str) -> None:
+    require_same(of_parameters(kind), way)
+
+
+@pytest.mark.parametrize("way", ["backward", "undo"])
+def test_memory_of_weights_can_be_resized_afterwards(way: str) -> None:
+    model = layers()
+    optimizer = Momentum(model.parameters())
+    with own_steps_are_judged(), instep.attach(model, optimizer, **WAYS[way]):
+        for i in range(2):
+            usual(model, optimizer, i)
+    tensors = [*model.parameters(), *(value for entry in optimizer.state.values() for value in entry.values())]
+    assert all(tensor.untyped_storage().resizable() for tensor in tensors)
+
+
+@pytest.mark.parametrize("way", ["backward", "undo"])
+def test_memory_that_may_only_be_read(way: str, tmp_path: Path) -> None:
+    """A table in a mapped file, which nobody may write: not even what it holds."""
+    np.save(tmp_path / "table.npy", np.full(4, 0.5, dtype=np.float32))
+    mapped = np.load(tmp_path / "table.npy", mmap_mode="r")
+
+    class Reads(Momentum):
+        def update(self, p: Any) -> None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that it is not writable
+                table = self.state[p].setdefault("table", torch.from_numpy(mapped))
+            super().update(p)
+            p.mul_(1 - 1e-3 * table[0])
+
+    require_same(of_parameters(Reads), way)
+
+
+class LooksLate(Momentum):
+    """At all weights, from its fourth step on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.steps = model, 0
+        super().__init__(model.parameters())
+
+    def begin(self) -> None:
+        self.steps += 1
+
+    def update(self, p: Any) -> None:
+        if self.steps > 3:
+            assert all(bool(q.isfinite().all()) for q in self.model.parameters())
+        super().update(p)
+
+
+def test_a_look_at_all_weights_that_begins_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bucket that runs was stepped, and not put back."""
+    monkeypatch.setitem(WAYS, "undo", {**WAYS["undo"], "bucket_bytes": 1})
+    require_same(LooksLate, "undo")
+
+
+def test_what_has_no_gradient_is_not_disturbed() -> None:
+    model, seen = layers(), set()
+    frozen = nn.Parameter(torch.full((2,), 100.0), requires_grad=False)
+    model.register_parameter("frozen", frozen)
+
+    class Looks(Momentum):
+        def begin(self) -> None:
+            seen.add(float(alias[0]))
+
+    alias = frozen.detach()
+    optimizer = Looks(model.parameters())
+    with own_steps_are_judged(), instep.attach(model, optimizer, **WAYS["backward"]):
+        for i in range(2):
+            usual(model, optimizer, i)
+    assert seen == {100.0}

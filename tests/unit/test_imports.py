@@ -14,6 +14,7 @@ ALLOWED = {
     "errors": set(),
     "comm_hooks": set(),
     "_signals": set(),
+    "buckets": set(),
     "_arguments": {
         "errors",
     },
@@ -21,10 +22,12 @@ ALLOWED = {
         "errors",
     },
     "_optim": {
+        "buckets",
         "errors",
         "_torch",
     },
     "_ranks": {
+        "buckets",
         "_torch",
         "errors",
         "_optim",
@@ -36,6 +39,7 @@ ALLOWED = {
         "_ranks",
     },
     "_step": {
+        "buckets",
         "errors",
         "_torch",
         "_optim",
@@ -43,12 +47,14 @@ ALLOWED = {
         "_gradients",
     },
     "sources": {
+        "buckets",
         "errors",
         "_torch",
         "_optim",
         "_step",
     },
     "sources.ddp": {
+        "buckets",
         "errors",
         "comm_hooks",
         "_torch",
@@ -57,6 +63,7 @@ ALLOWED = {
         "sources",
     },
     "sources.cross_iteration": {
+        "buckets",
         "errors",
         "comm_hooks",
         "_torch",
@@ -67,6 +74,7 @@ ALLOWED = {
         "sources.ddp",
     },
     "sources.zero": {
+        "buckets",
         "errors",
         "comm_hooks",
         "_torch",
@@ -77,6 +85,7 @@ ALLOWED = {
         "sources.ddp",
     },
     "sources.replicate": {
+        "buckets",
         "errors",
         "comm_hooks",
         "_torch",
@@ -87,12 +96,14 @@ ALLOWED = {
         "sources.ddp",
     },
     "sources.fsdp": {
+        "buckets",
         "errors",
         "_torch",
         "_optim",
         "sources",
     },
     "options": {
+        "buckets",
         "errors",
         "_torch",
         "_optim",
@@ -135,6 +146,7 @@ ALLOWED = {
         "_version",
     },
     "_wiring": {
+        "buckets",
         "errors",
         "_torch",
         "_optim",
@@ -162,6 +174,7 @@ ALLOWED = {
         "_wiring",
     },
     "attachment": {
+        "buckets",
         "errors",
         "_arguments",
         "_torch",
@@ -230,6 +243,7 @@ ALLOWED = {
         "attaching",
     },
     "planning": {
+        "buckets",
         "errors",
         "_optim",
         "_gradients",

@@ -67,10 +67,8 @@ def _referred_by(value: Any) -> Iterable[Any]:
 
 def is_of_torch(value: object) -> bool:
     """Whether its class is one of torch's own: not an optimizer, a scheduler, or a tensor. So are instep's."""
-    module = f"{type(value).__module__}."
-    return module.startswith("instep.") or (
-        module.startswith("torch.") and not module.startswith(("torch.optim.", "torch._tensor", "torch.nn."))
-    )
+    module, open_in_torch = f"{type(value).__module__}.", ("torch.optim.", "torch._tensor", "torch.nn.")
+    return module.startswith(("torch.", "instep.")) and not module.startswith(open_in_torch)
 
 
 def is_generator(value: Any) -> bool:

@@ -21,15 +21,7 @@ from instep._optim.owners import (
     in_two_parts,
     state_is_kept,
 )
-from instep._optim.parameters import (
-    GRADIENT,
-    AttachedParameter,
-    AttachedParameters,
-    Bucket,
-    bucket_bytes_for,
-    fill_buckets,
-    shard_of_gradient,
-)
+from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, shard_of_gradient
 from instep._optim.stepper import Stepper
 from instep._step.deferred_buckets import gradients_in, in_grad
 from instep._step.schedule import InFlightBucket
@@ -39,6 +31,7 @@ from instep._torch.lifetime import WeakMethod
 from instep._torch.placeholders import HeldGradient, Placeholder
 from instep._torch.versions import are_plain, memory_of
 from instep._torch.watch import plain_type
+from instep.buckets import Bucket, bucket_bytes_for, fill_buckets
 
 # ``schedule="forward"``: in which order the model reads its parameters, and under which of torch's switches.
 

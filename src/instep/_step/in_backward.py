@@ -9,14 +9,7 @@ from typing import Any
 import torch
 
 from instep._gradients.scaling import LossScale, Policy
-from instep._optim.parameters import (
-    GRADIENT,
-    AttachedParameter,
-    AttachedParameters,
-    ParameterSpec,
-    all_there,
-    require_in_place,
-)
+from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, all_there, require_in_place
 from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo
 from instep._ranks.votes import error_of
@@ -43,6 +36,7 @@ from instep._torch.engine import (
 )
 from instep._torch.lifetime import WeakMethod, owe, settled
 from instep._torch.placeholders import ACCUMULATE, CONVERSION, DETACH, NEW_LIKE, ZERO, ZeroedGradient
+from instep.buckets import ParameterSpec
 from instep.errors import AccumulationError, InstepError, UncommittedStepError
 
 # ``schedule="backward"``, as sources of gradients see it: they offer final gradients, and hand over full buckets.

@@ -21,6 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.contents import Kept, copy_of, digest_of, digest_of_value, disturb, is_back, restore
+from instep._optim.dtensor import is_sharded
 from instep._optim.kinds import STEPPED_WHOLE, read_by_update
 from instep._optim.own_object import WRITES_UNSEEN, Beside, OwnObject, Tables, in_functions
 from instep._optim.parameters import AttachedParameter, AttachedParameters, calls_of
@@ -460,7 +461,8 @@ class PartsOfUpdate:
             self._witness = self._witness or (part, digests)
             if count_of_runs() != runs:
                 self.reason = self.reason or _RUNS_BACKWARD
-            if count_of_collectives() != sent:
+            # FSDP2's groups are stepped in one order on all ranks, and operations on DTensors communicate.
+            if count_of_collectives() != sent and not any(map(is_sharded, part.tensors())):
                 self.reason = self.reason or _COMMUNICATES
             if self.reason is None:
                 self._step_without_gradient(part, digests, returned)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from instep._optim.dtensor import is_sharded, local_numel, mesh_of, shard_of
 from instep._optim.local_shard import LocalShard
-from instep._optim.parameters import AttachedParameter, Attribute, ParameterSpec, require_unchanged
+from instep._optim.parameters import AttachedParameter, Attribute, require_unchanged
 from instep._optim.stepper import Stepper
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
@@ -38,6 +38,7 @@ from instep._torch.lifetime import weakly
 from instep._torch.placeholders import SpentGradient
 from instep._torch.watch import ModuleHooks
 from instep._wiring.weak_refs import Handles, WeakRefs, living_parameters
+from instep.buckets import ParameterSpec
 from instep.errors import (
     ConcurrentBackwardError,
     HyperparameterChangedError,

@@ -12,7 +12,7 @@ from time import perf_counter
 
 import torch
 
-from instep._optim.parameters import ParameterSpec, bucket_bytes_for, fill_buckets
+from instep.buckets import ParameterSpec, bucket_bytes_for, fill_buckets
 from instep.planning.job import (
     EVERYTHING,
     Estimate,

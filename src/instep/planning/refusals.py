@@ -20,9 +20,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from instep._gradients.clipping import ClipNorm, ClipValue
-from instep._optim.parameters import MIB
 from instep._optim.stepper import Stepper
 from instep.attaching import attach
+from instep.buckets import MIB
 from instep.errors import AttachError
 from instep.planning.job import EVERYTHING, Job, PlanError, Refusal
 from instep.planning.model import MakeOptimizer, PlannedModel

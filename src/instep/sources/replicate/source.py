@@ -18,9 +18,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from instep._optim.parameters import AttachedParameter, AttachedParameters, Bucket
+from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._ranks.collectives import broadcast, require_the_same
 from instep._torch.engine import Phase, current, graph_task
+from instep.buckets import Bucket
 from instep.errors import AttachError, InstepError, class_name
 from instep.sources import Sink, WrappedParameters, as_bucket, deliver, record_arrival, step_all
 from instep.sources.replicate.buckets import TransientBuckets
