@@ -4592,19 +4592,17 @@ MUTANTS = [
     Mutant(
         "own object: an update that raises leaves the bucket in the groups",
         "OwnObject._call",
-        "                return call(optimizer, members)\n        finally:\n            _put(whole)\n",
-        "                returned = call(optimizer, members)\n            _put(whole)\n"
-        "            return returned\n        finally:\n",
+        "            return returned\n        finally:\n            self._runs_on = None\n            _put(whole)\n",
+        "            _put(whole)\n            return returned\n        finally:\n            self._runs_on = None\n",
         JUDGED_MORE,
         "raises_leaves",
     ),
     Mutant(
         "own object: methods that see all parameters stay after an update that raises",
         "OwnObject._call",
-        "                return call(optimizer, members)\n        finally:\n"
+        "            return returned\n        finally:\n            self._runs_on = None\n"
         "            _put(whole)\n            for name, value in before:",
-        "                returned, then = call(optimizer, members), before\n"
-        "            return returned\n        finally:\n"
+        "            then = before\n            return returned\n        finally:\n            self._runs_on = None\n"
         "            _put(whole)\n            for name, value in locals().get('then', ()):",
         JUDGED_MORE,
         "raises_leaves",

@@ -61,8 +61,8 @@ def copy_of(tensor: torch.Tensor, host: bool) -> Kept:
         and tensor.layout is torch.strided
         and not (tensor.is_nested or tensor.is_meta or tensor.is_neg() or tensor._is_zerotensor())
         and tensor.is_contiguous()
+        and tensor.untyped_storage().nbytes() >= tensor.nbytes
     ):
-        require_memory(tensor)
         return _of_dense(tensor, host)  # as nearly all are
     # Some are watched: to be copied is no use of the values that anybody need be told of.
     with torch._C.DisableTorchFunctionSubclass():
@@ -94,12 +94,6 @@ def require_can_be_kept(tensor: torch.Tensor) -> None:
                 require_can_be_kept(inner)
 
 
-def require_memory(tensor: torch.Tensor) -> None:
-    """Raise ``TypeError`` if somebody has made its memory smaller than it is: to read it would end the process."""
-    if tensor.untyped_storage().nbytes() < tensor.nbytes and tensor.is_contiguous():
-        raise TypeError("a tensor whose memory was given back")
-
-
 def _kind_of(tensor: torch.Tensor) -> Callable[[torch.Tensor, bool], Kept]:
     if is_wrapper(tensor):
         return _OfWrapper
@@ -110,7 +104,8 @@ def _kind_of(tensor: torch.Tensor) -> Callable[[torch.Tensor, bool], Kept]:
     if tensor.is_quantized:
         raise TypeError(f"a tensor of the dtype {tensor.dtype}")
     if tensor.layout is torch.strided and not tensor._is_zerotensor():
-        require_memory(tensor)
+        if tensor.untyped_storage().nbytes() < tensor.nbytes and tensor.is_contiguous():
+            raise TypeError("a tensor whose memory was given back")  # to read it would end the process
         return _OfMemory
     if tensor.layout in _PARTS:
         return _OfSparse
