@@ -12,8 +12,10 @@ import warnings
 import weakref
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -613,6 +615,12 @@ def test_another_thread_may_evaluate_the_model_meanwhile() -> None:
 # Values and memory of odd kinds.
 
 
+@dataclass(frozen=True)
+class Version:
+    major: int
+    minor: int
+
+
 class HoldsNew(Momentum):
     """Equal values, but new objects in each step."""
 
@@ -620,7 +628,8 @@ class HoldsNew(Momentum):
         super().update(p)
         entry = self.state[p]
         entry["odd"] = [Decimal(1), timedelta(1), range(2), functools.partial(max, 1), np.float32(1)]
-        self.param_groups[0]["last"] = np.int64(3)
+        self.param_groups[0]["last"] = [np.int64(3), Decimal(1), Version(1, 2)]
+        self.last = (Fraction(1, 2), timedelta(1), Version(1, 2))
 
 
 class Resizes(Momentum):
@@ -660,7 +669,7 @@ class HoldsSlice(Momentum):
 
     def update(self, p: Any) -> None:
         super().update(p)
-        self.state[p]["columns"] = slice(len(self.state))
+        self.state[p]["columns"] = slice(1)
 
 
 @each_way

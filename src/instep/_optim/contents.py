@@ -26,6 +26,7 @@ from instep._optim.values import (
     has_buffer,
     inner_of,
     is_closed,
+    is_compared_by_value,
     is_filled,
     is_generator,
     is_immutable,
@@ -469,12 +470,6 @@ class Contents:
 
     def _filled(self, cell: Any) -> Restore | None:
         return self.of(cell.cell_contents) if is_filled(cell) else None
-
-
-def is_compared_by_value(value: Any) -> bool:
-    """Whether its class compares, and hashes, what it holds."""
-    kind: Any = type(value)
-    return kind.__eq__ is not object.__eq__ and kind.__hash__ is not None
 
 
 def _no_copy(tensor: torch.Tensor, host: bool) -> Kept:

@@ -130,6 +130,13 @@ def is_immutable(value: Any) -> bool:
     return type(value).__module__ == "numpy" and isinstance(value, sys.modules["numpy"].generic)
 
 
+def is_compared_by_value(value: Any) -> bool:
+    """Whether its class compares, and hashes, what it holds, of which nothing is known, or all is immutable."""
+    kind: Any = type(value)
+    compares = kind.__eq__ is not object.__eq__ and kind.__hash__ is not None
+    return compares and all(map(is_immutable, (attributes_of(value) or {}).values()))
+
+
 def is_plain(value: Any) -> bool:
     """Whether ``private`` copies all of it."""
     if type(value) in _NUMBERS:
@@ -211,10 +218,13 @@ class _Look:
             return value
         if isinstance(value, torch.Tensor):
             return _Itself(value) if isinstance(value, nn.Parameter) else _Values(value)
+        is_closed = depth == 0 or isinstance(value, _CLOSED)
+        items = None if is_closed else _items_of(value)
+        if items is None and not is_closed and is_compared_by_value(value):
+            return value
         if id(value) in self._seen:
             return self._seen[id(value)]
         self._seen[id(value)] = len(self._seen)
-        items = None if depth == 0 or isinstance(value, _CLOSED) else _items_of(value)
         if items is None or len(items) > self._left:
             return _Itself(value)
         self._left -= len(items)
@@ -329,8 +339,8 @@ def same(a: Any, b: Any, *, others: bool = False) -> bool:
         return False
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(same(*pair, others=others) for pair in zip(a, b, strict=True))
-    if isinstance(a, (*_IMMUTABLE, set, frozenset)):
-        return bool(a == b) or (a != a and b != b)
+    if is_immutable(a) or isinstance(a, (set, frozenset)) or is_compared_by_value(a):
+        return bool(a == b) or bool(a != a and b != b)
     return others
 
 
