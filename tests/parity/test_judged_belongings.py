@@ -591,11 +591,12 @@ def test_state_that_it_moves_of_others_is_told(way: str) -> None:
 
 def test_another_thread_may_evaluate_the_model_meanwhile() -> None:
     model, failed = layers(), []
+    batch = torch.ones(1, 4)  # made here: another thread has a default device of its own
 
     def evaluate() -> None:
         try:
             with torch.no_grad():
-                model(torch.ones(1, 4))
+                model(batch)
         except Exception as error:
             failed.append(error)
 

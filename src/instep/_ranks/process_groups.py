@@ -124,6 +124,7 @@ def count_of_collectives() -> int:
     count = 0
     if dist.is_available() and dist.is_initialized():
         for group in list(dist.distributed_c10d._world.pg_map):
-            with suppress(RuntimeError):  # of a backend that does not
-                count += group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+            for device in group._device_types:
+                with suppress(RuntimeError):  # of a backend that does not
+                    count += group._get_backend(device)._get_sequence_number_for_group()  # type: ignore[attr-defined]
     return count
