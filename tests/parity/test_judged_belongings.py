@@ -28,7 +28,7 @@ import instep
 from instep._optim import values
 from instep.errors import AttachError, UnsupportedOptimizerError
 from tests.judged import own_steps_are_judged
-from tests.parity.judged_loops import WAYS, Plain, each_way, layers, require_same, usual
+from tests.parity.judged_loops import WAYS, Plain, calls_while_judged, each_way, layers, require_same, usual
 
 SMALL = {"undo": {**WAYS["undo"], "bucket_bytes": 1}}
 """One bucket for each parameter."""
@@ -529,28 +529,15 @@ def test_nothing_is_disturbed_while_a_handler_runs() -> None:
     assert min(seen) > 1e-3
 
 
-def looks_at(count: int, monkeypatch: pytest.MonkeyPatch) -> int:
+def looks_at(count: int) -> int:
     """How many values are looked into while an optimizer over ``count`` layers is judged."""
     torch.manual_seed(0)
-    model = nn.ModuleList(nn.Linear(2, 2) for _ in range(count))
-    optimizer, looked, referred_by = Momentum(model.parameters()), 0, values._referred_by
-
-    def counted(value: Any) -> Any:
-        nonlocal looked
-        looked += 1
-        return referred_by(value)
-
-    with monkeypatch.context() as patched, own_steps_are_judged():
-        patched.setattr(values, "_referred_by", counted)
-        with instep.attach(model, optimizer, **WAYS["backward"]):
-            sum(one(torch.ones(2)).sum() for one in model).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return looked
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
+    return calls_while_judged(values, "_referred_by", model, Momentum(model.parameters()))
 
 
-def test_what_an_optimizer_reaches_is_walked_once_for_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    few, many = looks_at(8, monkeypatch), looks_at(64, monkeypatch)
+def test_what_an_optimizer_reaches_is_walked_once_for_all_parts() -> None:
+    few, many = looks_at(8), looks_at(64)
     assert 0 < many <= 8 * few
 
 

@@ -1,6 +1,6 @@
 """One real update of a foreign optimizer, and beside it each part of it: stepped alone by the same object, put back.
 
-A part finds what a bucket will find in backward: no other parameter has a gradient. It is taken
+A part finds what a bucket will find in backward: no other parameter has a gradient, and none may be used. It is taken
 
 - once: digests of what becomes of its parameters are kept, to be compared with what the whole update makes of them;
 - then without its gradient: ``step()`` after backward must change nothing;
@@ -169,9 +169,13 @@ class _Untouched:
         self.were_touched = False
         self._thread = threading.get_ident()
         self._watch = Watch(values=self._touched, gradient=self._touched)
-        # Of a class with values of its own torch does not tell who uses them.
-        self._parameters = [p for p in parameters if not hasattr(type(p), "__tensor_flatten__")]
+        self._parameters = self._watched(parameters)
         self._watch.start(self._parameters)
+
+    @staticmethod
+    def _watched(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Of a class with values of its own torch does not tell who uses them."""
+        return [p for p in parameters if not hasattr(type(p), "__tensor_flatten__")]
 
     def _touched(self, parameter: torch.Tensor, function: Any) -> None:
         # Another thread may evaluate the model meanwhile; and some make the state of all in their first step.
@@ -181,7 +185,7 @@ class _Untouched:
 
     @contextmanager
     def but(self, part: Sequence[torch.Tensor]) -> Iterator[None]:
-        some = [p for p in part if not hasattr(type(p), "__tensor_flatten__")]
+        some = self._watched(part)
         self._watch.stop(some)
         try:
             yield
