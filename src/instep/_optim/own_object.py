@@ -172,7 +172,7 @@ class OwnObject:
         devices = {memory_of(p).device for p in parameters_of(optimizer)}
         self._draws = None if may_draw else Generators.of(optimizer, devices, torchs_alone=True)
         self._instead = self._attributes_of_a_call(optimizer)
-        self._reached = [] if in_parts else reached_by(optimizer)
+        self._reached = [] if in_parts else reached_by(optimizer, layout)
         self.beside.begin(optimizer, layout)
 
     def step(self, update: Update, call: CallUpdate) -> None:
@@ -726,13 +726,18 @@ def _of_functions(optimizer: Optimizer) -> list[Any]:
 _HOLDERS = (torch.nn.Module, torch.Tensor, dict, list, tuple)
 
 
-def reached_by(optimizer: Optimizer) -> list[torch.Tensor]:
+def reached_by(optimizer: Optimizer, layout: GroupLayout) -> list[torch.Tensor]:
     """The optimizer's parameters to which its attributes, groups, shared state or methods refer too: nobody knows what
-    an update does with them."""
-    mine = set(map(id, parameters_of(optimizer)))
-    groups = (_but(group, PER_PARAMETER) for group in optimizer.param_groups)
-    owners = [read_by_update(optimizer), beside_parameters(optimizer.state), *_of_functions(optimizer), *groups]
-    return [value for value in reachable_values(owners, optimizer) if id(value) in mine]
+    an update does with them.
+
+    To look for them takes longer than a bucket, so they are looked for once for each ``layout``: a new one is made
+    where groups change, and before parts of an update are compared.
+    """
+    if layout.reached is None:
+        groups = (_but(group, PER_PARAMETER) for group in optimizer.param_groups)
+        owners = [read_by_update(optimizer), beside_parameters(optimizer.state), *_of_functions(optimizer), *groups]
+        layout.reached = [weakref.ref(v) for v in reachable_values(owners, optimizer) if layout.holds(v)]
+    return [parameter for one in layout.reached if (parameter := one()) is not None]
 
 
 # Memory of an accelerator that an update gives back, while the side stream still reads it.

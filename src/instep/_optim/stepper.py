@@ -239,7 +239,7 @@ class Stepper:
 
     def _begin(self, optimizer: Optimizer, *, in_parts: bool = False) -> _RunningStep:
         """A step begins: choose the stages of its updates."""
-        if not self._layout.is_of(optimizer.param_groups):
+        if in_parts or not self._layout.is_of(optimizer.param_groups):
             self._layout = GroupLayout(self.name, optimizer.param_groups)
             self._kind = _kind_of(optimizer)
         known = not self.is_foreign

@@ -297,7 +297,7 @@ class UndoCopies(Stage):
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
         if not is_torchs_own(optimizer):
-            self._reached = reached_by(optimizer)
+            self._reached = reached_by(optimizer, layout)
             self._copies.keep_others(optimizer)
 
     def forget(self) -> None:

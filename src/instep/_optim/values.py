@@ -9,7 +9,19 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinMethodType,
+    ClassMethodDescriptorType,
+    FunctionType,
+    GenericAlias,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    MethodType,
+    ModuleType,
+    UnionType,
+    WrapperDescriptorType,
+)
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +34,18 @@ from instep._torch.versions import is_pinned, memory_of, version_of
 
 
 _NUMBERS = frozenset({bool, int, float, str, type(None)})
+_REFER_TO_NOTHING = _NUMBERS | {
+    *(UnionType, GenericAlias),
+    *(MethodDescriptorType, WrapperDescriptorType, ClassMethodDescriptorType, GetSetDescriptorType),
+    MemberDescriptorType,
+}
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def reachable_values(owners: Iterable[object], but: object = None) -> Iterator[Any]:
     """``owners`` and all that they refer to through containers, attributes, weak references, and what functions of
-    theirs enclose or are given. Numbers are left out; tensors, classes, Python's modules and objects of torch's are not
-    looked into, nor is what a ``Module`` holds but parameters.
+    theirs enclose or are given. Numbers and descriptors are left out; tensors, classes, Python's modules and objects of
+    torch's are not looked into, nor is what a ``Module`` holds but parameters.
 
     Args:
         but: what is not looked into either: an optimizer to which its own functions refer.
@@ -37,7 +54,7 @@ def reachable_values(owners: Iterable[object], but: object = None) -> Iterator[A
     left = list(owners)
     while left:
         value = left.pop()
-        if type(value) in _NUMBERS or id(value) in seen:
+        if type(value) in _REFER_TO_NOTHING or id(value) in seen:
             continue
         seen.add(id(value))
         yield value
@@ -53,7 +70,7 @@ def _referred_by(value: Any) -> Iterable[Any]:
         return value.values()
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         return value
-    if isinstance(value, MethodType):
+    if isinstance(value, (MethodType, BuiltinMethodType)):
         return (value.__self__,)
     if isinstance(value, FunctionType):
         cells = (cell.cell_contents for cell in value.__closure__ or () if is_filled(cell))
@@ -385,8 +402,7 @@ def has_buffer(value: Any) -> bool:
 
 
 def attributes_of(value: Any) -> dict[Any, Any] | None:
-    names = {name for cls in type(value).__mro__ for name in _slots_of(cls)}
-    found = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    found = {name: getattr(value, name) for name in _slots_of(type(value)) if hasattr(value, name)}
     found.update(getattr(value, "__dict__", {}))
     return found or None
 
@@ -396,13 +412,24 @@ def is_closed(value: Any) -> bool:
     return isinstance(value, _CLOSED)
 
 
+_SLOTS: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
+"""By class: what ``_slots_of`` has found, asked for each value of each step."""
+
+
 def _slots_of(cls: type) -> tuple[str, ...]:
+    """The names of its slots, and of the classes that it is made of. Python looks at ``__slots__`` once, too."""
+    if (known := _SLOTS.get(cls)) is None:
+        known = _SLOTS[cls] = tuple(dict.fromkeys(name for base in cls.__mro__ for name in _own_slots_of(base)))
+    return known
+
+
+def _own_slots_of(cls: type) -> Iterator[str]:
     slots = vars(cls).get("__slots__", ())
-    slots = (slots,) if isinstance(slots, str) else tuple(slots)
     # As Python names those that begin with two underscores.
     private_to = f"_{cls.__name__.lstrip('_')}"
-    mangled = (f"{private_to}{s}" if s.startswith("__") and not s.endswith("__") else s for s in slots)
-    return tuple(s for s in mangled if s not in ("__dict__", "__weakref__"))
+    for name in (slots,) if isinstance(slots, str) else tuple(slots):
+        if name not in ("__dict__", "__weakref__"):
+            yield f"{private_to}{name}" if name.startswith("__") and not name.endswith("__") else name
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
