@@ -473,6 +473,8 @@ class _Place:
     def put_all_back(self) -> None:
         """Also what ``changed`` does not look into."""
         self.take_back(self._mine().keys() | self._values.keys())
+        # What was put back was written: of a large tensor a fingerprint knows no more than how often.
+        self._looks = {key: fingerprint(self.mapping[key]) for key in self._looks}
 
     def take_back(self, changed: Iterable[Any]) -> None:
         for key in changed:
@@ -646,8 +648,11 @@ def _but(values: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
 def _memory_of_parameters(optimizer: Optimizer) -> frozenset[int]:
     """The memory of parameters and of all tensors in their state."""
     tensors = [*parameters_of(optimizer)]
-    for parameter in parameters_of(optimizer):
-        tensors += held_in(dict(optimizer.state.get(parameter) or {}), (torch.Tensor,))
+    mine = set(map(id, tensors))
+    # Not looked up: a state that has the id() of a parameter as a key raises, for torch compares the two.
+    for key, entry in optimizer.state.items():
+        if id(key) in mine:
+            tensors += held_in(entry, (torch.Tensor,))
     return frozenset(map(_memory, tensors))
 
 

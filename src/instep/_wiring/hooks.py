@@ -558,7 +558,9 @@ class ForwardHooks:
 
     def _look(self) -> None:
         """Raise if the parameters are not those that were attached any more. Take in those that were added."""
-        if torch.is_grad_enabled():  # else others may stand in for a moment, as a target network's, and none is trained
+        # Without gradients others may stand in for a moment, as a target network's, and none is trained. And torch.jit
+        # notes what is read while it traces, and traces once more without gradients, to compare the two.
+        if torch.is_grad_enabled() and not torch.jit.is_tracing():
             require_unchanged(self._schedule.parameters)
         if self._schedule.state != "open":
             self._late.adopt()
