@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from instep._optim.belongings import BelongingsGuard
 from instep._optim.contents import Contents, Restore, digest_of_value, put_dict
 from instep._optim.guards import Entry
 from instep._optim.kinds import (
@@ -134,6 +135,7 @@ class OwnObject:
 
     Attributes:
         beside: what the object holds beside parameters and their state.
+        belongings: looks at what is kept of single parameters.
         notes: whether what an update has made of other values is what the step leaves.
         returned: what the last ``step()`` has returned.
         wrote: whether the last ``step()`` without notes has written parameters that it was given.
@@ -149,6 +151,7 @@ class OwnObject:
         self._instead: dict[str, Any] = {}
         self._reached: list[torch.Tensor] = []
         self.beside = Beside(name)
+        self.belongings = BelongingsGuard(name)
         self.notes = True
         self.returned: Any = None
         self.wrote = self.gave_back = False
@@ -240,6 +243,7 @@ class OwnObject:
     def forget(self) -> None:
         """The step is over."""
         self.beside.forget()
+        self.belongings.forget()
         self.returned, self.gave_back, self._instead, self._reached, self._draws = None, False, {}, [], None
 
     def _call(self, optimizer: Optimizer, members: Sequence[Members], tensors: Sequence[Any], call: CallUpdate) -> Any:
@@ -618,12 +622,16 @@ class Beside:
     def require_unchanged(self) -> None:
         """Raise ``HyperparameterChangedError`` if ``optimizer.step()`` would find other attributes than buckets have
         found. Of the settings in groups ``SettingsGuard`` says so."""
-        for place in self._others:
-            for key in place.changed():
-                raise HyperparameterChangedError(
-                    f"{place.where} {key!r} of {self._name} was changed after backward had already stepped parameters "
-                    "with what it was. Change it after optimizer.step() or before backward(), not in between"
-                )
+        if (what := self.changed()) is not None:
+            raise HyperparameterChangedError(
+                f"{what} of {self._name} was changed after backward had already stepped parameters with what it was. "
+                "Change it after optimizer.step() or before backward(), not in between"
+            )
+
+    def changed(self) -> str | None:
+        """An attribute that is not what it was, in words; ``None``: none."""
+        found = (f"{place.where} {key!r}" for place in self._others for key in place.changed())
+        return next(found, None)
 
     def differs(self) -> str | None:
         """What ``step()`` has left otherwise than buckets have, in words; ``None``: nothing."""
@@ -680,16 +688,22 @@ class Tables:
         found = (table for m in every.values() for table in (m._parameters, m._buffers, vars(m)))
         self._before: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in found]
 
+    def have_changed(self) -> bool:
+        return next(self._changed(), None) is not None
+
     def put_back(self) -> bool:
         """Whether one had changed."""
-        changed = False
+        changed = list(self._changed())
+        for table, before in changed:
+            table.update(before)
+            for name in table.keys() - before.keys():
+                del table[name]
+        return bool(changed)
+
+    def _changed(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         for table, before in self._before:
             if table.keys() != before.keys() or not all(map(is_, map(table.get, before), before.values())):
-                table.update(before)
-                for name in table.keys() - before.keys():
-                    del table[name]
-                changed = True
-        return changed
+                yield table, before
 
 
 def _modules_of(optimizer: Optimizer) -> Iterator[torch.nn.Module]:

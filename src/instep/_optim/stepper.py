@@ -252,6 +252,7 @@ class Stepper:
             stages.append(self.offloaded)
         if not known:
             self.own_object = self.own_object or OwnObject(self.name)
+            stages += [] if in_parts else [self.own_object.belongings]
             self.own_object.begin(optimizer, self._layout, may_draw=self.draws is not None, in_parts=in_parts)
             if self.draws is not None:
                 stages.append(self.draws)
@@ -366,14 +367,12 @@ class Stepper:
     def was_stopped(self) -> bool:
         """Whether the ``step()`` that was begun last, and has not been committed, does not run any more: an error or
         Ctrl-C has ended it. ``False`` also where torch.compile hides it."""
-        optimizer = self._optimizer()
-        return self._call_is_seen and not (optimizer is not None and is_in_step(optimizer))
+        return self._call_is_seen and not self.is_stepping
 
     @property
     def runs(self) -> bool:
         """Whether the ``step()`` that was begun last is running: what is asked this has been called by its closure."""
-        optimizer = self._optimizer()
-        return self._call_is_seen and optimizer is not None and is_in_step(optimizer)
+        return self._call_is_seen and self.is_stepping
 
     @property
     def is_stepping(self) -> bool:

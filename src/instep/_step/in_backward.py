@@ -77,7 +77,11 @@ class BucketSink(Schedule):
             # threads may count, they are in hooks of ``LocalSource``, which hold the lock already.
             step.has_gradients = True
             leaves_all = step.accumulation.kept or (step.judge is not None and step.judge.leaves_all)
-            if step.accumulation.count() or (leaves_all and not step.members.applied):
+            if step.accumulation.count():
+                return False
+            if leaves_all and not step.members.applied:
+                if step.judge is not None:
+                    step.judge.come(parameters)
                 return False
         with step.lock:
             if step.ledger.torn is not None:

@@ -30,6 +30,7 @@ from instep._optim.kinds import STEPPED_WHOLE
 from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._optim.shadow import parameters_of
 from instep._optim.stepper import Stepper
+from instep._step.arrivals import Arrivals
 from instep._step.parts import HOOKS, PartsOfUpdate
 from instep._step.state import gradient_of
 from instep._torch.hooks import has_global_step_hooks
@@ -50,12 +51,14 @@ class _Met:
         unproved: the optimizers that are compared.
         compared: parameters, by their indices.
         requiring: those that required a gradient when all began.
+        arrivals: of a step that is left: what there was as gradients arrived.
     """
 
     def __init__(self) -> None:
         self.unproved: set[Stepper] = set()
         self.compared: set[int] = set()
         self.requiring: set[int] = set()
+        self.arrivals: dict[Stepper, Arrivals] = {}
 
     def is_new(self, bucket: AttachedParameters) -> bool:
         """Whether a parameter in it was never compared."""
@@ -105,6 +108,7 @@ class Judge:
 
     def look(self, every: Iterable[AttachedParameter]) -> None:
         """A forward begins."""
+        self._met.arrivals.clear()
         if self.verdict is not None or not self._met.unproved or not self._in_parts:
             return
         requiring = {a.spec.index for a in every if a.get().requires_grad}
@@ -141,7 +145,16 @@ class Judge:
         self._meets_new |= is_new
         leaves = is_new or not all(map(set(bucket.indices).isdisjoint, self._apart))
         self._steps_others |= not leaves
+        if leaves:
+            self.come(bucket)
         return leaves
+
+    def come(self, parameters: AttachedParameters) -> None:
+        """Their gradients have arrived, and are left to ``optimizer.step()``."""
+        for stepper in parameters.steppers if self.verdict is None else ():
+            if stepper in self._met.unproved:
+                arrivals = self._met.arrivals.get(stepper) or self._met.arrivals.setdefault(stepper, Arrivals(stepper))
+                arrivals.come(a.get() for a in parameters if a.stepper is stepper)
 
     # Around ``optimizer.step()``.
 
@@ -175,10 +188,12 @@ class Judge:
             return
         in_pairs = stepper.steps_every_parameter or any(a.is_divided for a in there)
         running = PartsOfUpdate(stepper, parts, every)
+        arrivals = self._met.arrivals.pop(stepper, None)
         running.take(
             twice=bool(self.due.get(stepper)) and stepper.is_foreign,
             is_warm=stepper in self._is_warm,
             in_pairs=in_pairs,
+            reason=None if arrivals is None else arrivals.differ(),
         )
         if in_pairs and running.reason is not None:
             raise UnsupportedOptimizerError(f"{stepper.name}: {running.reason}. {STEPPED_WHOLE}")
@@ -230,6 +245,7 @@ class Judge:
     def forget(self) -> None:
         """The running step was none, or is given up."""
         self._running.clear()
+        self._met.arrivals.clear()
         self._apart, self._steps_others, self._meets_new = [], False, False
 
     def __str__(self) -> str:

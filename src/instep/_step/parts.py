@@ -13,13 +13,14 @@ Memory: one part, and what the optimizer refers to beside its groups.
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
+from instep._optim.belongings import kept_of, mappings_of, mappings_with
 from instep._optim.contents import Kept, copy_of, digest_of, digest_of_value, disturb, is_back, restore
 from instep._optim.dtensor import is_sharded
 from instep._optim.kinds import STEPPED_WHOLE, read_by_update
@@ -28,7 +29,7 @@ from instep._optim.parameters import AttachedParameter, AttachedParameters, call
 from instep._optim.random_numbers import Generators
 from instep._optim.shadow import parameters_of
 from instep._optim.stepper import Stepper
-from instep._optim.undo import BeforeUpdate, KeptByParameter, mappings_of
+from instep._optim.undo import BeforeUpdate, KeptByParameter
 from instep._optim.values import address_of, held_in, is_immutable, is_of_torch, reachable_values, values_differ
 from instep._ranks.process_groups import count_of_collectives
 from instep._step.state import gradient_of
@@ -69,7 +70,7 @@ class _Belongings:
         self.mappings = mappings_of(optimizer)
 
     def digest(self, parameter: torch.Tensor) -> Digest:
-        entry, elsewhere = self._optimizer.state.get(parameter), self._elsewhere(parameter)
+        entry, elsewhere = self._optimizer.state.get(parameter), kept_of(parameter, self.mappings)
         is_empty = entry is None or (isinstance(entry, Mapping) and not entry)
         return Digest(
             digest_of(parameter),
@@ -80,41 +81,17 @@ class _Belongings:
     def tensors(self, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
         """The parameter, and what belongs to it."""
         yield parameter
-        yield from held_in([self._optimizer.state.get(parameter), *self._elsewhere(parameter)], (torch.Tensor,))
+        kept = kept_of(parameter, self.mappings).values()
+        yield from held_in([self._optimizer.state.get(parameter), *kept], (torch.Tensor,))
 
     def numbers(self, parameter: torch.Tensor) -> Iterator[tuple[MutableMapping[Any, Any], Any, Any]]:
         """Python's numbers among it: where each is, under which key, and which."""
         entry = self._optimizer.state.get(parameter)
-        held = [*self._with(parameter), *(one for one in (entry, vars(parameter)) if isinstance(one, MutableMapping))]
+        own = (one for one in (entry, vars(parameter)) if isinstance(one, MutableMapping))
+        held = [*mappings_with(parameter, self.mappings), *own]
         for mapping in held:
             keys: list[Any] = [parameter] if parameter in mapping else [key for key in mapping if isinstance(key, str)]
             yield from ((mapping, key, mapping[key]) for key in keys if isinstance(mapping[key], (int, float)))
-
-    def _with(self, parameter: torch.Tensor) -> Iterator[MutableMapping[Any, Any]]:
-        """The mappings in which something is kept by it."""
-        for mapping in self.mappings:
-            with suppress(RuntimeError):  # a number of the same hash is there, and torch compares the two
-                if parameter in mapping:
-                    yield mapping
-
-    def _elsewhere(self, parameter: torch.Tensor) -> list[Any]:
-        found = [mapping[parameter] for mapping in self._with(parameter)]
-        if not hasattr(type(parameter), "__tensor_flatten__"):  # whose values are in its attributes
-            kinds = (torch.Tensor, list, tuple, dict, set)
-            found += [
-                (name, value)
-                for name, value in vars(parameter).items()
-                # torch.compile marks tensors that it has seen.
-                if (is_immutable(value) or isinstance(value, kinds)) and not name.startswith("_dynamo_")
-            ]
-        return found
-
-
-def _has_moved(before: Digest, after: Digest) -> bool:
-    """Whether one was changed by an update without gradient. What was not there may have been made."""
-    return before.values != after.values or any(
-        then is not None and then != now for then, now in zip(before[1:], after[1:], strict=True)
-    )
 
 
 class _Gradients:
@@ -315,17 +292,21 @@ class PartsOfUpdate:
 
     # Before the update.
 
-    def take(self, *, twice: bool, is_warm: bool, in_pairs: bool) -> None:
+    def take(self, *, twice: bool, is_warm: bool, in_pairs: bool, reason: str | None) -> None:
         """Step each part alone, and put it back.
 
         Args:
             twice: each of them, also while others hold other values.
             is_warm: whether all that the update compiles was compiled by an earlier one.
             in_pairs: compare each part with itself stepped together with the next one.
+            reason: why they would come out otherwise in backward, in words, if that is known: none is stepped.
 
         Raises:
             UnsupportedOptimizerError: it keeps what cannot be put back. Nothing of the step is written.
         """
+        if reason is not None:
+            self.reason = reason
+            return
         # Versions do not tell: what is written through ``.data`` counts nothing.
         before = {id(p): self._belongings.digest(p) for p in parameters_of(self._optimizer)}
         keys = set(map(id, self._optimizer.state))
