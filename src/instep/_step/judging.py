@@ -201,6 +201,15 @@ class Judge:
             running.only_counts()
         self._running[stepper] = running
 
+    def wants_whole(self, stepper: Stepper) -> bool:
+        """Parts of the update that is about to be taken are known to come out otherwise than the whole: whether buckets
+        of it were stepped in backward on trial, and are now to be put back."""
+        running = self._running.get(stepper)
+        if running is None or running.reason is None or not self._steps_others:
+            return False
+        self._steps_others = False
+        return True
+
     def after_update(self, stepper: Stepper) -> UnsupportedOptimizerError | None:
         """``step()`` has returned. The error that tears the step, where a part of it was taken in backward, and should
         not have been."""

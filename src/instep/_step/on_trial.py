@@ -629,6 +629,9 @@ class TrialWrites(Writes):
             self.tear(error)
             raise
         step.before_update(stepper, left)
+        if step.judge is not None and step.judge.wants_whole(stepper):
+            self._rollback()
+            left = step.members.left_by(stepper)
         rest = self._rest_of(stepper, left)
         self._save_rest(stepper, left)
         return rest
