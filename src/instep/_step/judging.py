@@ -129,8 +129,7 @@ class Judge:
         self._apart, self._steps_others, self._meets_new = [], False, False
         for stepper in self.due if self.verdict is None else ():
             if has_global_step_hooks():
-                self._objects = True
-                self.object(f"{stepper.name}: {HOOKS}")
+                self._objects_to(stepper, HOOKS)
         if number % EVERY == 0 and len(every := [*buckets]) > 1:
             first = number // EVERY % (len(every) - 1)
             self._apart = every[first : first + 2]
@@ -207,7 +206,7 @@ class Judge:
         running = self._running.get(stepper)
         if running is None or running.reason is None or not self._steps_others:
             return False
-        self._steps_others = False
+        self._objects_to(stepper, running.reason)
         return True
 
     def after_update(self, stepper: Stepper) -> UnsupportedOptimizerError | None:
@@ -219,8 +218,7 @@ class Judge:
             return None
         self._compared = True
         if (reason := running.compare()) is not None:
-            self.object(f"{stepper.name}: {reason}")
-            self._objects = True
+            self._objects_to(stepper, reason)
             if self._steps_others:
                 return UnsupportedOptimizerError(
                     f"{stepper.name} has begun to couple parameters: {reason}. Backward had stepped the other buckets "
@@ -240,6 +238,10 @@ class Judge:
         objects, self._objects = self._objects, False
         self.has_compared, self._compared = self._compared, False
         return objects
+
+    def _objects_to(self, stepper: Stepper, reason: str) -> None:
+        self.object(f"{stepper.name}: {reason}")
+        self._objects = True
 
     def object(self, reason: str) -> None:
         """From now on every step is left to ``optimizer.step()``."""
