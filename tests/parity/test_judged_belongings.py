@@ -620,6 +620,14 @@ class HoldsNew(Momentum):
         self.last = (Fraction(1, 2), timedelta(1), Version(1, 2))
 
 
+class HoldsHandle(Momentum):
+    """A hook's handle, which refers weakly to a dict that nobody can hash."""
+
+    def made(self) -> None:
+        self.layer = nn.Linear(1, 1)
+        self.handle = self.layer.register_forward_hook(lambda *call: None)
+
+
 class Resizes(Momentum):
     """Scratch memory, for each parameter."""
 
@@ -661,7 +669,9 @@ class HoldsSlice(Momentum):
 
 
 @each_way
-@pytest.mark.parametrize(("kind", "is_left"), [(HoldsNew, False), (Resizes, True), (ReadOnlyArray, False)])
+@pytest.mark.parametrize(
+    ("kind", "is_left"), [(HoldsNew, False), (HoldsHandle, False), (Resizes, True), (ReadOnlyArray, False)]
+)
 def test_values_and_memory_of_odd_kinds(kind: type[Momentum], is_left: bool, way: str) -> None:
     judged = require_same(of_parameters(kind), way).judged
     assert bool(judged) == (is_left and way != "default"), judged

@@ -149,6 +149,8 @@ def is_immutable(value: Any) -> bool:
 
 def is_compared_by_value(value: Any) -> bool:
     """Whether its class compares, and hashes, what it holds, of which nothing is known, or all is immutable."""
+    if isinstance(value, weakref.ref):  # which compares, and hashes, what it refers to
+        return False
     kind: Any = type(value)
     compares = kind.__eq__ is not object.__eq__ and kind.__hash__ is not None
     return compares and all(map(is_immutable, (attributes_of(value) or {}).values()))
