@@ -536,6 +536,41 @@ def test_a_coupling_that_begins_late_tears_the_step(monkeypatch: pytest.MonkeyPa
         assert "left to optimizer.step()" in repr(overlap)
 
 
+def test_what_begins_to_refer_to_parameters_is_known_after_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not looked for in each step."""
+    monkeypatch.setattr(judging, "EVERY", 4)
+
+    class RefersLater(torch.optim.SGD):
+        every: Sequence[Any] = ()
+        steps = 0
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            mine = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+            for p in mine:
+                p.sub_(p.grad, alpha=0.1)
+            if self.steps == 6:
+                for p in self.every:
+                    p.mul_(0.5)
+            return None
+
+    model = layers()
+    optimizer = RefersLater(model.parameters(), lr=0.1)
+    with own_steps_are_judged(), instep.attach(model, optimizer, schedule="backward", bucket_bytes=64) as overlap:
+        for step in range(1, 6):
+            optimizer.steps = step
+            if step == 4:
+                optimizer.every = [next(model.parameters())]  # no backward has saved it: the input needs no gradient
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.steps = 6
+        with pytest.raises(UnsupportedOptimizerError, match="writes parameters that it was not given"):
+            backward(model, 6)
+        overlap.accept_torn()
+        optimizer.zero_grad()
+
+
 class CachesByStep(torch.optim.SGD):
     """Keeps a number for each parameter's own count of steps, as some implementations of RAdam do."""
 

@@ -83,9 +83,14 @@ class Found:
 
 class BelongingsGuard(Stage):
     """Looks at what is kept of the parameters of a foreign optimizer after their updates, and when ``step()`` is
-    called."""
+    called.
+
+    Attributes:
+        rests: whether updates are put back, and are none of the step's.
+    """
 
     def __init__(self, name: str) -> None:
+        self.rests = False
         self._name = name
         self._found: Found | None = None
 
@@ -95,7 +100,7 @@ class BelongingsGuard(Stage):
     @contextmanager
     def around(self, update: Update) -> Iterator[None]:
         yield
-        if self._found is not None:
+        if self._found is not None and not self.rests:
             self._found.note(update.owned)
 
     def require_unchanged(self, optimizer: Optimizer) -> None:

@@ -749,8 +749,8 @@ def reached_by(optimizer: Optimizer, layout: GroupLayout) -> list[torch.Tensor]:
     """The optimizer's parameters to which its attributes, groups, shared state or methods refer too: nobody knows what
     an update does with them.
 
-    To look for them takes longer than a bucket, so they are looked for once for each ``layout``: a new one is made
-    where groups change, and before parts of an update are compared.
+    To look for them takes longer than a bucket, so they are looked for where groups change, and after parts of an
+    update were compared (``Stepper.begin_parts``).
     """
     if layout.reached is None:
         groups = (_but(group, PER_PARAMETER) for group in optimizer.param_groups)

@@ -173,6 +173,7 @@ class Stepper:
     def begin_parts(self) -> str | None:
         """Parts of an update are about to be stepped, and put back. What the optimizer holds that nobody could put
         back, in words; ``None``: nothing, as far as is known."""
+        self._layout.reached = None  # what it refers to by now
         if self._running is None:
             self._begin(self.optimizer(), in_parts=True)
         own = self.own_object
@@ -195,11 +196,11 @@ class Stepper:
         running = self._running or self._begin(optimizer, in_parts=True)
         own, noted = self.own_object, len(self._state_guard.left)
         assert own is not None, "torch's own are not judged"
-        own.notes = notes
+        own.notes, own.belongings.rests = notes, True
         try:
             self._update_portion(running, Update(optimizer, tensors, owned, None))
         finally:
-            own.notes = True
+            own.notes, own.belongings.rests = True, False
             del self._state_guard.left[noted:]  # that of buckets which backward has stepped stays
         return own.returned
 
@@ -239,7 +240,7 @@ class Stepper:
 
     def _begin(self, optimizer: Optimizer, *, in_parts: bool = False) -> _RunningStep:
         """A step begins: choose the stages of its updates."""
-        if in_parts or not self._layout.is_of(optimizer.param_groups):
+        if not self._layout.is_of(optimizer.param_groups):
             self._layout = GroupLayout(self.name, optimizer.param_groups)
             self._kind = _kind_of(optimizer)
         known = not self.is_foreign
@@ -252,7 +253,7 @@ class Stepper:
             stages.append(self.offloaded)
         if not known:
             self.own_object = self.own_object or OwnObject(self.name)
-            stages += [] if in_parts else [self.own_object.belongings]
+            stages.append(self.own_object.belongings)
             self.own_object.begin(optimizer, self._layout, may_draw=self.draws is not None, in_parts=in_parts)
             if self.draws is not None:
                 stages.append(self.draws)
