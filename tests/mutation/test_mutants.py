@@ -57,6 +57,7 @@ JUDGED_MORE = "tests/parity/test_judged_more.py"
 JUDGED_ON_RANKS = "tests/distributed/test_judged_on_ranks.py"
 JUDGED_FAR = "tests/parity/test_judged_far.py"
 BELONGINGS = "tests/parity/test_judged_belongings.py"
+FILLED = "tests/parity/test_filled_in_backward.py"
 PATCHED = "tests/parity/test_patched.py"
 KEEP = "tests/parity/test_keep_gradients.py"
 KEEP_RANKS = "tests/distributed/test_keep_gradients.py"
@@ -3256,7 +3257,7 @@ MUTANTS = [
     Mutant(
         "do not look into slots",
         "attributes_of",
-        "    found = {name: getattr(value, name) for name in names if hasattr(value, name)}\n",
+        "    found = {name: getattr(value, name) for name in _slots_of(type(value)) if hasattr(value, name)}\n",
         "    found: dict[Any, Any] = {}\n",
         CHANGED,
     ),
@@ -4682,8 +4683,8 @@ MUTANTS = [
     Mutant(
         "own object: attributes may change between backward and step()",
         "Beside.require_unchanged",
-        "for key in place.changed():",
-        "for key in ():",
+        "if (what := self.changed()) is not None:",
+        "if (what := None) is not None:",
         JUDGED_MORE,
         "changed_between",
     ),
@@ -5263,7 +5264,7 @@ MUTANTS = [
     ),
     Mutant(
         "judge: attributes of a parameter are not compared",
-        "_Belongings._elsewhere",
+        "kept_of",
         'if not hasattr(type(parameter), "__tensor_flatten__"):',
         "if False:",
         BELONGINGS,
@@ -5288,8 +5289,8 @@ MUTANTS = [
     Mutant(
         "judge: state of others is not disturbed",
         "_Belongings.tensors",
-        "[self._optimizer.state.get(parameter), *self._elsewhere(parameter)]",
-        "self._elsewhere(parameter)",
+        "[self._optimizer.state.get(parameter), *kept]",
+        "kept",
         BELONGINGS,
         "belongs_to_others",
     ),
@@ -5524,6 +5525,111 @@ MUTANTS = [
         "False and",
         JUDGED_ON_RANKS,
         "that_communicates",
+    ),
+    Mutant(
+        "do not compare what hooks of a backward write with what was there as gradients came",
+        "Judge.before_update",
+        "reason=None if arrivals is None else arrivals.differ(),",
+        "reason=None,",
+        FILLED,
+    ),
+    Mutant(
+        "do not look at a module's attributes as gradients arrive",
+        "Arrivals.differ",
+        "self._beside.wrote_unseen() or self._tables.have_changed()",
+        "self._beside.wrote_unseen()",
+        FILLED,
+    ),
+    Mutant(
+        "do not look at tensors of a module as gradients arrive",
+        "Arrivals.differ",
+        "self._beside.wrote_unseen() or self._tables.have_changed()",
+        "self._tables.have_changed()",
+        FILLED,
+    ),
+    Mutant(
+        "what is kept of a parameter may change after its bucket",
+        "BelongingsGuard.around",
+        "self._found.note(update.owned)",
+        "pass",
+        FILLED,
+    ),
+    Mutant(
+        "the state is not looked at as gradients arrive",
+        "Arrivals",
+        "with_state=True",
+        "with_state=False",
+        FILLED,
+    ),
+    Mutant(
+        "undo puts back what others have written on a parameter",
+        "SavedParameter.restore",
+        "            attributes.update(theirs)\n",
+        "",
+        FILLED,
+    ),
+    Mutant(
+        "attributes are those of when another parameter's update had the values saved",
+        "Undo.save",
+        "elif not saved.was_updated:",
+        "elif False:",
+        FILLED,
+    ),
+    Mutant(
+        "a step that is to be whole is not put back",
+        "TrialWrites._prepare",
+        "if step.judge is not None and step.judge.wants_whole(stepper):",
+        "if False:",
+        JUDGED_MORE,
+        "first_used_later",
+    ),
+    Mutant(
+        "whoever takes note again asks the round, which is half forgotten",
+        "StepCalls._commit",
+        "not returned.is_owed",
+        "stepper not in round_.steppers_left",
+        "tests/parity/test_interrupted_step.py",
+        "test_the_end_of_a_step",
+    ),
+    Mutant(
+        "what an optimizer refers to is looked for once",
+        "Stepper.begin_parts",
+        "        self._layout.reached = None  # what it refers to by now\n",
+        "",
+        JUDGED_MORE,
+        "begins_to_refer",
+    ),
+    Mutant(
+        "a weak reference is compared by what it refers to",
+        "is_compared_by_value",
+        "if isinstance(value, weakref.ref):",
+        "if False:",
+        BELONGINGS,
+        "odd_kinds",
+    ),
+    Mutant(
+        "a large tensor that was put back counts as written",
+        "_Place.put_all_back",
+        "        self._looks = {key: fingerprint(self.mapping[key]) for key in self._looks}\n",
+        "",
+        JUDGED_FAR,
+        "test_a_counter",
+    ),
+    Mutant(
+        "state is looked up by parameters",
+        "_memory_of_parameters",
+        "        if id(key) in mine:\n            tensors += held_in(entry, (torch.Tensor,))\n",
+        "        entry = next((optimizer.state.get(p) for p in tensors[: len(mine)]), None)\n",
+        "tests/parity/test_odd_optimizers.py",
+        "ids_of_parameters",
+    ),
+    Mutant(
+        "parameters are looked at while torch.jit traces",
+        "ForwardHooks._look",
+        "torch.is_grad_enabled() and not torch.jit.is_tracing()",
+        "torch.is_grad_enabled()",
+        "tests/parity/test_readers.py",
+        "jit",
     ),
 ]
 
