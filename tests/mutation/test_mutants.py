@@ -5265,8 +5265,8 @@ MUTANTS = [
     Mutant(
         "judge: attributes of a parameter are not compared",
         "kept_of",
-        'if not hasattr(type(parameter), "__tensor_flatten__"):',
-        "if False:",
+        'if (attributes := vars(parameter)) and not hasattr(type(parameter), "__tensor_flatten__"):',
+        "if attributes := {}:",
         BELONGINGS,
         "moved_for_all",
     ),

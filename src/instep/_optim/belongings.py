@@ -7,7 +7,7 @@ bucket that was stepped by then has found the last step's. So what a bucket's up
 changes between a gradient and ``step()`` (``InBackward``).
 """
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -29,6 +29,11 @@ def mappings_of(optimizer: Optimizer) -> list[Mappings]:
     return [value for value in reached if isinstance(value, MutableMapping) and value is not optimizer.state]
 
 
+def with_parameters(mappings: Iterable[Mappings]) -> list[Mappings]:
+    """Those that have tensors for keys."""
+    return [mapping for mapping in mappings if any(isinstance(key, torch.Tensor) for key in mapping)]
+
+
 def mappings_with(parameter: torch.Tensor, mappings: Iterable[Mappings]) -> Iterator[Mappings]:
     """Those in which something is kept by it."""
     for mapping in mappings:
@@ -37,15 +42,15 @@ def mappings_with(parameter: torch.Tensor, mappings: Iterable[Mappings]) -> Iter
                 yield mapping
 
 
-def kept_of(parameter: torch.Tensor, mappings: Iterable[Mappings]) -> dict[str, Any]:
-    """What is kept of it, by where."""
-    found = {f"mapping {i}": mapping[parameter] for i, mapping in enumerate(mappings_with(parameter, mappings))}
-    if not hasattr(type(parameter), "__tensor_flatten__"):  # whose values are in its attributes
+def kept_of(parameter: torch.Tensor, mappings: Iterable[Mappings]) -> dict[Any, Any]:
+    """What is kept of it: by the ``id`` of a mapping, and the names of attributes."""
+    found: dict[Any, Any] = {id(mapping): mapping[parameter] for mapping in mappings_with(parameter, mappings)}
+    if (attributes := vars(parameter)) and not hasattr(type(parameter), "__tensor_flatten__"):  # its values are there
         kinds = (torch.Tensor, list, tuple, dict, set)
-        for name, value in vars(parameter).items():
+        for name, value in attributes.items():
             # torch.compile marks tensors that it has seen.
             if (is_immutable(value) or isinstance(value, kinds)) and not name.startswith("_dynamo_"):
-                found[f".{name}"] = value
+                found[name] = value
     return found
 
 
@@ -65,20 +70,28 @@ class Found:
 
     def note(self, parameters: Iterable[torch.Tensor]) -> None:
         """As it is now, in place of what was noted of them before."""
-        self._of.update((id(p), (p, self._look_at(p))) for p in parameters)
+        mappings = with_parameters(self._mappings)
+        self._of.update((id(p), (p, _look_at(p, mappings))) for p in parameters)
 
     def changed(self) -> str | None:
         """Something that is not as it was, in words; ``None``: nothing."""
+        mappings = with_parameters(self._mappings)
         for parameter, then in self._of.values():
-            now = self._look_at(parameter)
-            for where in now.keys() | then.keys():
+            now = _look_at(parameter, mappings)
+            for where in now.keys() | then.keys() if now or then else ():
                 if where not in now or where not in then or not alike(now[where], then[where]):
-                    what = f"attribute {where[1:]!r} of" if where.startswith(".") else "what the optimizer keeps by"
+                    what = f"attribute {where!r} of" if isinstance(where, str) else "what the optimizer keeps by"
                     return f"{what} a parameter of shape {tuple(parameter.shape)}"
         return None
 
-    def _look_at(self, parameter: torch.Tensor) -> dict[str, Any]:
-        return {where: fingerprint(value) for where, value in kept_of(parameter, self._mappings).items()}
+
+_NOTHING: dict[Any, Any] = {}
+
+
+def _look_at(parameter: torch.Tensor, mappings: Sequence[Mappings]) -> dict[Any, Any]:
+    if not mappings and not vars(parameter):  # as mostly, and asked of each parameter in each step
+        return _NOTHING
+    return {where: fingerprint(value) for where, value in kept_of(parameter, mappings).items()}
 
 
 class BelongingsGuard(Stage):
