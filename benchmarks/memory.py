@@ -34,7 +34,7 @@ from memory_ways import BUCKET, OFFLOADED_BUCKETS, PARTS, SETTINGS, Way, install
 from one_device import OPTIONS, Model
 from torch import nn
 
-from instep._optim.parameters import MIB
+from instep.buckets import MIB
 from instep_tools.planning.job import Job, Rates
 from instep_tools.planning.plan import plan
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import instep
-from instep._optim.parameters import MIB
+from instep.buckets import MIB
 from instep_tools.demo.job import Shape
 
 BUCKET = 4 * MIB

@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 import instep
-from instep._optim.parameters import MIB, ParameterSpec, fill_buckets
+from instep.buckets import MIB, ParameterSpec, fill_buckets
 from instep.functional import apply_optimizer_in_backward
 from instep.options import DEFAULT_BUCKET_BYTES
 from instep_tools.demo.job import CONTEXT, Shape

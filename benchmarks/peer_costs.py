@@ -7,7 +7,7 @@ import torch
 from measure import ratio
 from one_device import PEERS, PLAIN, SIZES, Model, Plain, gpt, processor_times
 
-from instep._optim.parameters import MIB
+from instep.buckets import MIB
 from instep_tools.demo.job import Shape
 from instep_tools.harness import LiveBytes
 

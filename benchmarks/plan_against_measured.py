@@ -25,8 +25,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import instep
-from instep._optim.parameters import MIB
 from instep._torch.worker import Task, Worker
+from instep.buckets import MIB
 from instep_tools.demo.job import Shape
 from instep_tools.demo.loops import ByteGPT
 from instep_tools.planning.job import Job

@@ -32,8 +32,8 @@ from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import instep  # noqa: E402
-from instep._optim.parameters import MIB, ParameterSpec, fill_buckets  # noqa: E402
 from instep._optim.stepper import Stepper  # noqa: E402
+from instep.buckets import MIB, ParameterSpec, fill_buckets  # noqa: E402
 from instep.comm_hooks import mean_allreduce  # noqa: E402
 from instep_tools.demo.job import CONTEXT, Shape  # noqa: E402
 from instep_tools.demo.loops import ByteGPT  # noqa: E402

@@ -43,7 +43,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from instep._optim.parameters import MIB
+from instep.buckets import MIB
 from instep_tools.demo.job import Shape
 from instep_tools.demo.loops import ByteGPT
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from instep._arguments import models_of, optimizers_of, require_model
 from instep._micro_batches.run import micro_batches
 from instep._micro_batches.waiting import Waiting
-from instep._optim.parameters import MIB, AttachedParameter, Plan
+from instep._optim.parameters import AttachedParameter
 from instep._step.state import Recorder
 from instep._torch.pipelining import Pipeline
 from instep._wiring.advice import advice
@@ -23,6 +23,7 @@ from instep._wiring.build import build, connect
 from instep._wiring.saved import load_state, saved_state
 from instep._wiring.verbs import Stats, record_attached, record_plain, resync_from, stats_of, table_of
 from instep._wiring.weak_refs import living_parameters
+from instep.buckets import MIB, Plan
 from instep.errors import AttachError, InstepError, UncommittedStepError, class_name
 from instep.options import Options, pipeline_of
 from instep.target import Target, as_one

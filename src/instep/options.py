@@ -14,8 +14,8 @@ from torch.amp import GradScaler
 from instep._gradients.clipping import ClipNorm, ClipValue
 from instep._gradients.scaling import Policy
 from instep._optim.kinds import ONLY_DEFER
-from instep._optim.parameters import MIB
 from instep._torch.pipelining import Pipeline, is_schedule
+from instep.buckets import MIB
 from instep.errors import AttachError, class_name
 from instep.sources.ddp.reducer import CommHook
 

@@ -113,6 +113,18 @@ class RaisesOnLast(Foreign):
         return 0.5
 
 
+class Communicates(Foreign):
+    """Each parameter by itself."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            norm = p.grad.norm()
+            dist.all_reduce(norm)
+            p.sub_(p.grad, alpha=0.05 / (1 + norm.item()))
+        self.calls += 1
+
+
 def ddp(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model, bucket_cap_mb=0.004)
 
@@ -196,6 +208,13 @@ def goes_on_plainly(wrapper: str, cls: Any, undo: bool) -> tuple[str, ...]:
 def test_one_verdict_for_all_ranks(two_ranks: RankPool, cls: Any, wrapper: str, undo: bool) -> None:
     verdicts = two_ranks.run(goes_on_plainly, wrapper, cls, undo)
     assert all("left to optimizer.step()" in "".join(verdict) for verdict in verdicts), verdicts
+
+
+@each_way
+def test_an_update_that_communicates(two_ranks: RankPool, undo: bool) -> None:
+    """The ranks step their buckets in orders of their own."""
+    verdicts = two_ranks.run(goes_on_plainly, "ddp", Communicates, undo)
+    assert all("communicates with other ranks" in "".join(verdict) for verdict in verdicts), verdicts
 
 
 @each_wrapper

@@ -20,7 +20,7 @@ Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 COUPLED: dict[str, tuple[Make, str]] = {}
 """With what becomes of it: "judged" (every step is left to the optimizer) or "refused" (an error, and nothing of that
-step is written), "torn" (an error that says what was written)."""
+step is written)."""
 LATE: dict[str, Make] = {}
 
 
@@ -548,16 +548,17 @@ class KeepsParams(Coupled):
         return [p for p in self.params if p.grad is not None]
 
 
-ELSEWHERE: list[Any] = []
+ELSEWHERE: dict[int, list[Any]] = {}
+"""By the ``id`` of an optimizer."""
 
 
-@coupling("parameters kept in a list of the module, written through .data", "torn")
+@coupling("parameters kept in a dict of the module, written through .data")
 class KeepsParamsElsewhere(Coupled):
     def made(self) -> None:
-        ELSEWHERE[:] = self.param_groups[0]["params"]
+        ELSEWHERE[id(self)] = list(self.param_groups[0]["params"])
 
     def step(self, closure: Any = None) -> Any:
-        for p in ELSEWHERE:
+        for p in ELSEWHERE[id(self)]:
             if p.grad is not None:
                 p.data.sub_(p.grad.data, alpha=0.05)
 
@@ -609,7 +610,7 @@ class FromGenerator(Coupled):
         return [next(self.numbers) for _ in those]
 
 
-@coupling("class attribute", "refused")
+@coupling("class attribute")
 def in_class(model: nn.Module) -> torch.optim.Optimizer:
     class CountsInClass(Coupled):
         calls = 0
@@ -636,7 +637,7 @@ def in_module(model: nn.Module) -> torch.optim.Optimizer:
     return CountsInModule(model.parameters())
 
 
-@coupling("__slots__ of the optimizer", "refused")
+@coupling("__slots__ of the optimizer")
 class HasSlots(Coupled):
     __slots__ = ("calls",)
 

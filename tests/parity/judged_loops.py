@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -89,3 +90,24 @@ def require_same(make: Callable[[nn.Module], Any], way: str, look: Look = lambda
     found, plan = train(make, way, look, **options)
     assert found == plain
     return plan
+
+
+def calls_while_judged(module: Any, name: str, model: nn.Module, optimizer: Any) -> int:
+    """How often a function of a module of instep's is called in the first two updates."""
+    function, calls = getattr(module, name), 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return function(*args)
+
+    with (
+        patch.object(module, name, counted),
+        own_steps_are_judged(),
+        instep.attach(model, optimizer, **WAYS["backward"]),
+    ):
+        for _ in range(2):
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return calls

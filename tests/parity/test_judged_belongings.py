@@ -5,11 +5,21 @@ import functools
 import os
 import random
 import signal
+import subprocess
+import sys
+import threading
+import warnings
 import weakref
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,7 +28,7 @@ import instep
 from instep._optim import values
 from instep.errors import AttachError, UnsupportedOptimizerError
 from tests.judged import own_steps_are_judged
-from tests.parity.judged_loops import WAYS, Plain, each_way, layers, require_same, usual
+from tests.parity.judged_loops import WAYS, Plain, calls_while_judged, each_way, layers, require_same, usual
 
 SMALL = {"undo": {**WAYS["undo"], "bucket_bytes": 1}}
 """One bucket for each parameter."""
@@ -284,13 +294,13 @@ class ReadsBy(Momentum):
 @each_way
 @pytest.mark.parametrize("road", ["a slot", "a callable", "a partial", "a default", "a global", "a weak reference"])
 def test_parameters_that_it_reads_by_whatever_road(road: str, way: str) -> None:
-    require_plain(lambda model: ReadsBy(model, road), way, said="reads parameters")
+    require_plain(lambda model: ReadsBy(model, road), way, said="uses parameters")
 
 
 @each_way
 @pytest.mark.parametrize("kind", [ReadsState, ReadsNorms])
 def test_what_it_reads_of_what_belongs_to_others(kind: type[Momentum], way: str) -> None:
-    require_plain(of_parameters(kind), way, said="reads parameters")
+    require_plain(of_parameters(kind), way, said="uses parameters")
 
 
 class Second(Momentum):
@@ -519,26 +529,235 @@ def test_nothing_is_disturbed_while_a_handler_runs() -> None:
     assert min(seen) > 1e-3
 
 
-def looks_at(count: int, monkeypatch: pytest.MonkeyPatch) -> int:
+def looks_at(count: int) -> int:
     """How many values are looked into while an optimizer over ``count`` layers is judged."""
     torch.manual_seed(0)
-    model = nn.ModuleList(nn.Linear(2, 2) for _ in range(count))
-    optimizer, looked, referred_by = Momentum(model.parameters()), 0, values._referred_by
-
-    def counted(value: Any) -> Any:
-        nonlocal looked
-        looked += 1
-        return referred_by(value)
-
-    with monkeypatch.context() as patched, own_steps_are_judged():
-        patched.setattr(values, "_referred_by", counted)
-        with instep.attach(model, optimizer, **WAYS["backward"]):
-            sum(one(torch.ones(2)).sum() for one in model).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return looked
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
+    return calls_while_judged(values, "_referred_by", model, Momentum(model.parameters()))
 
 
-def test_what_an_optimizer_reaches_is_walked_once_for_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    few, many = looks_at(8, monkeypatch), looks_at(64, monkeypatch)
+def test_what_an_optimizer_reaches_is_walked_once_for_all_parts() -> None:
+    few, many = looks_at(8), looks_at(64)
     assert 0 < many <= 8 * few
+
+
+class Catches(NormOfAll):
+    """And takes what it finds."""
+
+    def begin(self) -> None:
+        self.scale = 1.0
+        try:
+            self.scale += sum(float(p.norm()) for p in self.model.parameters())
+        except Exception:
+            self.scale += 1.0
+
+
+@each_way
+def test_an_error_that_it_catches(way: str) -> None:
+    require_plain(Catches, way, said="uses parameters")
+
+
+class MovesStateOfAll(Momentum):
+    """Of whatever has some: nobody could put that back."""
+
+    def begin(self) -> None:
+        for entry in self.state.values() if len(self.state) > 1 else ():
+            entry["m"].mul_(0.99)
+
+
+@pytest.mark.parametrize("way", ["backward", "undo"])
+def test_state_that_it_moves_of_others_is_told(way: str) -> None:
+    model = layers()
+    optimizer = MovesStateOfAll(model.parameters())
+    with own_steps_are_judged(), instep.attach(model, optimizer, **{**WAYS[way], "bucket_bytes": 1}) as overlap:
+        usual(model, optimizer, 0)
+        with pytest.raises(UnsupportedOptimizerError, match=r"writes \d parameters, too, or their state"):
+            usual(model, optimizer, 1)
+        overlap.accept_torn()
+
+
+def test_another_thread_may_evaluate_the_model_meanwhile() -> None:
+    model, failed = layers(), []
+    batch = torch.ones(1, 4)  # made here: another thread has a default device of its own
+
+    def evaluate() -> None:
+        try:
+            with torch.no_grad():
+                model(batch)
+        except Exception as error:
+            failed.append(error)
+
+    class Slow(Momentum):
+        def begin(self) -> None:
+            thread = threading.Thread(target=evaluate)
+            thread.start()
+            thread.join()
+
+    optimizer = Slow(model.parameters())
+    with own_steps_are_judged(), instep.attach(model, optimizer, **WAYS["backward"]):
+        for i in range(2):
+            usual(model, optimizer, i)
+    assert not failed
+
+
+# Values and memory of odd kinds.
+
+
+@dataclass(frozen=True)
+class Version:
+    major: int
+    minor: int
+
+
+class HoldsNew(Momentum):
+    """Equal values, but new objects in each step."""
+
+    def update(self, p: Any) -> None:
+        super().update(p)
+        entry = self.state[p]
+        entry["odd"] = [Decimal(1), timedelta(1), range(2), functools.partial(max, 1), np.float32(1)]
+        self.param_groups[0]["last"] = [np.int64(3), Decimal(1), Version(1, 2)]
+        self.last = (Fraction(1, 2), timedelta(1), Version(1, 2))
+
+
+class HoldsHandle(Momentum):
+    """A hook's handle, which refers weakly to a dict that nobody can hash."""
+
+    def made(self) -> None:
+        self.layer = nn.Linear(1, 1)
+        self.handle = self.layer.register_forward_hook(lambda *call: None)
+
+
+class Resizes(Momentum):
+    """Scratch memory, for each parameter."""
+
+    def made(self) -> None:
+        self.scratch = torch.empty(0)
+
+    def update(self, p: Any) -> None:
+        self.scratch.resize_(p.numel()).copy_(p.grad.flatten())
+        history = self.state[p].setdefault("history", torch.empty(0))
+        history.resize_(history.numel() + 1)[-1] = 1.0
+        super().update(p)
+
+
+class Frees(Momentum):
+    """A workspace in state, whose memory is given back after each update."""
+
+    def update(self, p: Any) -> None:
+        work = self.state[p].setdefault("work", torch.empty_like(p))
+        work.untyped_storage().resize_(work.nbytes)
+        work.copy_(p.grad)
+        super().update(p)
+        work.untyped_storage().resize_(0)
+
+
+class ReadOnlyArray(Momentum):
+    def update(self, p: Any) -> None:
+        table = self.state[p].setdefault("table", np.ones(3))
+        table.flags.writeable = False
+        super().update(p)
+        p.mul_(float(table[0]))
+
+
+class HoldsSlice(Momentum):
+    """Which nobody can put back, nor copy."""
+
+    def update(self, p: Any) -> None:
+        super().update(p)
+        self.state[p]["columns"] = slice(1)
+
+
+@each_way
+@pytest.mark.parametrize(
+    ("kind", "is_left"), [(HoldsNew, False), (HoldsHandle, False), (Resizes, True), (ReadOnlyArray, False)]
+)
+def test_values_and_memory_of_odd_kinds(kind: type[Momentum], is_left: bool, way: str) -> None:
+    judged = require_same(of_parameters(kind), way).judged
+    assert bool(judged) == (is_left and way != "default"), judged
+
+
+@each_way
+@pytest.mark.parametrize(
+    ("kind", "said"), [(HoldsSlice, "a slice, which does not tell what it holds"), (Frees, "memory was given back")]
+)
+def test_what_nobody_can_put_back_is_left_to_step(kind: type[Momentum], said: str, way: str) -> None:
+    require_plain(of_parameters(kind), way, said=said)
+
+
+@pytest.mark.parametrize("way", ["backward", "undo"])
+def test_memory_of_weights_can_be_resized_afterwards(way: str) -> None:
+    model = layers()
+    optimizer = Momentum(model.parameters())
+    with own_steps_are_judged(), instep.attach(model, optimizer, **WAYS[way]):
+        for i in range(2):
+            usual(model, optimizer, i)
+    tensors = [*model.parameters(), *(value for entry in optimizer.state.values() for value in entry.values())]
+    assert all(tensor.untyped_storage().resizable() for tensor in tensors)
+
+
+def train_with_read_only_memory(table: str) -> None:
+    """Each parameter has a table in a mapped file, which nobody may write: not even what it holds."""
+
+    class Reads(Momentum):
+        def update(self, p: Any) -> None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that it is not writable
+                mapped = torch.from_numpy(np.load(table, mmap_mode="r"))
+            held = self.state[p].setdefault("table", mapped)
+            super().update(p)
+            p.mul_(1 - 1e-3 * held[0])
+
+    for way in ("backward", "undo"):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setitem(WAYS, way, {**WAYS[way], "bucket_bytes": 1})
+            require_same(of_parameters(Reads), way)
+
+
+def test_memory_that_may_only_be_read(tmp_path: Path) -> None:
+    """In a process of its own: who writes there ends it."""
+    np.save(tmp_path / "table.npy", np.full(4, 0.5, dtype=np.float32))
+    code = f"from {__name__} import train_with_read_only_memory as train; train({str(tmp_path / 'table.npy')!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+class LooksLate(Momentum):
+    """At all weights, from its fourth step on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.steps = model, 0
+        super().__init__(model.parameters())
+
+    def begin(self) -> None:
+        self.steps += 1
+
+    def update(self, p: Any) -> None:
+        if self.steps > 3:
+            assert all(bool(q.isfinite().all()) for q in self.model.parameters())
+        super().update(p)
+
+
+def test_a_look_at_all_weights_that_begins_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bucket that runs was stepped, and not put back."""
+    monkeypatch.setitem(WAYS, "undo", {**WAYS["undo"], "bucket_bytes": 1})
+    require_same(LooksLate, "undo")
+
+
+def test_what_has_no_gradient_is_not_disturbed() -> None:
+    model, seen = layers(), set()
+    frozen = nn.Parameter(torch.full((2,), 100.0), requires_grad=False)
+    model.register_parameter("frozen", frozen)
+
+    class Looks(Momentum):
+        def begin(self) -> None:
+            seen.add(float(alias[0]))
+
+    alias = frozen.detach()
+    optimizer = Looks(model.parameters())
+    with own_steps_are_judged(), instep.attach(model, optimizer, **WAYS["backward"]):
+        for i in range(2):
+            usual(model, optimizer, i)
+    assert seen == {100.0}

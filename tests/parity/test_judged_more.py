@@ -1,5 +1,6 @@
 """What a foreign optimizer is asked before it is stepped in backward, and what it finds there: one question a test."""
 
+import functools
 import random
 import signal
 import threading
@@ -301,11 +302,13 @@ def test_a_parameter_that_is_written_through_a_global() -> None:
                 shrink()
 
     model = layers()
-    WEIGHTS[:] = [next(model.parameters())]
+    WEIGHTS[:] = [next(model.parameters()).detach()]  # in Python another tensor
     optimizer = Writes(model)
     with own_steps_are_judged(), instep.attach(model, optimizer, schedule="backward", bucket_bytes=64):
         backward(model, 0)
-        with pytest.raises(UnsupportedOptimizerError, match="writes 1 parameters, too, where its groups hold others"):
+        with pytest.raises(
+            UnsupportedOptimizerError, match="writes 1 parameters, too, or their state, where its groups hold others"
+        ):
             optimizer.step()
     WEIGHTS.clear()
 
@@ -320,7 +323,7 @@ def test_a_parameter_that_is_written_through_an_attribute() -> None:
             if those:
                 self.first.mul_(0.99)
 
-    assert "writes parameters that it was not given" in judged(Writes).verdict
+    assert "uses parameters that it was not given" in judged(Writes).verdict
 
 
 @each_way
@@ -531,6 +534,91 @@ def test_a_coupling_that_begins_late_tears_the_step(monkeypatch: pytest.MonkeyPa
         overlap.accept_torn()
         optimizer.zero_grad()
         assert "left to optimizer.step()" in repr(overlap)
+
+
+def test_what_begins_to_refer_to_parameters_is_known_after_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not looked for in each step."""
+    monkeypatch.setattr(judging, "EVERY", 4)
+
+    class RefersLater(torch.optim.SGD):
+        every: Sequence[Any] = ()
+        steps = 0
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            mine = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+            for p in mine:
+                p.sub_(p.grad, alpha=0.1)
+            if self.steps == 6:
+                for p in self.every:
+                    p.mul_(0.5)
+            return None
+
+    model = layers()
+    optimizer = RefersLater(model.parameters(), lr=0.1)
+    with own_steps_are_judged(), instep.attach(model, optimizer, schedule="backward", bucket_bytes=64) as overlap:
+        for step in range(1, 6):
+            optimizer.steps = step
+            if step == 4:
+                optimizer.every = [next(model.parameters())]  # no backward has saved it: the input needs no gradient
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.steps = 6
+        with pytest.raises(UnsupportedOptimizerError, match="writes parameters that it was not given"):
+            backward(model, 6)
+        overlap.accept_torn()
+        optimizer.zero_grad()
+
+
+class CachesByStep(torch.optim.SGD):
+    """Keeps a number for each parameter's own count of steps, as some implementations of RAdam do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.cached = [0.0] * 3
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            count = self.state[p]["step"] = self.state[p].get("step", 0) + 1
+            self.cached[count % 3] = 1.0 / count
+            p.sub_(p.grad, alpha=0.1 * self.cached[count % 3])
+
+
+@pytest.mark.parametrize("undo", [True, False])
+def test_a_layer_that_is_first_used_later_and_leaves_other_attributes(undo: bool) -> None:
+    """With ``undo`` all of that step is left to ``step()``."""
+    loops = []
+    for attached in (False, True):
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(3, 3) for _ in range(3)])
+        optimizer = CachesByStep(model.parameters())
+        overlap = None
+        if attached:
+            with own_steps_are_judged():
+                overlap = instep.attach(model, optimizer, schedule="backward", bucket_bytes=16, undo=undo)
+        loops.append((model, optimizer, overlap))
+    for i in range(6):
+        x = torch.full((2, 3), 0.1 * i + 0.1)
+        for model, optimizer, overlap in loops:
+            used = model if i >= 4 else [model[0], model[2]]
+            functools.reduce(lambda h, layer: layer(h).tanh(), used, x).square().sum().backward()
+            if i == 4 and overlap is not None and not undo:
+                with pytest.raises(UnsupportedOptimizerError, match="has begun to couple parameters"):
+                    optimizer.step()
+                overlap.accept_torn()
+                overlap.detach()
+                return
+            optimizer.step()
+            optimizer.zero_grad()
+        (plain, one, _), (attached_model, other, overlap) = loops
+        assert first_difference(training_state(plain, one), training_state(attached_model, other)) is None
+        assert one.cached == other.cached
+        assert overlap is not None
+        assert ("left to optimizer.step()" in repr(overlap)) == (i >= 4)
+    assert overlap is not None
+    overlap.detach()
 
 
 @pytest.mark.parametrize("schedule", ["backward", "forward"])

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import instep
-from instep._optim.kinds import attributes_of
+from instep._optim.kinds import read_by_update
 from instep.errors import AttachError, HyperparameterChangedError, UnsupportedOptimizerError
 from tests.cases import Blocks, batch, weights
 from tests.judged import own_steps_are_judged
@@ -224,11 +224,11 @@ def test_an_optimizer_of_unknown_make_is_judged_by_its_first_steps(cls: Any, wor
         torch.manual_seed(0)
         model = Blocks()
         optimizer = cls(model.parameters(), lr=0.1)
-        before, random = copy.deepcopy(attributes_of(optimizer)), torch.get_rng_state()
+        before, random = copy.deepcopy(read_by_update(optimizer)), torch.get_rng_state()
         with own_steps_are_judged():
             overlap = instep.attach(model, optimizer, schedule="backward", bucket_bytes=2_000) if attached else None
         # Nothing is tried at attach.
-        assert attributes_of(optimizer) == before
+        assert read_by_update(optimizer) == before
         assert torch.equal(torch.get_rng_state(), random)
         assert not optimizer.state
         for i in range(4):

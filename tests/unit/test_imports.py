@@ -13,6 +13,7 @@ ROOT = Path(instep.__file__).parent
 ALLOWED = {
     "errors": set(),
     "comm_hooks": set(),
+    "buckets": set(),
     "_arguments": {
         "errors",
     },
@@ -20,10 +21,12 @@ ALLOWED = {
         "errors",
     },
     "_optim": {
+        "buckets",
         "errors",
         "_torch",
     },
     "_ranks": {
+        "buckets",
         "_torch",
         "errors",
         "_optim",
@@ -35,6 +38,7 @@ ALLOWED = {
         "_ranks",
     },
     "_step": {
+        "buckets",
         "errors",
         "_torch",
         "_optim",
@@ -42,12 +46,14 @@ ALLOWED = {
         "_gradients",
     },
     "sources": {
+        "buckets",
         "errors",
         "_torch",
         "_optim",
         "_step",
     },
     "sources.ddp": {
+        "buckets",
         "errors",
         "comm_hooks",
         "_torch",
@@ -56,6 +62,7 @@ ALLOWED = {
         "sources",
     },
     "sources.cross_iteration": {
+        "buckets",
         "errors",
         "comm_hooks",
         "_torch",
@@ -66,6 +73,7 @@ ALLOWED = {
         "sources.ddp",
     },
     "sources.zero": {
+        "buckets",
         "errors",
         "comm_hooks",
         "_torch",
@@ -76,6 +84,7 @@ ALLOWED = {
         "sources.ddp",
     },
     "sources.replicate": {
+        "buckets",
         "errors",
         "comm_hooks",
         "_torch",
@@ -86,12 +95,14 @@ ALLOWED = {
         "sources.ddp",
     },
     "sources.fsdp": {
+        "buckets",
         "errors",
         "_torch",
         "_optim",
         "sources",
     },
     "options": {
+        "buckets",
         "errors",
         "_torch",
         "_optim",
@@ -120,6 +131,7 @@ ALLOWED = {
         "target",
     },
     "_wiring": {
+        "buckets",
         "errors",
         "_torch",
         "_optim",
@@ -146,6 +158,7 @@ ALLOWED = {
         "_wiring",
     },
     "attachment": {
+        "buckets",
         "errors",
         "_arguments",
         "_torch",
@@ -280,7 +293,6 @@ def test_the_public_names() -> None:
     assert instep.__all__ == [
         "AllreduceUpcastHookState",
         "Attachment",
-        "Checkpoint",
         "ClipNorm",
         "ClipValue",
         "OptimInBackwardHookState",
@@ -296,12 +308,10 @@ def test_the_public_names() -> None:
         "draw_key",
         "get_in_backward_optimizers",
         "hook_then_optimizer",
-        "load",
         "record",
         "reducer_allreduce_and_upcast_hook",
         "register_overlapped",
         "replicate",
-        "save",
         "verify",
     ]
     for name in instep.__all__:

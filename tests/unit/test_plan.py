@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import instep
-from instep._optim.parameters import MIB, ParameterSpec, Plan, bucket_bytes_for, default_buckets, fill_buckets
+from instep.buckets import MIB, ParameterSpec, Plan, bucket_bytes_for, default_buckets, fill_buckets
 
 
 def specs(*sizes: int, device: str = "cpu") -> list[ParameterSpec]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import instep
-from instep._step.state import Round
+from instep._step.state import Returned, Round
 from instep._torch.worker import NAME, Task, Worker
 from instep.errors import ConcurrentBackwardError, UncommittedStepError
 from tests import net
@@ -143,12 +143,13 @@ def test_a_call_is_taken_note_of_on_its_own_thread() -> None:
     """While it runs there; who finds that it has been stopped does so for it."""
     stepper: Any = SimpleNamespace(was_stopped=False)
     round_, noted = Round(), list[Any]()
-    round_._returned, round_.thread = (stepper, 1, 0), threading.get_ident() + 1
-    round_.end(lambda *call: noted.append(call))
+    returned = Returned(stepper, step_count=1, skip_count=0, is_owed=True, takes_step=True)
+    round_._returned, round_.thread = returned, threading.get_ident() + 1
+    round_.end(noted.append)
     assert not noted
     stepper.was_stopped = True
-    round_.end(lambda *call: noted.append(call))
-    assert noted == [(stepper, 1, 0)]
+    round_.end(noted.append)
+    assert noted == [returned]
 
 
 @on_cpu_only

@@ -26,6 +26,7 @@ from instep._optim.values import (
     has_buffer,
     inner_of,
     is_closed,
+    is_compared_by_value,
     is_filled,
     is_generator,
     is_immutable,
@@ -61,6 +62,7 @@ def copy_of(tensor: torch.Tensor, host: bool) -> Kept:
         and tensor.layout is torch.strided
         and not (tensor.is_nested or tensor.is_meta or tensor.is_neg() or tensor._is_zerotensor())
         and tensor.is_contiguous()
+        and tensor.untyped_storage().nbytes() >= tensor.nbytes
     ):
         return _of_dense(tensor, host)  # as nearly all are
     # Some are watched: to be copied is no use of the values that anybody need be told of.
@@ -103,6 +105,8 @@ def _kind_of(tensor: torch.Tensor) -> Callable[[torch.Tensor, bool], Kept]:
     if tensor.is_quantized:
         raise TypeError(f"a tensor of the dtype {tensor.dtype}")
     if tensor.layout is torch.strided and not tensor._is_zerotensor():
+        if tensor.untyped_storage().nbytes() < tensor.nbytes and tensor.is_contiguous():
+            raise TypeError("a tensor whose memory was given back")  # to read it would end the process
         return _OfMemory
     if tensor.layout in _PARTS:
         return _OfSparse
@@ -160,7 +164,9 @@ class _OfMemory:
             _await_copies()
         _make_room(alias)
         bits = alias if kept.dtype is alias.dtype and kept.shape == alias.shape else _each_once(_bits_of(alias))
-        bits.copy_(kept, non_blocking=True)
+        # Memory of others, a mapped file, say, may be such that nobody may write it.
+        if alias.untyped_storage().resizable() or not torch.equal(_bits_of(bits), _bits_of(kept).to(bits.device)):
+            bits.copy_(kept, non_blocking=True)
 
     def is_in(self, tensor: torch.Tensor) -> bool:
         alias = self._alias
@@ -372,7 +378,7 @@ def disturb(tensor: torch.Tensor) -> None:
         if kind is _OfWrapper:
             for inner in inner_of(tensor).values():
                 disturb(inner)
-        elif kind is _OfMemory:
+        elif kind is _OfMemory and tensor.untyped_storage().resizable():  # torch's own: others may not be written
             with grad_mode._unsafe_preserve_version_counter(tensor):
                 _each_once(_bits_of(tensor.detach())).bitwise_xor_(_BITS.get(tensor.dtype, 1))
 
@@ -436,7 +442,7 @@ class Contents:
         if isinstance(value, partial):
             return self._fixed(value, [value.func, value.args, value.keywords])
         if _is_array(value):
-            return partial(_put_items, value, ..., value.copy())
+            return partial(_put_items, value, ..., value.copy()) if value.flags.writeable else lambda: value
         return self._object(value)
 
     def _fixed(self, value: Any, items: Iterable[Any]) -> Restore:
@@ -457,8 +463,8 @@ class Contents:
         if hasattr(type(value), "__next__"):
             raise TypeError(f"a {type(value).__name__}, which moves on when it is asked")
         kind: Any = type(value)
-        # A class, say, which is its own copy; or what is compared by value, and hashed: a number, a date.
-        if copy.deepcopy(value) is value or not (kind.__eq__ is object.__eq__ or kind.__hash__ is None):
+        # A class, say, which is its own copy; or a number, a date.
+        if copy.deepcopy(value) is value or is_compared_by_value(value):
             return lambda: value
         raise TypeError(f"a {kind.__name__}, which does not tell what it holds")
 
@@ -601,7 +607,7 @@ def _digest_of_memory(tensor: torch.Tensor) -> Digest:
         _await_copies()
     bits = _bits_of(tensor.detach()).reshape(-1)
     if bits.device.type == "cpu" and bits.nbytes <= _FEW:
-        numbers: Any = bits.contiguous().numpy()
+        numbers: Any = bits.clone().numpy()  # torch resizes no memory that NumPy has ever had
     else:
         room = torch.empty(min(_WORDS, bits.nbytes // 8 + 1), dtype=torch.int64, device=bits.device)
         numbers = torch.stack([number for words in _words_of(bits) for number in _sums(words, room)]).cpu().numpy()
@@ -677,6 +683,14 @@ class _Digests:
             yield value.dtype.str, value.shape, hashlib.blake2b(value.tobytes(), digest_size=16).digest()
         elif has_buffer(value):
             yield bytes(memoryview(value))
+        elif isinstance(value, FunctionType):
+            cells = [cell.cell_contents for cell in value.__closure__ or () if is_filled(cell)]
+            yield from (id(value.__code__), self.of(cells), self.of(value.__defaults__))
+        elif isinstance(value, (partial, slice)):
+            names = ("func", "args", "keywords") if isinstance(value, partial) else ("start", "stop", "step")
+            yield from (self.of(getattr(value, name)) for name in names)
+        elif not is_closed(value) and is_compared_by_value(value):
+            yield value
         elif is_closed(value) or callable(value) or (attributes := attributes_of(value)) is None:
             yield id(value)
         else:

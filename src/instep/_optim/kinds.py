@@ -1,7 +1,7 @@
 """Kinds of optimizers: torch's own and others, whose ``step()`` each runs, and what it holds beside its groups."""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from operator import methodcaller
 from types import MethodType
@@ -153,11 +153,6 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return class_of(optimizer) in _ELEMENTWISE and replaced_step(optimizer) is None
 
 
-def refuses_dense_gradients(optimizer: Optimizer) -> bool:
-    """Whether its ``step()`` raises at a gradient that is not sparse."""
-    return isinstance(optimizer, torch.optim.SparseAdam)
-
-
 def fused_counts_writes(optimizer: Optimizer) -> bool:
     """Whether the fused kernel of one of torch's own optimizers counts a write of each parameter, as other kernels do.
     It is tried, once for each class: torch does not say, and up to 2.15 none does."""
@@ -240,11 +235,6 @@ _WRITTEN_BY_TORCH = (*OF_SCHEDULERS, "_warned_capturable_if_run_uncaptured", CHE
 NO_SETTINGS = frozenset((*OF_EVERY_OPTIMIZER, *_WRITTEN_BY_TORCH, *STEPS_ONE, "step")) - {"defaults"}
 
 
-def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """The attributes that not every optimizer has."""
-    return {name: value for name, value in vars(optimizer).items() if name not in OF_EVERY_OPTIMIZER}
-
-
 def read_by_update(optimizer: Optimizer) -> dict[str, Any]:
     """The attributes that an update may read. torch's own optimizers read none; others may read all but those that
     stand in for a method."""
@@ -252,26 +242,26 @@ def read_by_update(optimizer: Optimizer) -> dict[str, Any]:
         return {}
     return {"defaults": optimizer.defaults} | {
         name: value
-        for name, value in attributes_of(optimizer).items()
-        if name not in NO_SETTINGS and not callable(getattr(type(optimizer), name, None)) and not is_manager(value)
+        for name, value in vars(optimizer).items()
+        if name not in NO_SETTINGS
+        and name != "defaults"
+        and not callable(getattr(type(optimizer), name, None))
+        and not is_manager(value)
     }
 
 
 def held_by_classes(optimizer: Optimizer) -> dict[str, Any]:
-    """The attributes of the optimizer's classes, torch's aside. All instances share them, and methods enclose
-    values."""
+    """The attributes of the optimizer's classes, torch's and Python's aside. All instances share them, and methods
+    enclose values."""
     return {f"{cls.__name__}.{name}": value for cls in classes_of(optimizer) for name, value in vars(cls).items()}
 
 
 def classes_of(optimizer: Optimizer) -> list[type]:
-    """Those that it is of, torch's aside."""
-    return [cls for cls in type(optimizer).__mro__ if cls is not object and not cls.__module__.startswith("torch.")]
+    """Those that it is of, torch's and Python's aside."""
+    return [cls for cls in type(optimizer).__mro__ if not f"{cls.__module__}.".startswith(_NOT_ITS_OWN)]
 
 
-def has_ids(state: Mapping[Any, Any], parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether what belongs to one of these parameters is under its ``id()``. A look for the parameter itself then finds
-    that number, of the same hash, and raises in comparing the two."""
-    return not {id(p) for p in parameters}.isdisjoint(beside_parameters(state))
+_NOT_ITS_OWN = ("torch.", "builtins.", "typing.", "abc.")
 
 
 def beside_parameters(state: Mapping[Any, Any]) -> dict[Any, Any]:

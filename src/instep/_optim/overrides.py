@@ -35,8 +35,9 @@ class Overrides:
 
 def is_manager(value: object) -> bool:
     """Whether an attribute of an optimizer is the manager, or stands in its place."""
-    # Looked up past what a class does with names that it does not know.
-    return all(
+    # Most are numbers and lists, and are asked about in each step. Looked up past what a class does with names that it
+    # does not know.
+    return type(value).__module__ != "builtins" and all(
         getattr_static(value, name, None) is not None for name in ("index2config", "module_weight_config_triple")
     )
 

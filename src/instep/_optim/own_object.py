@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from instep._optim.belongings import BelongingsGuard
 from instep._optim.contents import Contents, Restore, digest_of_value, put_dict
 from instep._optim.guards import Entry
 from instep._optim.kinds import (
@@ -134,6 +135,7 @@ class OwnObject:
 
     Attributes:
         beside: what the object holds beside parameters and their state.
+        belongings: looks at what is kept of single parameters.
         notes: whether what an update has made of other values is what the step leaves.
         returned: what the last ``step()`` has returned.
         wrote: whether the last ``step()`` without notes has written parameters that it was given.
@@ -149,21 +151,31 @@ class OwnObject:
         self._instead: dict[str, Any] = {}
         self._reached: list[torch.Tensor] = []
         self.beside = Beside(name)
+        self.belongings = BelongingsGuard(name)
         self.notes = True
         self.returned: Any = None
         self.wrote = self.gave_back = False
+        self._runs_on: int | None = None  # the thread on which an update runs
+        self._used_others = False
 
-    def begin(self, optimizer: Optimizer, layout: GroupLayout, *, may_draw: bool) -> None:
+    def refuse_use(self) -> None:
+        """A parameter that was stepped before is about to be used: raise, if it is an update that uses it."""
+        if self._runs_on == threading.get_ident():
+            self._used_others = True
+            raise uses_others(self._name)
+
+    def begin(self, optimizer: Optimizer, layout: GroupLayout, *, may_draw: bool, in_parts: bool) -> None:
         """A step begins, with its first bucket.
 
         Args:
             may_draw: each parameter's update draws from generators that are seeded for it.
+            in_parts: others see to it that no other parameter is used.
         """
         self._signals = heard()
         devices = {memory_of(p).device for p in parameters_of(optimizer)}
         self._draws = None if may_draw else Generators.of(optimizer, devices, torchs_alone=True)
         self._instead = self._attributes_of_a_call(optimizer)
-        self._reached = reached_by(optimizer)
+        self._reached = [] if in_parts else reached_by(optimizer, layout)
         self.beside.begin(optimizer, layout)
 
     def step(self, update: Update, call: CallUpdate) -> None:
@@ -231,6 +243,7 @@ class OwnObject:
     def forget(self) -> None:
         """The step is over."""
         self.beside.forget()
+        self.belongings.forget()
         self.returned, self.gave_back, self._instead, self._reached, self._draws = None, False, {}, [], None
 
     def _call(self, optimizer: Optimizer, members: Sequence[Members], tensors: Sequence[Any], call: CallUpdate) -> Any:
@@ -242,9 +255,14 @@ class OwnObject:
         try:
             attributes.update(instead)
             _put(_members_of(whole, members, tensors))
+            self._runs_on, self._used_others = threading.get_ident(), False
             with torch.no_grad(), without_autocast(tensors[0].device.type):
-                return call(optimizer, members)
+                returned = call(optimizer, members)
+            if self._used_others:  # and the update has caught the error
+                raise uses_others(self._name)
+            return returned
         finally:
+            self._runs_on = None
             _put(whole)
             for name, value in before:
                 if value is ABSENT:
@@ -361,6 +379,15 @@ def _is_closed(value: Any) -> bool:
 _INERT = (weakref.ref, BuiltinFunctionType, CodeType, Enum, re.Pattern)
 
 
+def _items(held: Any) -> list[Any]:
+    """With the keys of a dict."""
+    return [*chain.from_iterable(held.items())] if type(held) is dict else [*held]
+
+
+def _is_told_apart(value: Any) -> bool:
+    return is_immutable(value) or isinstance(value, torch.nn.Parameter)
+
+
 class _Place:
     """One mapping with values of the object, some of which an update may change.
 
@@ -390,12 +417,12 @@ class _Place:
         self._values = mine()
         self._size = len(mapping)
         self._looks: dict[Any, Any] = {}
-        self._flat: list[tuple[dict[Any, Any], list[Any]]] = []  # dicts of values that cannot be changed in place
+        self._flat: dict[Any, list[Any]] = {}  # what is in dicts and lists of values that cannot be changed in place
         for key, value in self._values.items():
             if not is_immutable(value):
                 self._looks[key] = fingerprint(value)
-                if type(value) is dict and all(map(is_immutable, value.values())):
-                    self._flat.append((value, list(value.values())))
+                if type(value) in (dict, list) and all(map(_is_told_apart, items := _items(value))):
+                    self._flat[key] = items
         holdings = _Holdings(apart)
         self._put_back = {key: self._kept(holdings, key) for key in self._looks}
         self.large = holdings.large
@@ -412,8 +439,12 @@ class _Place:
             len(self._flat) == len(self._looks)
             and len(self.mapping) == self._size
             and all(map(is_, map(self.mapping.get, self._values, repeat(ABSENT)), self._values.values()))
-            and all(len(value) == len(then) and all(map(is_, value.values(), then)) for value, then in self._flat)
+            and all(map(self._is_flat_as_it_was, self._flat))
         )
+
+    def _is_flat_as_it_was(self, key: Any) -> bool:
+        now, then = _items(self._values[key]), self._flat[key]
+        return len(now) == len(then) and all(map(is_, now, then))
 
     def _kept(self, holdings: _Holdings, key: Any) -> Restore:
         value = self.mapping[key]
@@ -433,6 +464,8 @@ class _Place:
 
     def _is_unchanged(self, key: Any, value: Any) -> bool:
         then = self._values.get(key, ABSENT)
+        if key in self._flat:
+            return value is then and self._is_flat_as_it_was(key)
         if key in self._looks:
             return value is then and alike(fingerprint(value), self._looks[key])
         return value is then or (type(value) is type(then) and alike(value, then))
@@ -444,6 +477,8 @@ class _Place:
     def put_all_back(self) -> None:
         """Also what ``changed`` does not look into."""
         self.take_back(self._mine().keys() | self._values.keys())
+        # What was put back was written: of a large tensor a fingerprint knows no more than how often.
+        self._looks = {key: fingerprint(self.mapping[key]) for key in self._looks}
 
     def take_back(self, changed: Iterable[Any]) -> None:
         for key in changed:
@@ -587,12 +622,16 @@ class Beside:
     def require_unchanged(self) -> None:
         """Raise ``HyperparameterChangedError`` if ``optimizer.step()`` would find other attributes than buckets have
         found. Of the settings in groups ``SettingsGuard`` says so."""
-        for place in self._others:
-            for key in place.changed():
-                raise HyperparameterChangedError(
-                    f"{place.where} {key!r} of {self._name} was changed after backward had already stepped parameters "
-                    "with what it was. Change it after optimizer.step() or before backward(), not in between"
-                )
+        if (what := self.changed()) is not None:
+            raise HyperparameterChangedError(
+                f"{what} of {self._name} was changed after backward had already stepped parameters with what it was. "
+                "Change it after optimizer.step() or before backward(), not in between"
+            )
+
+    def changed(self) -> str | None:
+        """An attribute that is not what it was, in words; ``None``: none."""
+        found = (f"{place.where} {key!r}" for place in self._others for key in place.changed())
+        return next(found, None)
 
     def differs(self) -> str | None:
         """What ``step()`` has left otherwise than buckets have, in words; ``None``: nothing."""
@@ -617,8 +656,11 @@ def _but(values: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
 def _memory_of_parameters(optimizer: Optimizer) -> frozenset[int]:
     """The memory of parameters and of all tensors in their state."""
     tensors = [*parameters_of(optimizer)]
-    for parameter in parameters_of(optimizer):
-        tensors += held_in(dict(optimizer.state.get(parameter) or {}), (torch.Tensor,))
+    mine = set(map(id, tensors))
+    # Not looked up: a state that has the id() of a parameter as a key raises, for torch compares the two.
+    for key, entry in optimizer.state.items():
+        if id(key) in mine:
+            tensors += held_in(entry, (torch.Tensor,))
     return frozenset(map(_memory, tensors))
 
 
@@ -646,16 +688,22 @@ class Tables:
         found = (table for m in every.values() for table in (m._parameters, m._buffers, vars(m)))
         self._before: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in found]
 
+    def have_changed(self) -> bool:
+        return next(self._changed(), None) is not None
+
     def put_back(self) -> bool:
         """Whether one had changed."""
-        changed = False
+        changed = list(self._changed())
+        for table, before in changed:
+            table.update(before)
+            for name in table.keys() - before.keys():
+                del table[name]
+        return bool(changed)
+
+    def _changed(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         for table, before in self._before:
             if table.keys() != before.keys() or not all(map(is_, map(table.get, before), before.values())):
-                table.update(before)
-                for name in table.keys() - before.keys():
-                    del table[name]
-                changed = True
-        return changed
+                yield table, before
 
 
 def _modules_of(optimizer: Optimizer) -> Iterator[torch.nn.Module]:
@@ -697,13 +745,18 @@ def _of_functions(optimizer: Optimizer) -> list[Any]:
 _HOLDERS = (torch.nn.Module, torch.Tensor, dict, list, tuple)
 
 
-def reached_by(optimizer: Optimizer) -> list[torch.Tensor]:
+def reached_by(optimizer: Optimizer, layout: GroupLayout) -> list[torch.Tensor]:
     """The optimizer's parameters to which its attributes, groups, shared state or methods refer too: nobody knows what
-    an update does with them."""
-    mine = set(map(id, parameters_of(optimizer)))
-    groups = (_but(group, PER_PARAMETER) for group in optimizer.param_groups)
-    owners = [read_by_update(optimizer), beside_parameters(optimizer.state), *_of_functions(optimizer), *groups]
-    return [value for value in reachable_values(owners, optimizer) if id(value) in mine]
+    an update does with them.
+
+    To look for them takes longer than a bucket, so they are looked for where groups change, and after parts of an
+    update were compared (``Stepper.begin_parts``).
+    """
+    if layout.reached is None:
+        groups = (_but(group, PER_PARAMETER) for group in optimizer.param_groups)
+        owners = [read_by_update(optimizer), beside_parameters(optimizer.state), *_of_functions(optimizer), *groups]
+        layout.reached = [weakref.ref(v) for v in reachable_values(owners, optimizer) if layout.holds(v)]
+    return [parameter for one in layout.reached if (parameter := one()) is not None]
 
 
 # Memory of an accelerator that an update gives back, while the side stream still reads it.
@@ -740,6 +793,13 @@ def draws_in_step(optimizer: str) -> UnsupportedOptimizerError:
         f"{optimizer} draws random numbers in step(): bucket by bucket they would go to other parameters than in the "
         f"plain loop. random='keyed' with a seed gives each parameter draws of its own, which are not the plain "
         f"loop's. {STEPPED_WHOLE}"
+    )
+
+
+def uses_others(optimizer: str) -> UnsupportedOptimizerError:
+    return UnsupportedOptimizerError(
+        f"{optimizer} uses parameters in step() that it was not given: bucket by bucket some were stepped before. "
+        f"{STEPPED_WHOLE}"
     )
 
 

@@ -27,7 +27,7 @@ def is_proved(optimizer: Optimizer) -> bool:
     Where there are no values there is nothing to compare: a plan takes it for granted."""
     if not has_values(optimizer):
         return True
-    found = _proved().get(_name_of(type(optimizer)))
+    found = _proved().get(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")
     return (
         found is not None
         and replaced_step(optimizer) is None
@@ -42,16 +42,9 @@ def settings_of(optimizer: Optimizer) -> list[str]:
     places.append({name: value for name, value in read_by_update(optimizer).items() if name != "defaults"})
     found = ((name, value) for place in places for name, value in place.items() if name not in FREE)
     kinds = {f"{type(memory_of(p)).__name__} of {p.dtype}" for p in parameters_of(optimizer)}
-    return sorted({f"{name}={_in_words(value)}" for name, value in found} | kinds)
-
-
-def _in_words(value: Any) -> str:
     # What can be changed is known by its kind alone. Numbers that count steps, and the like, begin alike.
-    return repr(value) if is_immutable(value) else type(value).__name__
-
-
-def _name_of(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+    words = ((name, repr(value) if is_immutable(value) else type(value).__name__) for name, value in found)
+    return sorted({f"{name}={value}" for name, value in words} | kinds)
 
 
 @cache

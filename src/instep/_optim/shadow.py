@@ -1,5 +1,6 @@
 """Other optimizer objects over some of the same parameters: where these stand in the groups, and how one is made."""
 
+import weakref
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,9 +43,13 @@ class GroupLayout:
 
     Args:
         name: of the optimizer.
+
+    Attributes:
+        reached: see ``own_object.reached_by``; ``None``: nobody has asked.
     """
 
     def __init__(self, name: str, groups: Groups) -> None:
+        self.reached: list[weakref.ref[torch.Tensor]] | None = None
         self._name = name
         self._ids = _ids_of(groups)
         self._position = {key: position for position, key in enumerate(chain.from_iterable(self._ids))}

@@ -173,6 +173,7 @@ class Stepper:
     def begin_parts(self) -> str | None:
         """Parts of an update are about to be stepped, and put back. What the optimizer holds that nobody could put
         back, in words; ``None``: nothing, as far as is known."""
+        self._layout.reached = None  # what it refers to by now
         if self._running is None:
             self._begin(self.optimizer(), in_parts=True)
         own = self.own_object
@@ -195,11 +196,11 @@ class Stepper:
         running = self._running or self._begin(optimizer, in_parts=True)
         own, noted = self.own_object, len(self._state_guard.left)
         assert own is not None, "torch's own are not judged"
-        own.notes = notes
+        own.notes, own.belongings.rests = notes, True
         try:
             self._update_portion(running, Update(optimizer, tensors, owned, None))
         finally:
-            own.notes = True
+            own.notes, own.belongings.rests = True, False
             del self._state_guard.left[noted:]  # that of buckets which backward has stepped stays
         return own.returned
 
@@ -252,7 +253,8 @@ class Stepper:
             stages.append(self.offloaded)
         if not known:
             self.own_object = self.own_object or OwnObject(self.name)
-            self.own_object.begin(optimizer, self._layout, may_draw=self.draws is not None)
+            stages.append(self.own_object.belongings)
+            self.own_object.begin(optimizer, self._layout, may_draw=self.draws is not None, in_parts=in_parts)
             if self.draws is not None:
                 stages.append(self.draws)
                 divides = self.draws
@@ -366,14 +368,12 @@ class Stepper:
     def was_stopped(self) -> bool:
         """Whether the ``step()`` that was begun last, and has not been committed, does not run any more: an error or
         Ctrl-C has ended it. ``False`` also where torch.compile hides it."""
-        optimizer = self._optimizer()
-        return self._call_is_seen and not (optimizer is not None and is_in_step(optimizer))
+        return self._call_is_seen and not self.is_stepping
 
     @property
     def runs(self) -> bool:
         """Whether the ``step()`` that was begun last is running: what is asked this has been called by its closure."""
-        optimizer = self._optimizer()
-        return self._call_is_seen and optimizer is not None and is_in_step(optimizer)
+        return self._call_is_seen and self.is_stepping
 
     @property
     def is_stepping(self) -> bool:

@@ -1,7 +1,7 @@
 """Parameters and state as they were before a step, to be put back bit for bit, and gradients that are lent to it."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,13 +9,14 @@ import torch
 from torch.autograd import grad_mode
 from torch.optim import Optimizer
 
+from instep._optim.belongings import Mappings, mappings_of
 from instep._optim.contents import Contents, Restore, copy_of, require_contents, restore
-from instep._optim.kinds import is_torchs_own, read_by_update
+from instep._optim.kinds import is_torchs_own
 from instep._optim.own_object import Beside, Groups, Tables, in_functions, reached_by
 from instep._optim.random_numbers import Generators
 from instep._optim.shadow import GroupLayout, parameters_of
 from instep._optim.stages import Stage, Update
-from instep._optim.values import reachable_values, same_bits
+from instep._optim.values import alike, fingerprint, same_bits
 from instep._torch.engine import is_captured
 from instep._torch.versions import memory_of, version_of
 from instep.errors import UnsupportedOptimizerError, class_name
@@ -89,14 +90,33 @@ class SavedParameter:
         contents.known(parameter)
         # A tensor of a wrapper class has its values there; any other one what an optimizer may keep of it.
         self._keeps_attributes = not hasattr(type(parameter), "__tensor_flatten__")
-        has_some = self._keeps_attributes and bool(vars(parameter))
-        self._attributes: Restore | None = contents.of(vars(parameter)) if has_some else None
+        self._host = host
+        self.keep_attributes()
+        self._left: dict[str, Any] | None = None  # its attributes, as the update has left them
         self._entry = state
         self._entries: Restore | None = None if state is None else contents.of(state)
 
     @property
+    def was_updated(self) -> bool:
+        return self._left is not None
+
+    @property
     def had_state(self) -> bool:
         return self._entries is not None
+
+    def keep_attributes(self) -> None:
+        """As they are now: its own update begins, and values were saved before, with another parameter's."""
+        self._attributes: Restore | None = None
+        if self._keeps_attributes and vars(self._parameter):
+            contents = Contents(self._host)
+            contents.known(self._parameter)
+            self._attributes = contents.of(vars(self._parameter))
+
+    def is_updated(self) -> None:
+        """Its update is over. What others write into its attributes from now on, a hook of this backward, say, is
+        theirs: it is not put back."""
+        if self._keeps_attributes:
+            self._left = {name: fingerprint(value) for name, value in vars(self._parameter).items()}
 
     def restore(self) -> None:
         optimizer = self._optimizer()
@@ -107,10 +127,16 @@ class SavedParameter:
         elif found is self._entry or not _is_empty(found):  # else somebody has taken it out meanwhile
             mapping[self._parameter] = self._entries()
         restore(self._parameter, self._values)
-        if self._attributes is not None:
-            self._attributes()
-        elif self._keeps_attributes:
-            vars(self._parameter).clear()
+        if self._keeps_attributes:
+            attributes, theirs = vars(self._parameter), {}
+            if (left := self._left) is not None:
+                now = ((name, value, fingerprint(value)) for name, value in attributes.items())
+                theirs = {n: value for n, value, look in now if n not in left or not alike(look, left[n])}
+            if self._attributes is not None:
+                self._attributes()
+            else:
+                attributes.clear()
+            attributes.update(theirs)
         # The bits are back: a graph that has saved them may run. torch has a private way to say so. After the state,
         # which may hold a view of the parameter.
         self._version.__exit__()
@@ -125,15 +151,6 @@ def _entry_of(optimizer: Optimizer, parameter: torch.Tensor) -> dict[Any, Any] |
         return optimizer.state.get(parameter)
     except RuntimeError as error:  # a number of the same hash is there, and torch compares the two
         raise TypeError("an entry under the id() of a parameter") from error
-
-
-Mappings = MutableMapping[Any, Any]
-
-
-def mappings_of(optimizer: Optimizer) -> list[Mappings]:
-    """Those that its attributes reach."""
-    reached = reachable_values([read_by_update(optimizer)], optimizer)
-    return [value for value in reached if isinstance(value, MutableMapping) and value is not optimizer.state]
 
 
 class KeptByParameter:
@@ -297,7 +314,7 @@ class UndoCopies(Stage):
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
         if not is_torchs_own(optimizer):
-            self._reached = reached_by(optimizer)
+            self._reached = reached_by(optimizer, layout)
             self._copies.keep_others(optimizer)
 
     def forget(self) -> None:
@@ -320,6 +337,7 @@ class UndoCopies(Stage):
             raise
         yield
         if not is_torchs_own(update.optimizer):
+            self._copies.are_updated(update.owned)
             self._require_new_state(update)
 
     def _require_new_state(self, update: Update) -> None:
@@ -361,12 +379,20 @@ class Undo:
         """
         found: dict[int, SavedParameter] = {}
         for parameter in parameters:
-            if id(parameter) not in self._saved:
-                try:
+            try:
+                if (saved := self._saved.get(id(parameter))) is None:
                     found[id(parameter)] = SavedParameter(parameter, optimizer, self._host)
-                except TypeError as error:
-                    raise _cannot_put_back(optimizer, parameter, error) from error
+                elif not saved.was_updated:
+                    saved.keep_attributes()
+            except TypeError as error:
+                raise _cannot_put_back(optimizer, parameter, error) from error
         self._saved.update(found)
+
+    def are_updated(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Their update is over."""
+        for parameter in parameters:
+            if (saved := self._saved.get(id(parameter))) is not None:
+                saved.is_updated()
 
     def require_new_state(self, parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> None:
         """Raise ``UnsupportedOptimizerError`` if state that was made since ``save`` could not be put back later on."""

@@ -9,7 +9,19 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinMethodType,
+    ClassMethodDescriptorType,
+    FunctionType,
+    GenericAlias,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    MethodType,
+    ModuleType,
+    UnionType,
+    WrapperDescriptorType,
+)
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +34,18 @@ from instep._torch.versions import is_pinned, memory_of, version_of
 
 
 _NUMBERS = frozenset({bool, int, float, str, type(None)})
+_REFER_TO_NOTHING = _NUMBERS | {
+    *(UnionType, GenericAlias),
+    *(MethodDescriptorType, WrapperDescriptorType, ClassMethodDescriptorType, GetSetDescriptorType),
+    MemberDescriptorType,
+}
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def reachable_values(owners: Iterable[object], but: object = None) -> Iterator[Any]:
     """``owners`` and all that they refer to through containers, attributes, weak references, and what functions of
-    theirs enclose or are given. Numbers are left out; tensors, classes, Python's modules and objects of torch's are not
-    looked into, nor is what a ``Module`` holds but parameters.
+    theirs enclose or are given. Numbers and descriptors are left out; tensors, classes, Python's modules and objects of
+    torch's are not looked into, nor is what a ``Module`` holds but parameters.
 
     Args:
         but: what is not looked into either: an optimizer to which its own functions refer.
@@ -37,7 +54,7 @@ def reachable_values(owners: Iterable[object], but: object = None) -> Iterator[A
     left = list(owners)
     while left:
         value = left.pop()
-        if type(value) in _NUMBERS or id(value) in seen:
+        if type(value) in _REFER_TO_NOTHING or id(value) in seen:
             continue
         seen.add(id(value))
         yield value
@@ -53,7 +70,7 @@ def _referred_by(value: Any) -> Iterable[Any]:
         return value.values()
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         return value
-    if isinstance(value, MethodType):
+    if isinstance(value, (MethodType, BuiltinMethodType)):
         return (value.__self__,)
     if isinstance(value, FunctionType):
         cells = (cell.cell_contents for cell in value.__closure__ or () if is_filled(cell))
@@ -66,9 +83,9 @@ def _referred_by(value: Any) -> Iterable[Any]:
 
 
 def is_of_torch(value: object) -> bool:
-    """Whether its class is one of torch's own: not an optimizer, a scheduler, or a tensor."""
-    module = f"{type(value).__module__}."
-    return module.startswith("torch.") and not module.startswith(("torch.optim.", "torch._tensor", "torch.nn."))
+    """Whether its class is one of torch's own: not an optimizer, a scheduler, or a tensor. So are instep's."""
+    module, open_in_torch = f"{type(value).__module__}.", ("torch.optim.", "torch._tensor", "torch.nn.")
+    return module.startswith(("torch.", "instep.")) and not module.startswith(open_in_torch)
 
 
 def is_generator(value: Any) -> bool:
@@ -125,7 +142,18 @@ _CLOSED = (nn.Module, nn.Parameter, Optimizer, torch.Generator, type, ModuleType
 
 
 def is_immutable(value: Any) -> bool:
-    return isinstance(value, _IMMUTABLE) or (isinstance(value, tuple) and all(map(is_immutable, value)))
+    if isinstance(value, _IMMUTABLE) or (isinstance(value, tuple) and all(map(is_immutable, value))):
+        return True
+    return type(value).__module__ == "numpy" and isinstance(value, sys.modules["numpy"].generic)
+
+
+def is_compared_by_value(value: Any) -> bool:
+    """Whether its class compares, and hashes, what it holds, of which nothing is known, or all is immutable."""
+    if isinstance(value, weakref.ref):  # which compares, and hashes, what it refers to
+        return False
+    kind: Any = type(value)
+    compares = kind.__eq__ is not object.__eq__ and kind.__hash__ is not None
+    return compares and all(map(is_immutable, (attributes_of(value) or {}).values()))
 
 
 def is_plain(value: Any) -> bool:
@@ -209,10 +237,13 @@ class _Look:
             return value
         if isinstance(value, torch.Tensor):
             return _Itself(value) if isinstance(value, nn.Parameter) else _Values(value)
+        is_closed = depth == 0 or isinstance(value, _CLOSED)
+        items = None if is_closed else _items_of(value)
+        if items is None and not is_closed and is_compared_by_value(value):
+            return value
         if id(value) in self._seen:
             return self._seen[id(value)]
         self._seen[id(value)] = len(self._seen)
-        items = None if depth == 0 or isinstance(value, _CLOSED) else _items_of(value)
         if items is None or len(items) > self._left:
             return _Itself(value)
         self._left -= len(items)
@@ -327,8 +358,8 @@ def same(a: Any, b: Any, *, others: bool = False) -> bool:
         return False
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(same(*pair, others=others) for pair in zip(a, b, strict=True))
-    if isinstance(a, (*_IMMUTABLE, set, frozenset)):
-        return bool(a == b) or (a != a and b != b)
+    if is_immutable(a) or isinstance(a, (set, frozenset)) or is_compared_by_value(a):
+        return bool(a == b) or bool(a != a and b != b)
     return others
 
 
@@ -373,8 +404,7 @@ def has_buffer(value: Any) -> bool:
 
 
 def attributes_of(value: Any) -> dict[Any, Any] | None:
-    names = {name for cls in type(value).__mro__ for name in _slots_of(cls)}
-    found = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    found = {name: getattr(value, name) for name in _slots_of(type(value)) if hasattr(value, name)}
     found.update(getattr(value, "__dict__", {}))
     return found or None
 
@@ -384,13 +414,24 @@ def is_closed(value: Any) -> bool:
     return isinstance(value, _CLOSED)
 
 
+_SLOTS: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
+"""By class: what ``_slots_of`` has found, asked for each value of each step."""
+
+
 def _slots_of(cls: type) -> tuple[str, ...]:
+    """The names of its slots, and of the classes that it is made of. Python looks at ``__slots__`` once, too."""
+    if (known := _SLOTS.get(cls)) is None:
+        known = _SLOTS[cls] = tuple(dict.fromkeys(name for base in cls.__mro__ for name in _own_slots_of(base)))
+    return known
+
+
+def _own_slots_of(cls: type) -> Iterator[str]:
     slots = vars(cls).get("__slots__", ())
-    slots = (slots,) if isinstance(slots, str) else tuple(slots)
     # As Python names those that begin with two underscores.
     private_to = f"_{cls.__name__.lstrip('_')}"
-    mangled = (f"{private_to}{s}" if s.startswith("__") and not s.endswith("__") else s for s in slots)
-    return tuple(s for s in mangled if s not in ("__dict__", "__weakref__"))
+    for name in (slots,) if isinstance(slots, str) else tuple(slots):
+        if name not in ("__dict__", "__weakref__"):
+            yield f"{private_to}{name}" if name.startswith("__") and not name.endswith("__") else name
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
@@ -399,7 +440,8 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 def _can_be_read(tensor: torch.Tensor) -> bool:
     """Without waiting for an accelerator, which may be copying to pinned memory."""
-    return _is_small(tensor) and tensor.device.type == "cpu" and not is_pinned(tensor)
+    has_memory = _is_small(tensor) and tensor.untyped_storage().nbytes() >= tensor.nbytes
+    return has_memory and tensor.device.type == "cpu" and not is_pinned(tensor)
 
 
 def waits_for_host(value: Any) -> bool:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from instep._optim.parameters import MIB
 from instep._optim.values import bytes_of
+from instep.buckets import MIB
 from instep.errors import AttachError, InstepError
 
 

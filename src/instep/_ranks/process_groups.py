@@ -7,7 +7,7 @@ ranks. ``communicating`` notes the groups in which a communication has failed: n
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -117,3 +117,14 @@ def communicating(group: dist.ProcessGroup) -> Iterator[None]:
 def is_lost(group: dist.ProcessGroup) -> bool:
     """Whether a communication of ``group`` has failed."""
     return group in _lost
+
+
+def count_of_collectives() -> int:
+    """How many collectives this rank has begun, in all of its groups. torch numbers them, under a private name."""
+    count = 0
+    if dist.is_available() and dist.is_initialized():
+        for group in list(dist.distributed_c10d._world.pg_map):
+            for device in group._device_types:
+                with suppress(RuntimeError):  # of a backend that does not
+                    count += group._get_backend(device)._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    return count

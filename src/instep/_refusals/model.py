@@ -89,7 +89,7 @@ def ddp_with_delayed_reductions(target: Target, options: Options) -> None:
 def ddp_around_the_model(target: Target, options: Options) -> None:
     """A module does not show a wrapper that is around it, so that all living wrappers are asked for its parameters."""
     inside = set(target.model.modules())
-    everywhere: list[Wrapped] = [*instances_of(DistributedDataParallel), *living()]
+    everywhere: list[Wrapped] = [*instances_of(DistributedDataParallel), *living]
     for wrapper in everywhere:
         if wrapper in inside or not any(id(p) in target.names for p in wrapper.parameters()):
             continue

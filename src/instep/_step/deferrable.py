@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from instep._optim.guards import DEFAULT_DTYPE, switched, switches
-from instep._optim.kinds import refuses_dense_gradients
 from instep._optim.owners import (
     OwnerCount,
     are_kept,
@@ -22,15 +21,7 @@ from instep._optim.owners import (
     in_two_parts,
     state_is_kept,
 )
-from instep._optim.parameters import (
-    GRADIENT,
-    AttachedParameter,
-    AttachedParameters,
-    Bucket,
-    bucket_bytes_for,
-    fill_buckets,
-    shard_of_gradient,
-)
+from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, shard_of_gradient
 from instep._optim.stepper import Stepper
 from instep._step.deferred_buckets import gradients_in, in_grad
 from instep._step.schedule import InFlightBucket
@@ -40,6 +31,7 @@ from instep._torch.lifetime import WeakMethod
 from instep._torch.placeholders import HeldGradient, Placeholder
 from instep._torch.versions import are_plain, memory_of
 from instep._torch.watch import plain_type
+from instep.buckets import Bucket, bucket_bytes_for, fill_buckets
 
 # ``schedule="forward"``: in which order the model reads its parameters, and under which of torch's switches.
 
@@ -230,7 +222,7 @@ def _reachable_by_others(
     gradients."""
     if state_is_kept(optimizer):
         return set(mine)
-    if refuses_dense_gradients(optimizer):
+    if isinstance(optimizer, torch.optim.SparseAdam):  # its step() raises at a gradient that is not sparse
         return set(mine)
     with torch._C.DisableTorchFunctionSubclass():
         tensors = mine.tensors()

@@ -10,15 +10,7 @@ from instep._gradients.clipping import Clip
 from instep._gradients.scaling import found_inf, take_off_here
 from instep._optim.kinds import runs_beside, steps_as_known
 from instep._optim.owners import OwnerCount
-from instep._optim.parameters import (
-    GRADIENT,
-    AttachedParameter,
-    AttachedParameters,
-    Bucket,
-    all_there,
-    calls_of,
-    none_there,
-)
+from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, all_there, calls_of, none_there
 from instep._optim.shadow import begin_state, is_copied_whole
 from instep._optim.stepper import Stepper
 from instep._ranks.votes import Vote, error_of
@@ -42,6 +34,7 @@ from instep._torch.lifetime import weakly
 from instep._torch.placeholders import HeldGradient
 from instep._torch.watch import GET_GRAD, SET_GRAD
 from instep._torch.worker import ending
+from instep.buckets import Bucket
 from instep.errors import InstepError
 
 # ``schedule="forward"``: the part of a step that ``optimizer.step()`` hands over, in buckets, and the part that is

@@ -9,14 +9,7 @@ from typing import Any
 import torch
 
 from instep._gradients.scaling import LossScale, Policy
-from instep._optim.parameters import (
-    GRADIENT,
-    AttachedParameter,
-    AttachedParameters,
-    ParameterSpec,
-    all_there,
-    require_in_place,
-)
+from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, all_there, require_in_place
 from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo
 from instep._ranks.votes import error_of
@@ -43,6 +36,7 @@ from instep._torch.engine import (
 )
 from instep._torch.lifetime import WeakMethod, owe, settled
 from instep._torch.placeholders import ACCUMULATE, CONVERSION, DETACH, NEW_LIKE, ZERO, ZeroedGradient
+from instep.buckets import ParameterSpec
 from instep.errors import AccumulationError, InstepError, UncommittedStepError
 
 # ``schedule="backward"``, as sources of gradients see it: they offer final gradients, and hand over full buckets.
@@ -83,7 +77,11 @@ class BucketSink(Schedule):
             # threads may count, they are in hooks of ``LocalSource``, which hold the lock already.
             step.has_gradients = True
             leaves_all = step.accumulation.kept or (step.judge is not None and step.judge.leaves_all)
-            if step.accumulation.count() or (leaves_all and not step.members.applied):
+            if step.accumulation.count():
+                return False
+            if leaves_all and not step.members.applied:
+                if step.judge is not None:
+                    step.judge.come(parameters)
                 return False
         with step.lock:
             if step.ledger.torn is not None:

@@ -30,6 +30,7 @@ from instep._optim.kinds import STEPPED_WHOLE
 from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._optim.shadow import parameters_of
 from instep._optim.stepper import Stepper
+from instep._step.arrivals import Arrivals
 from instep._step.parts import HOOKS, PartsOfUpdate
 from instep._step.state import gradient_of
 from instep._torch.hooks import has_global_step_hooks
@@ -50,12 +51,14 @@ class _Met:
         unproved: the optimizers that are compared.
         compared: parameters, by their indices.
         requiring: those that required a gradient when all began.
+        arrivals: of a step that is left: what there was as gradients arrived.
     """
 
     def __init__(self) -> None:
         self.unproved: set[Stepper] = set()
         self.compared: set[int] = set()
         self.requiring: set[int] = set()
+        self.arrivals: dict[Stepper, Arrivals] = {}
 
     def is_new(self, bucket: AttachedParameters) -> bool:
         """Whether a parameter in it was never compared."""
@@ -105,6 +108,7 @@ class Judge:
 
     def look(self, every: Iterable[AttachedParameter]) -> None:
         """A forward begins."""
+        self._met.arrivals.clear()
         if self.verdict is not None or not self._met.unproved or not self._in_parts:
             return
         requiring = {a.spec.index for a in every if a.get().requires_grad}
@@ -125,8 +129,7 @@ class Judge:
         self._apart, self._steps_others, self._meets_new = [], False, False
         for stepper in self.due if self.verdict is None else ():
             if has_global_step_hooks():
-                self._objects = True
-                self.object(f"{stepper.name}: {HOOKS}")
+                self._objects_to(stepper, HOOKS)
         if number % EVERY == 0 and len(every := [*buckets]) > 1:
             first = number // EVERY % (len(every) - 1)
             self._apart = every[first : first + 2]
@@ -141,7 +144,16 @@ class Judge:
         self._meets_new |= is_new
         leaves = is_new or not all(map(set(bucket.indices).isdisjoint, self._apart))
         self._steps_others |= not leaves
+        if leaves:
+            self.come(bucket)
         return leaves
+
+    def come(self, parameters: AttachedParameters) -> None:
+        """Their gradients have arrived, and are left to ``optimizer.step()``."""
+        for stepper in parameters.steppers if self.verdict is None else ():
+            if stepper in self._met.unproved:
+                arrivals = self._met.arrivals.get(stepper) or self._met.arrivals.setdefault(stepper, Arrivals(stepper))
+                arrivals.come(a.get() for a in parameters if a.stepper is stepper)
 
     # Around ``optimizer.step()``.
 
@@ -175,16 +187,27 @@ class Judge:
             return
         in_pairs = stepper.steps_every_parameter or any(a.is_divided for a in there)
         running = PartsOfUpdate(stepper, parts, every)
+        arrivals = self._met.arrivals.pop(stepper, None)
         running.take(
             twice=bool(self.due.get(stepper)) and stepper.is_foreign,
             is_warm=stepper in self._is_warm,
             in_pairs=in_pairs,
+            reason=None if arrivals is None else arrivals.differ(),
         )
         if in_pairs and running.reason is not None:
             raise UnsupportedOptimizerError(f"{stepper.name}: {running.reason}. {STEPPED_WHOLE}")
         if in_pairs:
             running.only_counts()
         self._running[stepper] = running
+
+    def wants_whole(self, stepper: Stepper) -> bool:
+        """Parts of the update that is about to be taken are known to come out otherwise than the whole: whether buckets
+        of it were stepped in backward on trial, and are now to be put back."""
+        running = self._running.get(stepper)
+        if running is None or running.reason is None or not self._steps_others:
+            return False
+        self._objects_to(stepper, running.reason)
+        return True
 
     def after_update(self, stepper: Stepper) -> UnsupportedOptimizerError | None:
         """``step()`` has returned. The error that tears the step, where a part of it was taken in backward, and should
@@ -195,8 +218,7 @@ class Judge:
             return None
         self._compared = True
         if (reason := running.compare()) is not None:
-            self.object(f"{stepper.name}: {reason}")
-            self._objects = True
+            self._objects_to(stepper, reason)
             if self._steps_others:
                 return UnsupportedOptimizerError(
                     f"{stepper.name} has begun to couple parameters: {reason}. Backward had stepped the other buckets "
@@ -217,6 +239,10 @@ class Judge:
         self.has_compared, self._compared = self._compared, False
         return objects
 
+    def _objects_to(self, stepper: Stepper, reason: str) -> None:
+        self.object(f"{stepper.name}: {reason}")
+        self._objects = True
+
     def object(self, reason: str) -> None:
         """From now on every step is left to ``optimizer.step()``."""
         if self.verdict is None:
@@ -230,6 +256,7 @@ class Judge:
     def forget(self) -> None:
         """The running step was none, or is given up."""
         self._running.clear()
+        self._met.arrivals.clear()
         self._apart, self._steps_others, self._meets_new = [], False, False
 
     def __str__(self) -> str:

@@ -563,6 +563,9 @@ class TrialWrites(Writes):
         if func == GET_GRAD and self._scale is not None and not self._scale.taken_off:
             return  # may be GradScaler: the gradient that is held says what is done with it
         self._require_loops_thread(f"parameter {self._step.members.name_of(parameter)!r} was used")
+        for stepper in self._step.members.steppers:
+            if stepper.own_object is not None:
+                stepper.own_object.refuse_use()  # else the bucket that runs would be stepped, and not be put back
         self._rollback()
 
     def _require_loops_thread(self, what: str) -> None:
@@ -626,6 +629,9 @@ class TrialWrites(Writes):
             self.tear(error)
             raise
         step.before_update(stepper, left)
+        if step.judge is not None and step.judge.wants_whole(stepper):
+            self._rollback()
+            left = step.members.left_by(stepper)
         rest = self._rest_of(stepper, left)
         self._save_rest(stepper, left)
         return rest

@@ -1,46 +1,50 @@
 """One real update of a foreign optimizer, and beside it each part of it: stepped alone by the same object, put back.
 
-A part finds what a bucket will find in backward: no other parameter has a gradient. It is taken
+A part finds what a bucket will find in backward: no other parameter has a gradient, and none may be used. It is taken
 
 - once: digests of what becomes of its parameters are kept, to be compared with what the whole update makes of them;
-- again: if it comes out otherwise, something moves that nobody can put back;
-- without its gradient, twice: ``step()`` after backward must change nothing;
-- once more while every other parameter, its state, and what is kept by it are disturbed: in backward some of them are
-  stepped before this part, and in the whole update after it.
+- then without its gradient: ``step()`` after backward must change nothing;
+- again, while every other parameter, its state, and what is kept by it are disturbed: in backward some of them are
+  stepped before this part, and in the whole update after it. If it comes out otherwise, and otherwise still when they
+  are as they were, something moves that nobody can put back.
 
 Memory: one part, and what the optimizer refers to beside its groups.
 """
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
+from instep._optim.belongings import kept_of, mappings_of, mappings_with
 from instep._optim.contents import Kept, copy_of, digest_of, digest_of_value, disturb, is_back, restore
+from instep._optim.dtensor import is_sharded
 from instep._optim.kinds import STEPPED_WHOLE, read_by_update
-from instep._optim.own_object import WRITES_UNSEEN, Beside, OwnObject, Tables, in_functions, reached_by
+from instep._optim.own_object import WRITES_UNSEEN, Beside, OwnObject, Tables, in_functions
 from instep._optim.parameters import AttachedParameter, AttachedParameters, calls_of
 from instep._optim.random_numbers import Generators
 from instep._optim.shadow import parameters_of
 from instep._optim.stepper import Stepper
-from instep._optim.undo import BeforeUpdate, KeptByParameter, mappings_of
+from instep._optim.undo import BeforeUpdate, KeptByParameter
 from instep._optim.values import address_of, held_in, is_immutable, is_of_torch, reachable_values, values_differ
+from instep._ranks.process_groups import count_of_collectives
 from instep._step.state import gradient_of
 from instep._torch.engine import count_of_runs, listen
 from instep._torch.held_signals import heard, held
 from instep._torch.hooks import has_global_step_hooks
-from instep._torch.placeholders import SpentGradient
 from instep._torch.versions import memory_of
+from instep._torch.watch import Watch
 from instep.errors import InstepError, UnsupportedOptimizerError
 
 _IN_SHORT = 160
-_WRITES_REACHED = "its step() writes parameters that its groups do not hold, or their gradients"
-_READS_OTHERS = "its step() reads parameters that it was not given, or what belongs to them"
+_USES_OTHERS = "its step() uses parameters that it was not given (an average of the weights?), or what belongs to them"
 HOOKS = "step hooks are registered for all optimizers: where it calls super().step(), they would run once per part"
 _DRAWS = "it draws random numbers in step()"
+_COMMUNICATES = "its step() communicates with other ranks, which step their buckets in another order"
 _RUNS_BACKWARD = "its step() runs a backward of its own"
 
 
@@ -66,7 +70,7 @@ class _Belongings:
         self.mappings = mappings_of(optimizer)
 
     def digest(self, parameter: torch.Tensor) -> Digest:
-        entry, elsewhere = self._optimizer.state.get(parameter), self._elsewhere(parameter)
+        entry, elsewhere = self._optimizer.state.get(parameter), kept_of(parameter, self.mappings)
         is_empty = entry is None or (isinstance(entry, Mapping) and not entry)
         return Digest(
             digest_of(parameter),
@@ -77,41 +81,17 @@ class _Belongings:
     def tensors(self, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
         """The parameter, and what belongs to it."""
         yield parameter
-        yield from held_in([self._optimizer.state.get(parameter), *self._elsewhere(parameter)], (torch.Tensor,))
+        kept = kept_of(parameter, self.mappings).values()
+        yield from held_in([self._optimizer.state.get(parameter), *kept], (torch.Tensor,))
 
     def numbers(self, parameter: torch.Tensor) -> Iterator[tuple[MutableMapping[Any, Any], Any, Any]]:
         """Python's numbers among it: where each is, under which key, and which."""
         entry = self._optimizer.state.get(parameter)
-        held = [*self._with(parameter), *(one for one in (entry, vars(parameter)) if isinstance(one, MutableMapping))]
+        own = (one for one in (entry, vars(parameter)) if isinstance(one, MutableMapping))
+        held = [*mappings_with(parameter, self.mappings), *own]
         for mapping in held:
             keys: list[Any] = [parameter] if parameter in mapping else [key for key in mapping if isinstance(key, str)]
             yield from ((mapping, key, mapping[key]) for key in keys if isinstance(mapping[key], (int, float)))
-
-    def _with(self, parameter: torch.Tensor) -> Iterator[MutableMapping[Any, Any]]:
-        """The mappings in which something is kept by it."""
-        for mapping in self.mappings:
-            with suppress(RuntimeError):  # a number of the same hash is there, and torch compares the two
-                if parameter in mapping:
-                    yield mapping
-
-    def _elsewhere(self, parameter: torch.Tensor) -> list[Any]:
-        found = [mapping[parameter] for mapping in self._with(parameter)]
-        if not hasattr(type(parameter), "__tensor_flatten__"):  # whose values are in its attributes
-            kinds = (torch.Tensor, list, tuple, dict, set)
-            found += [
-                (name, value)
-                for name, value in vars(parameter).items()
-                # torch.compile marks tensors that it has seen.
-                if (is_immutable(value) or isinstance(value, kinds)) and not name.startswith("_dynamo_")
-            ]
-        return found
-
-
-def _has_moved(before: Digest, after: Digest) -> bool:
-    """Whether one was changed by an update without gradient. What was not there may have been made."""
-    return before.values != after.values or any(
-        then is not None and then != now for then, now in zip(before[1:], after[1:], strict=True)
-    )
 
 
 class _Gradients:
@@ -120,70 +100,77 @@ class _Gradients:
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             self._of = {id(p): (p, p.grad) for p in parameters}
-        self._in_place: dict[int, torch.Tensor] = {}
 
-    def hide(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
-        """By default all."""
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        return [parameter for parameter, _ in self._of.values()]
+
+    def with_some(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those that have one."""
+        return [p for p in parameters if self._of.get(id(p), (p, None))[1] is not None]
+
+    def hide(self, parameters: Iterable[torch.Tensor]) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter in (p for p, _ in self._of.values()) if parameters is None else parameters:
-                parameter.grad = self._in_place.get(id(parameter))
+            for parameter in parameters:
+                parameter.grad = None
 
     def show(self, parameters: Iterable[torch.Tensor]) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in parameters:
                 parameter.grad = self._of[id(parameter)][1]
 
-    @contextmanager
-    def spent(self) -> Iterator[None]:
-        """All are as those of buckets that were stepped before, in the place of which something stands: who uses it
-        is told."""
-        for key, (_, gradient) in self._of.items():
-            if gradient is not None and type(gradient) is torch.Tensor and gradient.layout is torch.strided:
-                self._in_place[key] = SpentGradient(gradient, "", _used)
-        try:
-            self.hide()
-            yield
-        finally:
-            self._in_place.clear()
-            self.hide()
-
     def give_back(self) -> None:
         """All of them."""
-        self.show([parameter for parameter, _ in self._of.values()])
+        self.show(self.parameters)
         self._of.clear()
 
 
-def _used(operation: str) -> InstepError:
-    return InstepError(f"{operation} of another parameter's gradient")
+_OF_THE_SHAPE = frozenset(
+    [torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like]
+    + [getattr(torch.Tensor, name) for name in ("new_zeros", "new_ones", "new_empty", "new_full")]
+)
 
 
-class _Reached:
-    """The parameters to which an optimizer refers otherwise than by the groups of a part, kept once for all parts: it
-    may refer to all that it has."""
+class _TouchedError(InstepError):
+    """A part was about to use a parameter that it was not given."""
 
-    def __init__(self, optimizer: Optimizer, belongings: _Belongings) -> None:
-        self._belongings = belongings
-        self.tensors = reached_by(optimizer)
-        self._kept = {
-            id(t): (BeforeUpdate(optimizer, [t], mappings=belongings.mappings), self._look_at(t)) for t in self.tensors
-        }
 
-    def _look_at(self, tensor: torch.Tensor) -> Any:
-        return self._belongings.digest(tensor), None if tensor.grad is None else digest_of(tensor.grad)
+class _Untouched:
+    """All parameters but those of a part: who uses one, or its gradient, on this thread, is stopped before.
 
-    def put_back(self, among: Iterable[torch.Tensor]) -> bool:
-        """Whether one of ``among`` was written, what belongs to it, or its gradient."""
-        written = False
-        for tensor in among:
-            if id(tensor) in self._kept:
-                kept, then = self._kept[id(tensor)]
-                now = self._look_at(tensor)
-                if now == then:
-                    continue
-                kept.put_back()
-                # Some make the state of all in the first step.
-                written |= now[1] != then[1] or _has_moved(then[0], now[0])
-        return written
+    Attributes:
+        were_touched: whether anybody was.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.were_touched = False
+        self._thread = threading.get_ident()
+        self._watch = Watch(values=self._touched, gradient=self._touched)
+        self._parameters = self._watched(parameters)
+        self._watch.start(self._parameters)
+
+    @staticmethod
+    def _watched(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Of a class with values of its own torch does not tell who uses them."""
+        return [p for p in parameters if not hasattr(type(p), "__tensor_flatten__")]
+
+    def _touched(self, parameter: torch.Tensor, function: Any) -> None:
+        # Another thread may evaluate the model meanwhile; and some make the state of all in their first step.
+        if threading.get_ident() == self._thread and function not in _OF_THE_SHAPE:
+            self.were_touched = True
+            raise _TouchedError("parameters that step() was not given")
+
+    @contextmanager
+    def but(self, part: Sequence[torch.Tensor]) -> Iterator[None]:
+        some = self._watched(part)
+        self._watch.stop(some)
+        try:
+            yield
+        finally:
+            self._watch.start(some)
+
+    def rest(self) -> None:
+        self._watch.stop(self._parameters)
 
 
 class _Others:
@@ -297,47 +284,64 @@ class PartsOfUpdate:
         own = parameters_of(self._optimizer)
         self._gradients = _Gradients({id(p): p for p in (*own, *(a.get() for a in every))}.values())
         self._digests: dict[AttachedParameter, Digest] = {}
-        self._first: list[Digest] | None = None  # of the first part
-        self._reached: _Reached | None = None
+        # The first part, or one that came out otherwise while others were disturbed, and what it is to come to.
+        self._witness: tuple[AttachedParameters, list[Digest]] | None = None
+        self._untouched = _Untouched(())
         self._around: _Around | None = None
         self._beside: Beside | None = None
 
     # Before the update.
 
-    def take(self, *, twice: bool, is_warm: bool, in_pairs: bool) -> None:
+    def take(self, *, twice: bool, is_warm: bool, in_pairs: bool, reason: str | None) -> None:
         """Step each part alone, and put it back.
 
         Args:
-            twice: each of them, to see that it comes out the same, whatever others hold.
+            twice: each of them, also while others hold other values.
             is_warm: whether all that the update compiles was compiled by an earlier one.
             in_pairs: compare each part with itself stepped together with the next one.
+            reason: why they would come out otherwise in backward, in words, if that is known: none is stepped.
 
         Raises:
             UnsupportedOptimizerError: it keeps what cannot be put back. Nothing of the step is written.
         """
+        if reason is not None:
+            self.reason = reason
+            return
         # Versions do not tell: what is written through ``.data`` counts nothing.
-        before = {id(p): digest_of(p) for p in parameters_of(self._optimizer)}
-        state, keys = self._optimizer.state, set(map(id, self._optimizer.state))
+        before = {id(p): self._belongings.digest(p) for p in parameters_of(self._optimizer)}
+        keys = set(map(id, self._optimizer.state))
         try:
-            self._gradients.hide()
+            self._gradients.hide(self._gradients.parameters)
+            self._untouched = _Untouched(self._gradients.parameters)
             try:
                 self._take_all(twice=twice, is_warm=is_warm, in_pairs=in_pairs)
             finally:
                 self._put_around_back()
-            written = sum(digest_of(tensor) != before[id(tensor)] for tensor in parameters_of(self._optimizer))
-            if written:
-                raise UnsupportedOptimizerError(
-                    f"{self._stepper.name}.step() writes {written} parameters, too, where its groups hold others "
-                    "alone: it keeps parameters elsewhere. They were written, and cannot be put back: load a "
-                    f"checkpoint. {STEPPED_WHOLE}"
-                )
+            self._take_out(keys)
+            self._require_unwritten(before)
             if self.reason is not None:
                 self._require_back()
         finally:
-            for key in [key for key in state if id(key) not in keys]:  # made by a look at that of another parameter
-                del state[key]
+            self._take_out(keys)
+            self._untouched.rest()
             self._gradients.give_back()
             self._beside = self._stepper.end_parts()
+
+    def _take_out(self, keys: set[int]) -> None:
+        """Of the state, entries that were made for parameters of other parts; ``keys`` were there."""
+        state = self._optimizer.state
+        for key in [key for key in state if id(key) not in keys]:
+            del state[key]
+
+    def _require_unwritten(self, before: dict[int, Digest]) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            written = sum(self._belongings.digest(p) != before[id(p)] for p in parameters_of(self._optimizer))
+        if written:
+            raise UnsupportedOptimizerError(
+                f"{self._stepper.name}.step() writes {written} parameters, too, or their state, where its groups hold "
+                "others alone: it keeps them elsewhere. They were written, and cannot be put back: load a checkpoint. "
+                f"{STEPPED_WHOLE}"
+            )
 
     def _take_all(self, *, twice: bool, is_warm: bool, in_pairs: bool) -> None:
         # Asked first: a part may move on what cannot be put back, a Python generator, say.
@@ -347,7 +351,7 @@ class PartsOfUpdate:
             self._look_around()
         for part in self._parts if self.reason is None else ():
             try:
-                self._take_part(part, twice=twice)
+                self._take_part(part)
             except TypeError as error:  # of a tensor of a class that tells nobody what it holds
                 self.reason = self.reason or f"what it keeps of {_names(part)} could not be put back ({error})"
             if compiles.any and self.reason is None:
@@ -357,7 +361,7 @@ class PartsOfUpdate:
         if self._generators.drawn() == "yes":  # a part has made one
             self.reason = _DRAWS
         if twice and self.reason is None:
-            self._look_at_reads()
+            self._take_again()
         if in_pairs and self.reason is None:
             self._compare_pairs()
 
@@ -370,7 +374,6 @@ class PartsOfUpdate:
     def _look_around(self) -> None:
         try:
             self._around = _Around(self._optimizer, self._own.beside)
-            self._reached = _Reached(self._optimizer, self._belongings)
             self.reason = self._shares()
         except (TypeError, RecursionError) as error:
             self.reason = f"what it refers to could not be put back ({in_short(error)})"
@@ -387,18 +390,17 @@ class PartsOfUpdate:
 
     def _put_around_back(self) -> None:
         """Put back what parts have moved that is not looked into after each of them. No gradient is shown."""
-        if self._reached is not None and self._reached.put_back(self._reached.tensors):
-            self.reason = self.reason or _WRITES_REACHED
         if self._around is not None and (moved := self._around.put_back()) is not None:
             self.reason = self.reason or moved
             if not self._around.is_back():
                 raise self._moved_on("what its attributes hold")
 
     def _require_back(self) -> None:
-        """The whole update is about to be taken by ``step()``: the first part, once more, finds all as it was."""
-        if self._first is None or self._around is None:
+        """The whole update is about to be taken by ``step()``: a part, once more, finds all as it was. It is that which
+        came out otherwise, or the first."""
+        if self._witness is None or self._around is None:
             return
-        part, reason, found = self._parts[0], self.reason, []
+        (part, expected), reason, found = self._witness, self.reason, []
         self._around.begin_again()
         try:
             for _ in range(2):  # also what it leaves elsewhere is the same
@@ -409,7 +411,7 @@ class PartsOfUpdate:
                 self._put_around_back()
         finally:
             self.reason = reason
-        if found[0] != found[1] or found[0][0] != self._first:
+        if found[0] != found[1] or found[0][0] != expected:
             raise self._moved_on(repr(part.names[0]))
 
     def _meet_compiler(self, is_warm: bool) -> None:
@@ -421,31 +423,32 @@ class PartsOfUpdate:
             self.counts = False  # the loop's own update is to be the first that compiles: this one is not compared
 
     @contextmanager
-    def _alone(self, part: AttachedParameters) -> Iterator[BeforeUpdate]:
-        """Its gradients are there, and no others. All of the part is put back after the block."""
+    def _alone(self, part: AttachedParameters) -> Iterator[None]:
+        """Its gradients are there, and no other parameter may be used. All of the part is put back after the block."""
         tensors = part.tensors()
+        with self._untouched.but(tensors):
+            yield from self._shown(tensors)
+
+    def _shown(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         self._gradients.show(tensors)
         kept = BeforeUpdate(self._optimizer, tensors, mappings=self._belongings.mappings)
         try:
-            yield kept
+            yield
         finally:
             kept.put_back()
             self._gradients.hide(tensors)
 
-    def _take_part(self, part: AttachedParameters, *, twice: bool) -> None:
-        if self._reached is not None and self._reached.put_back(part.tensors()):
-            self.reason = _WRITES_REACHED
-            return
-        runs = count_of_runs()
-        with self._alone(part) as kept:
+    def _take_part(self, part: AttachedParameters) -> None:
+        runs, sent = count_of_runs(), count_of_collectives()
+        with self._alone(part):
             returned = self._step(part)
             digests = self._look_at(part)
-            self._first = self._first or digests
+            self._witness = self._witness or (part, digests)
             if count_of_runs() != runs:
                 self.reason = self.reason or _RUNS_BACKWARD
-            if self.reason is None and twice:
-                kept.put_back()
-                self._require_same_again(part, digests, kept)
+            # FSDP2's groups are stepped in one order on all ranks, and operations on DTensors communicate.
+            if count_of_collectives() != sent and not any(map(is_sharded, part.tensors())):
+                self.reason = self.reason or _COMMUNICATES
             if self.reason is None:
                 self._step_without_gradient(part, digests, returned)
         self._digests.update(zip(part, digests, strict=True))
@@ -467,25 +470,15 @@ class PartsOfUpdate:
             self.reason = self.reason or (WRITES_UNSEEN if self._stepper.wrote_in_place else why)
         except Exception as error:
             raised = f"its step() raises on {_names(part)} alone ({in_short(error)})"
+            if self._untouched.were_touched:
+                raised = _USES_OTHERS
             self.reason = _no_dict(self._optimizer, part) or raised
         finally:
+            if self._untouched.were_touched:  # and step() has caught the error
+                self.reason = self.reason or _USES_OTHERS
             if self._generators.have_advanced():
                 self.reason = _DRAWS
         return returned
-
-    def _require_same_again(self, part: AttachedParameters, digests: Sequence[Digest], kept: BeforeUpdate) -> None:
-        self._step(part)
-        again = self._look_at(part)
-        if again == digests:
-            return
-        kept.put_back()
-        self._gradients.hide(part.tensors())
-        self._put_around_back()  # what the second has read
-        self._gradients.show(part.tensors())
-        if self.reason is None:
-            raise self._moved_on(
-                next(repr(a.spec.name) for a, one, two in zip(part, digests, again, strict=True) if one != two)
-            )
 
     def _step_without_gradient(self, part: AttachedParameters, digests: list[Digest], returned: Any) -> None:
         """After backward ``step()`` finds no gradient: it must leave all as the update has left it, and return the
@@ -505,27 +498,33 @@ class PartsOfUpdate:
         elif values_differ(nothing, returned):
             self.reason = "its step() returns a value that depends on what it updates"
 
-    def _look_at_reads(self) -> None:
+    def _take_again(self) -> None:
+        """Each part, while all others are disturbed."""
+        self._put_around_back()
         others = _Others(self._by_optimizer())
-        with held(heard()), self._gradients.spent():  # a handler that reads weights would find them disturbed
+        with held(heard()):  # a handler that reads weights would find them disturbed
             try:
-                for part in self._parts:
+                for part in self._parts if self.reason is None else ():
                     others.set_apart(part.tensors())
                     with self._alone(part):
                         self._step(part)
                         found = self._look_at(part)
-                    if self.reason is not None or found != [self._digests[attached] for attached in part]:
-                        self.reason = _READS_OTHERS
-                        return
+                    if self.reason is not None or found != self._digests_of(part):
+                        self.reason, self._witness = _USES_OTHERS, (part, self._digests_of(part))
+                        break
             finally:
                 others.rest()
 
+    def _digests_of(self, part: AttachedParameters) -> list[Digest]:
+        return [self._digests[attached] for attached in part]
+
     def _by_optimizer(self) -> Iterator[tuple[list[torch.Tensor], _Belongings]]:
-        yield list(parameters_of(self._optimizer)), self._belongings
+        """Those that are stepped: no others are other ones before a part."""
+        yield self._gradients.with_some(parameters_of(self._optimizer)), self._belongings
         for stepper in dict.fromkeys(attached.stepper for attached in self._every):
             if stepper is not self._stepper:
                 optimizer = stepper.optimizer()
-                yield list(parameters_of(optimizer)), _Belongings(optimizer)
+                yield self._gradients.with_some(parameters_of(optimizer)), _Belongings(optimizer)
 
     def _compare_pairs(self) -> None:
         """Nobody takes the step as a whole: the first of two that are stepped together comes out as by itself. Where
@@ -535,7 +534,7 @@ class PartsOfUpdate:
             with self._alone(pair):
                 self._step(pair, notes=False)
                 found = self._look_at(one)
-            if self.reason is None and found != [self._digests[attached] for attached in one]:
+            if self.reason is None and found != self._digests_of(one):
                 self.reason = f"parameter {one.names[0]!r} gets other values together with {other.names[0]!r}"
             if self.reason is not None:
                 return

@@ -8,13 +8,14 @@ from typing import Any, Protocol
 import torch
 
 from instep._optim.owners import OwnerCount
-from instep._optim.parameters import AttachedParameter, Bucket
+from instep._optim.parameters import AttachedParameter
 from instep._optim.stepper import Stepper
 from instep._step.deferral import Gains
 from instep._step.norms import Losses
 from instep._step.state import Gather
 from instep._step.step import RunningStep, finds_gradient
 from instep._step.step_calls import StepCalls
+from instep.buckets import Bucket
 from instep.errors import InstepError
 
 

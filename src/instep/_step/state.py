@@ -42,7 +42,7 @@ from dataclasses import dataclass
 from enum import Enum
 from threading import get_ident
 from time import perf_counter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -449,6 +449,24 @@ def first_written(members: AttachedParameters, versions: Sequence[int]) -> Attac
 # One round of ``optimizer.step()``: the calls, of all optimizers that have gradients, that make up one step.
 
 
+class Returned(NamedTuple):
+    """A call of ``optimizer.step()`` that has returned. Who takes note of it may be interrupted, and begin again, when
+    the round holds some of this no more.
+
+    Attributes:
+        step_count: of the step, if it is taken.
+        skip_count: if it is left out.
+        is_owed: whether the step waited for it.
+        takes_step: ``False``: it is left out.
+    """
+
+    stepper: Stepper
+    step_count: int
+    skip_count: int
+    is_owed: bool
+    takes_step: bool
+
+
 class Round:
     """The calls of ``optimizer.step()``, one for each optimizer with gradients, that make up one step.
 
@@ -471,7 +489,7 @@ class Round:
         self.is_ending = False
         # The call that has returned and is not counted yet, with the numbers of steps taken and left out that there are
         # to be. They are computed once, so that counting again after Ctrl-C changes nothing: the step stands.
-        self._returned: tuple[Stepper, int, int] | None = None
+        self._returned: Returned | None = None
         self._settings: Callable[[], None] | None = None  # puts back what a step that is left out writes
         self._settings_before: Callable[[], None] | None = None  # the same, of a step that is stopped
 
@@ -490,7 +508,7 @@ class Round:
     @property
     def was_stopped(self) -> bool:
         """Whether an error or Ctrl-C has ended the ``step()`` that was begun last, before it was taken note of."""
-        stepper = self.stepper if self._returned is None else self._returned[0]
+        stepper = self.stepper if self._returned is None else self._returned.stepper
         return stepper is not None and stepper.was_stopped
 
     @property
@@ -548,10 +566,11 @@ class Round:
     def note_return(self, stepper: Stepper, ledger: Ledger) -> None:
         if ledger.machine.state not in (State.STEPPING, State.REDOING, State.TORN):
             ledger.happened(Event.STEP_BEGINS)  # Ctrl-C has come in ``begins``
-        self._returned = stepper, ledger.step_count + 1, ledger.skip_count + 1
+        is_owed, takes_step = stepper in self.steppers_left, self.takes_step is not False
+        self._returned = Returned(stepper, ledger.step_count + 1, ledger.skip_count + 1, is_owed, takes_step)
 
-    def end(self, take_note: Callable[[Stepper, int, int], None]) -> None:
-        """Take note of a call that has returned, if there is one, with the numbers of the step. ``take_note`` says
+    def end(self, take_note: Callable[["Returned"], None]) -> None:
+        """Take note of a call that has returned, if there is one. ``take_note`` says
         ``mark_recorded`` when it has; where Ctrl-C ends it before, it is called again at the next use."""
         if self._returned is None or self.is_ending:
             return
@@ -559,7 +578,7 @@ class Round:
             return  # another thread reads weights, while the one that has called step() is about to do this
         try:
             self.is_ending = True
-            take_note(*self._returned)
+            take_note(self._returned)
         finally:
             self.is_ending = False
 

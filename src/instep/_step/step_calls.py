@@ -15,7 +15,7 @@ Where the schedule rests, a call is ``begin_at_rest`` and ``returned`` alone: to
 """
 
 from instep._optim.stepper import Stepper
-from instep._step.state import Event
+from instep._step.state import Event, Returned
 from instep._step.step import RunningStep, finds_gradient
 from instep.errors import InstepError
 
@@ -114,11 +114,10 @@ class StepCalls:
         step stands."""
         self._step.round.end(self._commit)
 
-    def _commit(self, stepper: Stepper, step_count: int, skip_count: int) -> None:
-        step = self._step
+    def _commit(self, returned: Returned) -> None:
+        step, stepper = self._step, returned.stepper
         round_, ledger = step.round, step.ledger
         round_.stepper = None
-        was_owed, taken = stepper in round_.steppers_left, round_.takes_step is not False
         try:
             self._settle(stepper)
             step.accumulation.stepped()
@@ -130,19 +129,19 @@ class StepCalls:
             round_.mark_recorded()
             raise
         others = round_.steppers_left - {stepper}
-        if others or not was_owed:
+        if others or not returned.is_owed:
             ledger.happened(Event.STEP_RETURNS if others else Event.STEP_IN_VAIN)
             round_.steppers_left.discard(stepper)
             round_.mark_recorded()
             return
         ledger.happened(Event.COMMITTED)
-        if taken:
-            ledger.step_count = step_count
+        if returned.takes_step:
+            ledger.step_count = returned.step_count
             step.times.step_returns()
             step.times.committed()
         else:
-            ledger.skip_count = skip_count
-        self._committed(step_count, taken=taken)
+            ledger.skip_count = returned.skip_count
+        self._committed(returned.step_count, taken=returned.takes_step)
         round_.steppers_left.discard(stepper)
         round_.mark_recorded()
         round_.takes_step = None  # not before: who comes to this call again is to find what became of it

@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 
 from instep._gradients.clipping import ClipNorm
 from instep._optim.kinds import can_be_put_off, runs_beside, steps_as_known
-from instep._optim.parameters import MIB, bucket_bytes_for
 from instep._optim.values import held_in
 from instep._step.deferral import BESIDE_BACKWARD, Always, DeferralTrial, Deferring, Gains, Never, Others
 from instep._step.schedule import Schedule
 from instep._step.state import StepTimes
 from instep._wiring.ranks import in_join
 from instep._wiring.weak_refs import WeakRefs
+from instep.buckets import MIB, bucket_bytes_for
 from instep.errors import StaleAttachmentError, class_name
 from instep.options import Options
 from instep.sources.ddp.instance import exposed_communication

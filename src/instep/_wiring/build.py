@@ -16,7 +16,7 @@ from instep._gradients.scaling import LossScale
 from instep._optim.kinds import ToldStep, can_be_put_off, steps_as_known, steps_one, takes_hooks
 from instep._optim.offload import HostLoading, HostState, OffloadedState, Part
 from instep._optim.owners import in_views_of_ddp, in_views_of_replicate
-from instep._optim.parameters import AttachedParameter, Plan, bucket_bytes_for
+from instep._optim.parameters import AttachedParameter
 from instep._optim.random_numbers import KeyedDraws
 from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo
@@ -58,6 +58,7 @@ from instep._wiring.hooks import (
 )
 from instep._wiring.ranks import Joining, communicates, rank, ranks_of, stand_aside
 from instep._wiring.weak_refs import Handles, WeakRefs, living_parameters
+from instep.buckets import Plan, bucket_bytes_for
 from instep.options import BY_ENVIRONMENT, Communication, Options
 from instep.sources import Sink, Source
 from instep.sources.cross_iteration.source import CrossingSource

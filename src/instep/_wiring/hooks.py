@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from instep._optim.dtensor import is_sharded, local_numel, mesh_of, shard_of
 from instep._optim.local_shard import LocalShard
-from instep._optim.parameters import AttachedParameter, Attribute, ParameterSpec, require_unchanged
+from instep._optim.parameters import AttachedParameter, Attribute, require_unchanged
 from instep._optim.stepper import Stepper
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
@@ -38,6 +38,7 @@ from instep._torch.lifetime import weakly
 from instep._torch.placeholders import SpentGradient
 from instep._torch.watch import ModuleHooks
 from instep._wiring.weak_refs import Handles, WeakRefs, living_parameters
+from instep.buckets import ParameterSpec
 from instep.errors import (
     ConcurrentBackwardError,
     HyperparameterChangedError,
@@ -557,7 +558,9 @@ class ForwardHooks:
 
     def _look(self) -> None:
         """Raise if the parameters are not those that were attached any more. Take in those that were added."""
-        if torch.is_grad_enabled():  # else others may stand in for a moment, as a target network's, and none is trained
+        # Without gradients others may stand in for a moment, as a target network's, and none is trained. And torch.jit
+        # notes what is read while it traces, and traces once more without gradients, to compare the two.
+        if torch.is_grad_enabled() and not torch.jit.is_tracing():
             require_unchanged(self._schedule.parameters)
         if self._schedule.state != "open":
             self._late.adopt()

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from instep._optim.parameters import Plan
 from instep._ranks.collectives import broadcast_json, resync
 from instep._ranks.votes import StepVotes
 from instep._step.schedule import Schedule
@@ -16,6 +15,7 @@ from instep._torch.pipelining import Pipeline
 from instep._wiring.build import Parts
 from instep._wiring.recorded import PLAIN, Described, RecordedLoop
 from instep._wiring.weak_refs import living_parameters
+from instep.buckets import Plan
 from instep.errors import InstepError
 from instep.options import Options
 from instep.target import called_in

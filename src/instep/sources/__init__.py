@@ -13,10 +13,11 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from instep._optim.parameters import AttachedParameter, AttachedParameters, Bucket
+from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._step.state import StepTimes
 from instep._step.streams import StepStreams
 from instep._torch.engine import profiled
+from instep.buckets import Bucket
 
 
 class Source(Protocol):

@@ -21,22 +21,14 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from instep._optim.parameters import (
-    GRADIENT,
-    AttachedParameter,
-    AttachedParameters,
-    Bucket,
-    all_there,
-    default_buckets,
-    fill_buckets,
-    none_there,
-)
+from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, all_there, none_there
 from instep._step.state import gradient_of
 from instep._torch.engine import Phase, current, graph_task
 from instep._torch.hooks import UntracedHook
 from instep._torch.lifetime import weakly
 from instep._torch.placeholders import Placeholder, ZeroedGradient
 from instep._torch.versions import is_pinned, versions_of
+from instep.buckets import Bucket, default_buckets, fill_buckets
 from instep.errors import InstepError
 from instep.sources import Sink, deliver
 

@@ -12,9 +12,10 @@ An error of an update waits until the run is over on this rank: the other ranks 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from instep._optim.parameters import AttachedParameter, AttachedParameters, Bucket, fill_buckets
+from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._step.accumulation import Accumulation
 from instep._torch.pipelining import Pipeline, StageCall
+from instep.buckets import Bucket, fill_buckets
 from instep.errors import InstepError
 from instep.sources import ErrorsKept, Sink
 

@@ -16,13 +16,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from instep._optim.parameters import AttachedParameter, Bucket
+from instep._optim.parameters import AttachedParameter
 from instep._ranks.process_groups import group_beside, require_another
 from instep._step.state import StepTimes
 from instep._torch.engine import Phase, current, graph_task
 from instep._torch.hooks import BoundHook
 from instep._torch.lifetime import WeakMethod, weakly
 from instep._torch.placeholders import BeforeUse, HeldGradient
+from instep.buckets import Bucket
 from instep.comm_hooks import cast_mean_allreduce
 from instep.errors import InstepError
 from instep.sources import LaunchedBucket, WrappedParameters, as_bucket

@@ -11,9 +11,9 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from instep._optim.parameters import Bucket
 from instep._torch.engine import Phase, current, graph_task
 from instep._torch.lifetime import weakly
+from instep.buckets import Bucket
 from instep.errors import InstepError
 from instep.sources import Collective, LaunchedBucket, WrappedParameters, as_bucket, drain
 

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from instep._optim.parameters import AttachedParameter, AttachedParameters, Bucket
+from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._ranks.process_groups import communicating
+from instep.buckets import Bucket
 from instep.sources import Sink, WrappedParameters, deliver, record_arrival, step_all
 from instep.sources.ddp.buckets import GradBucketLike, Reduction, Reductions, ShownBuckets, as_they_arrive, grad_as_left
 from instep.sources.ddp.instance import managed_by

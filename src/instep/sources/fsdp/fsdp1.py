@@ -8,10 +8,11 @@ source.)
 from collections.abc import Sequence
 from typing import Any
 
-from instep._optim.parameters import AttachedParameter, AttachedParameters, Bucket, fill_buckets
+from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._torch.engine import Phase, current
 from instep._torch.hooks import UntracedHook
 from instep._torch.lifetime import weakly
+from instep.buckets import Bucket, fill_buckets
 from instep.errors import AttachError
 from instep.sources import Sink
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from instep._optim.parameters import MIB
+from instep.buckets import MIB
 
 FIRST_BYTES = MIB
 """The first bucket's size where none is asked for, as in DDP: communication begins early."""

@@ -18,15 +18,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from instep._optim.parameters import AttachedParameter, AttachedParameters, Bucket
+from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._ranks.collectives import broadcast, require_the_same
 from instep._torch.engine import Phase, current, graph_task
+from instep.buckets import Bucket
 from instep.errors import AttachError, InstepError, class_name
 from instep.sources import Sink, WrappedParameters, as_bucket, deliver, record_arrival, step_all
 from instep.sources.replicate.buckets import TransientBuckets
 from instep.sources.replicate.layout import BucketSizes
 
-_living: "weakref.WeakSet[Replicated]" = weakref.WeakSet()
+# A module that is inside of one has no sign of it, so that all that there are can be asked.
+living: "weakref.WeakSet[Replicated]" = weakref.WeakSet()
 
 
 class Replicated(nn.Module):
@@ -80,7 +82,7 @@ class Replicated(nn.Module):
         weights = {id(m.weight) for m in modules}
         sparse = frozenset(number for number, (_, p) in enumerate(parameters) if id(p) in weights)
         self._buckets = TransientBuckets(parameters, sparse, group, BucketSizes.of(self.bucket_cap_mb))
-        _living.add(self)
+        living.add(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """``module(*args, **kwargs)``. Before it buffers are made those of the first rank, where they may differ."""
@@ -119,11 +121,6 @@ class Replicated(nn.Module):
         """A copy has buckets of its own, in the default group. Nothing is broadcast: all ranks have made one."""
         super().__setstate__(state)
         self._connect(_group(None))
-
-
-def living() -> list[Replicated]:
-    """All ``Replicated`` that there are. A module that is inside of one has no sign of it."""
-    return list(_living)
 
 
 def _group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -169,7 +166,7 @@ def _refuse_parameters(module: nn.Module) -> None:
             "average. Use the module as it is, or set requires_grad before"
         )
     tensors = sys.modules.get("torch.distributed.tensor")
-    replicated = {id(p) for wrapper in _living for p in wrapper.parameters()}
+    replicated = {id(p) for wrapper in living for p in wrapper.parameters()}
     for name, parameter in parameters.items():
         if is_lazy(parameter):
             raise AttachError(f"replicate: parameter {name!r} has no shape yet (lazy module). Run one forward first")

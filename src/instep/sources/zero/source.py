@@ -23,11 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from instep._optim.parameters import AttachedParameter, AttachedParameters, Bucket
+from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._ranks.process_groups import communicating
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
 from instep._torch.hooks import BoundHook
+from instep.buckets import Bucket
 from instep.comm_hooks import cast_mean_allreduce
 from instep.errors import AccumulationError, InstepError, class_name
 from instep.sources import ErrorsKept, Sink, WrappedParameters, deliver, drain
