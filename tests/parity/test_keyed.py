@@ -501,7 +501,7 @@ def test_an_earlier_checkpoint_is_gone_back_to(tmp_path: Path) -> None:
 # What is refused.
 
 
-class Odd(Langevin):
+class Odd(Rounded):
     """With something that no key reaches, or that couples parameters."""
 
     def draw(self) -> Any:
@@ -531,7 +531,7 @@ class OfItsOwn(Odd):
         return torch.rand([], generator=self.generator, device="cpu")
 
 
-class Coupled(Langevin):
+class Coupled(Rounded):
     """Scales by the norm of all gradients."""
 
     def begin(self) -> float:
@@ -542,7 +542,7 @@ class Coupled(Langevin):
         super().update(p, gradient / (1 + begun), state, group, begun)
 
 
-class Strict(Langevin):
+class Strict(Rounded):
     """Raises at a gradient that is not finite, as some that decompose matrices do."""
 
     def update(self, p: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any, begun: Any) -> None:
@@ -556,7 +556,7 @@ def test_what_raises_where_the_plain_step_does_is_taken(way: str) -> None:
     compare(way, Strict, steps=2)
 
 
-class Counting(Langevin):
+class Counting(Rounded):
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
         return sum(p.grad is not None for group in self.param_groups for p in group["params"])
@@ -592,7 +592,7 @@ def test_what_no_key_reaches_is_refused(way: str, make: Make, words: str) -> Non
         optimizer.zero_grad()
 
 
-class LateDraw(Langevin):
+class LateDraw(Rounded):
     """Draws from Python's generator after the first 20 steps: longer than its first updates are compared."""
 
     def update(self, p: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any, begun: Any) -> None:
@@ -674,22 +674,22 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def test_options_that_are_none(options: dict[str, Any], words: str) -> None:
     model = Dropping()
     with pytest.raises(AttachError, match=words):
-        instep.attach(model, Langevin(groups_of(model)), **options)
+        instep.attach(model, Rounded(groups_of(model)), **options)
     assert instep.attached(model) is None
 
 
 def test_refused_where_torch_takes_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INSTEP_DISABLE", "1")
     model = Dropping()
-    with pytest.raises(AttachError, match="INSTEP_DISABLE is set, and random='keyed' changes what Langevin draws"):
-        instep.attach(model, Langevin(groups_of(model)), **KEYED)
+    with pytest.raises(AttachError, match="INSTEP_DISABLE is set, and random='keyed' changes what Rounded draws"):
+        instep.attach(model, Rounded(groups_of(model)), **KEYED)
     instep.attach(model, torch.optim.AdamW(groups_of(model)), **KEYED).detach()  # draws nothing
 
 
 def test_verify_has_no_oracle() -> None:
     def build() -> Any:
         model = Dropping()
-        return model, Langevin(groups_of(model)), lambda i: None
+        return model, Rounded(groups_of(model)), lambda i: None
 
     with pytest.raises(AttachError, match="random changes the numbers themselves"):
         instep.verify(build, **KEYED)
@@ -700,15 +700,15 @@ def test_a_parameter_that_is_not_the_models(way: str) -> None:
     """At ``attach`` and later: it has no name."""
     model, other = Dropping(), nn.Parameter(torch.zeros(3, device=here()))
     with pytest.raises(AttachError, match="is not a parameter of the model"):
-        instep.attach(model, Langevin([*groups_of(model), {"params": [other]}]), **WAYS[way], **KEYED)
-    lane = Lane(Langevin, Dropping, WAYS[way])
+        instep.attach(model, Rounded([*groups_of(model), {"params": [other]}]), **WAYS[way], **KEYED)
+    lane = Lane(Rounded, Dropping, WAYS[way])
     lane.run(learn, 0)
     lane.optimizer.add_param_group({"params": [other]})
     learn(lane, 1)  # without a gradient nothing draws
     other.grad = torch.ones_like(other)
     lane.loss(2).backward()
     with pytest.raises(
-        InstepError, match=r"random='keyed': Langevin.param_groups\[2\] holds a parameter of shape \(3,\)"
+        InstepError, match=r"random='keyed': Rounded.param_groups\[2\] holds a parameter of shape \(3,\)"
     ):
         lane.optimizer.step()
     assert torch.equal(other, torch.zeros_like(other))
@@ -722,14 +722,14 @@ def test_a_parameter_that_is_not_the_models(way: str) -> None:
 
 @pytest.mark.parametrize("way", ["backward", "forward", "put off"])
 def test_a_graph_that_is_recorded(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    lane = Lane(Langevin, Dropping, WAYS[way])
+    lane = Lane(Rounded, Dropping, WAYS[way])
     lane.run(learn, 0)
     monkeypatch.setattr("instep._optim.random_numbers.is_captured", lambda device: True)
     with lane.overlap, pytest.raises(UnsupportedOptimizerError, match="a CUDA graph that is being recorded"):
         learn_to_the_end(lane, 1)
 
 
-class Raising(Langevin):
+class Raising(Rounded):
     """In the first update of its third step."""
 
     raises = False
@@ -763,7 +763,7 @@ def test_an_update_that_raises_leaves_the_loops_generators(way: str, monkeypatch
 @on_cpu_only
 def test_on_a_cpu_nothing_is_put_off() -> None:
     """Another thread would draw from the generator that the loop draws from."""
-    lane = Lane(Langevin, Dropping, WAYS["put off"])
+    lane = Lane(Rounded, Dropping, WAYS["put off"])
     for i in range(2):  # in the first step some are stepped at once in any case: they make the state
         lane.run(learn, i)
         assert lane.overlap.state == "idle"
@@ -775,7 +775,7 @@ def test_a_loop_that_is_told_why_no_step_is_put_off() -> None:
     assert "Langevin is stepped by parameter" in repr(lane.overlap)
 
 
-class Multiplied(Langevin):
+class Multiplied(Rounded):
     """With a product of matrices, which autocast computes in its own dtype."""
 
     def update(self, p: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any, begun: Any) -> None:
@@ -784,7 +784,7 @@ class Multiplied(Langevin):
         super().update(p, gradient, state, group, begun)
 
 
-@pytest.mark.parametrize("make", [Langevin, Multiplied])
+@pytest.mark.parametrize("make", [Rounded, Multiplied])
 @pytest.mark.parametrize("way", ["backward", "forward", "undo"])
 def test_a_step_in_an_autocast_block(way: str, make: Make) -> None:
     """Updates run outside of it, and no step that is taken inside is there to be compared with: whatever the update

@@ -8,8 +8,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from instep import environment
 from instep._version import __version__
+from instep_tools import environment
 from instep_tools.cli import app
 
 
