@@ -198,6 +198,9 @@ class OwnObject:
             for parameter, _, gradient in lent:
                 parameter.grad = gradient
             with held(self._signals), self._lock:
+                if not self.belongings.rests:
+                    # By a hook of this backward, between two buckets: taken back after this one, it would be lost.
+                    self.beside.require_unchanged()
                 self._step(optimizer, update.members, tensors, call)
         finally:
             for parameter, gradient, _ in lent:
@@ -477,8 +480,6 @@ class _Place:
     def put_all_back(self) -> None:
         """Also what ``changed`` does not look into."""
         self.take_back(self._mine().keys() | self._values.keys())
-        # What was put back was written: of a large tensor a fingerprint knows no more than how often.
-        self._looks = {key: fingerprint(self.mapping[key]) for key in self._looks}
 
     def take_back(self, changed: Iterable[Any]) -> None:
         for key in changed:
@@ -486,6 +487,11 @@ class _Place:
                 self.mapping.pop(key, None)
             else:
                 self.mapping[key] = self._put_back[key]() if key in self._put_back else self._values[key]
+                # Put back, it was written: of a large tensor a look knows how often. And it holds what is another's.
+                if key in self._looks:
+                    self._looks[key] = fingerprint(self.mapping[key])
+                if key in self._flat:
+                    self._flat[key] = _items(self.mapping[key])
 
     def note(self, changed: Sequence[Any]) -> Any:
         """A bucket's update has ``changed`` these. Returns the first key that another bucket has left otherwise;
