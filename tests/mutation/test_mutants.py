@@ -5265,7 +5265,7 @@ MUTANTS = [
     Mutant(
         "judge: attributes of a parameter are not compared",
         "kept_of",
-        'if (attributes := vars(parameter)) and not hasattr(type(parameter), "__tensor_flatten__"):',
+        "if attributes := vars(parameter):",
         "if attributes := {}:",
         BELONGINGS,
         "moved_for_all",
@@ -5574,6 +5574,14 @@ MUTANTS = [
         "elif not saved.was_updated:",
         "elif False:",
         FILLED,
+    ),
+    Mutant(
+        "attributes of a DTensor are not looked at",
+        "kept_of",
+        "if attributes := vars(parameter):",
+        'if (attributes := vars(parameter)) and not hasattr(type(parameter), "__tensor_flatten__"):',
+        JUDGED_ON_RANKS,
+        "hook_of_backward_fills",
     ),
     Mutant(
         "what hooks write by parameter is put back",

@@ -45,13 +45,26 @@ def mappings_with(parameter: torch.Tensor, mappings: Iterable[Mappings]) -> Iter
 def kept_of(parameter: torch.Tensor, mappings: Iterable[Mappings]) -> dict[Any, Any]:
     """What is kept of it: by the ``id`` of a mapping, and the names of attributes."""
     found: dict[Any, Any] = {id(mapping): mapping[parameter] for mapping in mappings_with(parameter, mappings)}
-    if (attributes := vars(parameter)) and not hasattr(type(parameter), "__tensor_flatten__"):  # its values are there
+    if attributes := vars(parameter):
         kinds = (torch.Tensor, list, tuple, dict, set)
+        own = values_in_attributes(parameter)
         for name, value in attributes.items():
             # torch.compile marks tensors that it has seen.
-            if (is_immutable(value) or isinstance(value, kinds)) and not name.startswith("_dynamo_"):
+            if (
+                (is_immutable(value) or isinstance(value, kinds))
+                and name not in own
+                and not name.startswith("_dynamo_")
+            ):
                 found[name] = value
     return found
+
+
+def values_in_attributes(parameter: torch.Tensor) -> Sequence[str]:
+    """The attributes in which a tensor of a wrapper class (a ``DTensor``) has its values."""
+    if getattr(type(parameter), "__tensor_flatten__", None) is None:
+        return ()
+    names: Sequence[str] = parameter.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+    return names
 
 
 class Found:
