@@ -5576,6 +5576,13 @@ MUTANTS = [
         FILLED,
     ),
     Mutant(
+        "undo puts back attributes that torch's own optimizers do not write",
+        "SavedParameter._restore_belongings",
+        "if optimizer is not None and is_torchs_own(optimizer):",
+        "if False:",
+        FILLED,
+    ),
+    Mutant(
         "attributes of a DTensor are not looked at",
         "kept_of",
         "if attributes := vars(parameter):",

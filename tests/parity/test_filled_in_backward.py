@@ -145,3 +145,21 @@ def test_what_hooks_begin_to_fill_later_is_never_silent(place: str, way: str) ->
             attached.step(i)
             states = (training_state(loop.model, loop.optimizer) for loop in (plain, attached))
             assert first_difference(*states) is None, f"step {i + 1}"
+
+
+@pytest.mark.parametrize("i", [1, 2])
+def test_what_hooks_put_on_parameters_stays_where_a_step_of_torchs_is_put_back(i: int) -> None:
+    """torch's own optimizers write nothing there."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with instep.attach(model, optimizer, schedule="backward", undo=True, bucket_bytes=64) as overlap:
+        for number in range(3):
+            for p in model.parameters():
+                p.register_post_accumulate_grad_hook(lambda p, number=number: setattr(p, "seen", number))
+            model(torch.ones(2, 4)).square().sum().backward()
+            if number == i:
+                optimizer.param_groups[0]["lr"] = 0.01  # backward has stepped with the other one: put back
+            optimizer.step()
+            optimizer.zero_grad()
+            assert [p.seen for p in model.parameters()] == [number] * 4  # type: ignore[attr-defined]
+        assert overlap.redo_count == 1

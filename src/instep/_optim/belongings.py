@@ -4,7 +4,7 @@ that the optimizer's attributes reach (``self.averages[p]``).
 An update may read it, and others may write it: hooks of a backward, say, after the parameter's gradient is there. A
 bucket that was stepped by then has found the last step's. So what a bucket's update leaves is looked at again when
 ``optimizer.step()`` is called (``BelongingsGuard``), and a step that is judged is left, with all that come, where it
-changes between a gradient and ``step()`` (``InBackward``).
+changes between a gradient and ``step()`` (``Arrivals``).
 """
 
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence

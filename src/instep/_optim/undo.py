@@ -140,7 +140,9 @@ class SavedParameter:
         return found
 
     def _restore_belongings(self) -> None:
-        left = self._left
+        optimizer, left = self._optimizer(), self._left
+        if optimizer is not None and is_torchs_own(optimizer):
+            return  # which writes nothing there: what is new is a hook's
         now = {} if left is None and not self._mappings else self._look()
         # Without an update to compare with, all is put back.
         theirs = () if left is None else {n for n in now.keys() | left.keys() if not _is_alike(now, left, n)}
