@@ -4643,7 +4643,7 @@ MUTANTS = [
     Mutant(
         "own object: buckets may leave other values",
         "_Place.note",
-        "return _first_other(left, self._left)",
+        "return next(unlike(left, self._left), ABSENT)",
         "return ABSENT",
         JUDGED_MORE,
         "leave_other_attributes",

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from instep._optim.kinds import read_by_update
 from instep._optim.shadow import GroupLayout
 from instep._optim.stages import Stage, Update
-from instep._optim.values import alike, fingerprint, is_immutable, reachable_values
+from instep._optim.values import fingerprint, is_immutable, reachable_values, unlike
 from instep.errors import HyperparameterChangedError
 
 Mappings = MutableMapping[Any, Any]
@@ -29,7 +29,7 @@ def mappings_of(optimizer: Optimizer) -> list[Mappings]:
     return [value for value in reached if isinstance(value, MutableMapping) and value is not optimizer.state]
 
 
-def with_parameters(mappings: Iterable[Mappings]) -> list[Mappings]:
+def _with_parameters(mappings: Iterable[Mappings]) -> list[Mappings]:
     """Those that have tensors for keys."""
     return [mapping for mapping in mappings if any(isinstance(key, torch.Tensor) for key in mapping)]
 
@@ -83,18 +83,17 @@ class Found:
 
     def note(self, parameters: Iterable[torch.Tensor]) -> None:
         """As it is now, in place of what was noted of them before."""
-        mappings = with_parameters(self._mappings)
+        mappings = _with_parameters(self._mappings)
         self._of.update((id(p), (p, _look_at(p, mappings))) for p in parameters)
 
     def changed(self) -> str | None:
         """Something that is not as it was, in words; ``None``: nothing."""
-        mappings = with_parameters(self._mappings)
+        mappings = _with_parameters(self._mappings)
         for parameter, then in self._of.values():
             now = _look_at(parameter, mappings)
-            for where in now.keys() | then.keys() if now or then else ():
-                if where not in now or where not in then or not alike(now[where], then[where]):
-                    what = f"attribute {where!r} of" if isinstance(where, str) else "what the optimizer keeps by"
-                    return f"{what} a parameter of shape {tuple(parameter.shape)}"
+            for where in unlike(now, then) if now or then else ():
+                what = f"attribute {where!r} of" if isinstance(where, str) else "what the optimizer keeps by"
+                return f"{what} a parameter of shape {tuple(parameter.shape)}"
         return None
 
 

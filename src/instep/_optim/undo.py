@@ -9,14 +9,14 @@ import torch
 from torch.autograd import grad_mode
 from torch.optim import Optimizer
 
-from instep._optim.belongings import Mappings, mappings_of, mappings_with, with_parameters
+from instep._optim.belongings import Mappings, mappings_of, mappings_with
 from instep._optim.contents import Contents, Restore, copy_of, require_contents, restore
 from instep._optim.kinds import is_torchs_own
 from instep._optim.own_object import Beside, Groups, Tables, in_functions, reached_by
 from instep._optim.random_numbers import Generators
 from instep._optim.shadow import GroupLayout, parameters_of
 from instep._optim.stages import Stage, Update
-from instep._optim.values import alike, fingerprint, same_bits
+from instep._optim.values import fingerprint, same_bits, unlike
 from instep._torch.engine import is_captured
 from instep._torch.versions import memory_of, version_of
 from instep.errors import UnsupportedOptimizerError, class_name
@@ -122,7 +122,7 @@ class SavedParameter:
         contents.known(self._parameter)
         has_some = self._keeps_attributes and bool(vars(self._parameter))
         self._attributes = contents.of(vars(self._parameter)) if has_some else None
-        mappings = mappings_with(self._parameter, with_parameters(self._mappings))
+        mappings = mappings_with(self._parameter, self._mappings)
         self._kept = {id(mapping): contents.of(mapping[self._parameter]) for mapping in mappings}
 
     def is_updated(self) -> None:
@@ -133,7 +133,7 @@ class SavedParameter:
     def _look(self) -> dict[Any, Any]:
         found: dict[Any, Any] = {
             id(mapping): fingerprint(mapping[self._parameter])
-            for mapping in mappings_with(self._parameter, with_parameters(self._mappings))
+            for mapping in mappings_with(self._parameter, self._mappings)
         }
         if self._keeps_attributes:
             found |= {name: fingerprint(value) for name, value in vars(self._parameter).items()}
@@ -145,7 +145,7 @@ class SavedParameter:
             return  # which writes nothing there: what is new is a hook's
         now = {} if left is None and not self._mappings else self._look()
         # Without an update to compare with, all is put back.
-        theirs = () if left is None else {n for n in now.keys() | left.keys() if not _is_alike(now, left, n)}
+        theirs = frozenset[Any]() if left is None else frozenset(unlike(now, left))
         if self._keeps_attributes:
             attributes = vars(self._parameter)
             written = {name: value for name, value in attributes.items() if name in theirs}
@@ -175,10 +175,6 @@ class SavedParameter:
         # The bits are back: a graph that has saved them may run. torch has a private way to say so. After the state,
         # which may hold a view of the parameter.
         self._version.__exit__()
-
-
-def _is_alike(now: Mapping[Any, Any], then: Mapping[Any, Any], where: Any) -> bool:
-    return where in now and where in then and alike(now[where], then[where])
 
 
 def _is_empty(entry: Any) -> bool:
