@@ -217,6 +217,45 @@ def test_an_update_that_communicates(two_ranks: RankPool, undo: bool) -> None:
     assert all("communicates with other ranks" in "".join(verdict) for verdict in verdicts), verdicts
 
 
+class ReadsFilled(Foreign):
+    """Reads what a hook at the end of each backward puts on parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.sub_(p.grad, alpha=0.05 * getattr(p, "filled", 1.0))
+
+
+class FilledPair(Pair):
+    def learn(self, i: int, model: nn.Module, optimizer: Any) -> None:
+        def fill(_: torch.Tensor) -> None:
+            for p in optimizer.param_groups[0]["params"]:
+                p.filled = 1.0 / (1 + i)
+
+        torch.manual_seed(i)
+        x, y = batch(i * dist.get_world_size() + dist.get_rank())
+        x.requires_grad_().register_hook(fill)
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def reads_what_is_filled(wrapper: str, undo: bool) -> tuple[str, ...]:
+    pair = FilledPair(wrapper, ReadsFilled, undo=undo)
+    with pair.overlap:
+        for i in range(STEPS):
+            pair.step(i)
+        return pair.overlap.plan.judged
+
+
+@each_way
+@each_wrapper
+def test_what_a_hook_of_backward_fills(two_ranks: RankPool, wrapper: str, undo: bool) -> None:
+    """DDP steps after its backward, which has filled it."""
+    verdicts = two_ranks.run(reads_what_is_filled, wrapper, undo)
+    assert all(("is written in backward" in "".join(one)) == (wrapper == "fsdp2") for one in verdicts), verdicts
+
+
 @each_wrapper
 @pytest.mark.parametrize("cls", [CoupledOnLast, SecondOnLast])
 def test_one_verdict_for_three_ranks(three_ranks: RankPool, cls: Any, wrapper: str) -> None:

@@ -271,10 +271,12 @@ def test_undo_stops_where_the_norm_is_above_the_limit_already(monkeypatch: pytes
     saved: list[int] = []
     save = Undo.save
 
-    def counting(copies: Undo, parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
+    def counting(
+        copies: Undo, parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer, *mappings: Any
+    ) -> None:
         if not is_in_step(optimizer):
             saved.append(len(parameters))
-        save(copies, parameters, optimizer)
+        save(copies, parameters, optimizer, *mappings)
 
     monkeypatch.setattr(Undo, "save", counting)
     clip = ClipNorm(1e-9)

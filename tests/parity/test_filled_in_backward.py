@@ -131,17 +131,35 @@ def test_what_hooks_of_backward_fill_is_left_to_step(place: str, way: str) -> No
 @pytest.mark.parametrize("place", [name for name in PLACES if name not in ("an attribute of a module", "a buffer")])
 def test_what_hooks_begin_to_fill_later_is_never_silent(place: str, way: str) -> None:
     plain, attached = Training(place, None, 3), Training(place, way, 3)
-    for i in range(STEPS):
-        plain.step(i)
-        try:
-            attached.step(i)
-        except HyperparameterChangedError:
-            assert (i, way) == (3, "backward")
-            break
-        states = (training_state(loop.model, loop.optimizer) for loop in (plain, attached))
-        assert first_difference(*states) is None, f"step {i + 1}"
-    else:
-        assert way == "undo"
     assert attached.overlap is not None
-    attached.overlap.accept_torn()
-    attached.overlap.detach()
+    raises = way == "backward" or place == "the state"  # a write into state that is put back is lost, and said to be
+    with attached.overlap as overlap:
+        for i in range(STEPS):
+            plain.step(i)
+            if i == 3 and raises:
+                with pytest.raises(HyperparameterChangedError):
+                    attached.step(i)
+                overlap.accept_torn()
+                attached.optimizer.zero_grad()
+                break
+            attached.step(i)
+            states = (training_state(loop.model, loop.optimizer) for loop in (plain, attached))
+            assert first_difference(*states) is None, f"step {i + 1}"
+
+
+@pytest.mark.parametrize("i", [1, 2])
+def test_what_hooks_put_on_parameters_stays_where_a_step_of_torchs_is_put_back(i: int) -> None:
+    """torch's own optimizers write nothing there."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with instep.attach(model, optimizer, schedule="backward", undo=True, bucket_bytes=64) as overlap:
+        for number in range(3):
+            for p in model.parameters():
+                p.register_post_accumulate_grad_hook(lambda p, number=number: setattr(p, "seen", number))
+            model(torch.ones(2, 4)).square().sum().backward()
+            if number == i:
+                optimizer.param_groups[0]["lr"] = 0.01  # backward has stepped with the other one: put back
+            optimizer.step()
+            optimizer.zero_grad()
+            assert [p.seen for p in model.parameters()] == [number] * 4  # type: ignore[attr-defined]
+        assert overlap.redo_count == 1

@@ -4,7 +4,7 @@ that the optimizer's attributes reach (``self.averages[p]``).
 An update may read it, and others may write it: hooks of a backward, say, after the parameter's gradient is there. A
 bucket that was stepped by then has found the last step's. So what a bucket's update leaves is looked at again when
 ``optimizer.step()`` is called (``BelongingsGuard``), and a step that is judged is left, with all that come, where it
-changes between a gradient and ``step()`` (``InBackward``).
+changes between a gradient and ``step()`` (``Arrivals``).
 """
 
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from instep._optim.kinds import read_by_update
 from instep._optim.shadow import GroupLayout
 from instep._optim.stages import Stage, Update
-from instep._optim.values import alike, fingerprint, is_immutable, reachable_values
+from instep._optim.values import fingerprint, is_immutable, reachable_values, unlike
 from instep.errors import HyperparameterChangedError
 
 Mappings = MutableMapping[Any, Any]
@@ -29,7 +29,7 @@ def mappings_of(optimizer: Optimizer) -> list[Mappings]:
     return [value for value in reached if isinstance(value, MutableMapping) and value is not optimizer.state]
 
 
-def with_parameters(mappings: Iterable[Mappings]) -> list[Mappings]:
+def _with_parameters(mappings: Iterable[Mappings]) -> list[Mappings]:
     """Those that have tensors for keys."""
     return [mapping for mapping in mappings if any(isinstance(key, torch.Tensor) for key in mapping)]
 
@@ -45,13 +45,26 @@ def mappings_with(parameter: torch.Tensor, mappings: Iterable[Mappings]) -> Iter
 def kept_of(parameter: torch.Tensor, mappings: Iterable[Mappings]) -> dict[Any, Any]:
     """What is kept of it: by the ``id`` of a mapping, and the names of attributes."""
     found: dict[Any, Any] = {id(mapping): mapping[parameter] for mapping in mappings_with(parameter, mappings)}
-    if (attributes := vars(parameter)) and not hasattr(type(parameter), "__tensor_flatten__"):  # its values are there
+    if attributes := vars(parameter):
         kinds = (torch.Tensor, list, tuple, dict, set)
+        own = values_in_attributes(parameter)
         for name, value in attributes.items():
             # torch.compile marks tensors that it has seen.
-            if (is_immutable(value) or isinstance(value, kinds)) and not name.startswith("_dynamo_"):
+            if (
+                (is_immutable(value) or isinstance(value, kinds))
+                and name not in own
+                and not name.startswith("_dynamo_")
+            ):
                 found[name] = value
     return found
+
+
+def values_in_attributes(parameter: torch.Tensor) -> Sequence[str]:
+    """The attributes in which a tensor of a wrapper class (a ``DTensor``) has its values."""
+    if getattr(type(parameter), "__tensor_flatten__", None) is None:
+        return ()
+    names: Sequence[str] = parameter.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+    return names
 
 
 class Found:
@@ -70,18 +83,17 @@ class Found:
 
     def note(self, parameters: Iterable[torch.Tensor]) -> None:
         """As it is now, in place of what was noted of them before."""
-        mappings = with_parameters(self._mappings)
+        mappings = _with_parameters(self._mappings)
         self._of.update((id(p), (p, _look_at(p, mappings))) for p in parameters)
 
     def changed(self) -> str | None:
         """Something that is not as it was, in words; ``None``: nothing."""
-        mappings = with_parameters(self._mappings)
+        mappings = _with_parameters(self._mappings)
         for parameter, then in self._of.values():
             now = _look_at(parameter, mappings)
-            for where in now.keys() | then.keys() if now or then else ():
-                if where not in now or where not in then or not alike(now[where], then[where]):
-                    what = f"attribute {where!r} of" if isinstance(where, str) else "what the optimizer keeps by"
-                    return f"{what} a parameter of shape {tuple(parameter.shape)}"
+            for where in unlike(now, then) if now or then else ():
+                what = f"attribute {where!r} of" if isinstance(where, str) else "what the optimizer keeps by"
+                return f"{what} a parameter of shape {tuple(parameter.shape)}"
         return None
 
 

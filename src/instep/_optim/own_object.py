@@ -49,7 +49,6 @@ from instep._optim.shadow import CallUpdate, GroupLayout, Members, parameters_of
 from instep._optim.stages import Update
 from instep._optim.values import (
     ABSENT,
-    PER_PARAMETER,
     address_of,
     alike,
     attributes_of,
@@ -60,7 +59,9 @@ from instep._optim.values import (
     is_immutable,
     is_of_torch,
     reachable_values,
+    settings_in,
     storage_of,
+    unlike,
 )
 from instep._torch.held_signals import heard, held
 from instep._torch.versions import memory_of, versions_of
@@ -198,6 +199,9 @@ class OwnObject:
             for parameter, _, gradient in lent:
                 parameter.grad = gradient
             with held(self._signals), self._lock:
+                if not self.belongings.rests:
+                    # By a hook of this backward, between two buckets: taken back after this one, it would be lost.
+                    self.beside.require_unchanged()
                 self._step(optimizer, update.members, tensors, call)
         finally:
             for parameter, gradient, _ in lent:
@@ -477,8 +481,6 @@ class _Place:
     def put_all_back(self) -> None:
         """Also what ``changed`` does not look into."""
         self.take_back(self._mine().keys() | self._values.keys())
-        # What was put back was written: of a large tensor a fingerprint knows no more than how often.
-        self._looks = {key: fingerprint(self.mapping[key]) for key in self._looks}
 
     def take_back(self, changed: Iterable[Any]) -> None:
         for key in changed:
@@ -486,13 +488,18 @@ class _Place:
                 self.mapping.pop(key, None)
             else:
                 self.mapping[key] = self._put_back[key]() if key in self._put_back else self._values[key]
+                # Put back, it was written: of a large tensor a look knows how often. And it holds what is another's.
+                if key in self._looks:
+                    self._looks[key] = fingerprint(self.mapping[key])
+                if key in self._flat:
+                    self._flat[key] = _items(self.mapping[key])
 
     def note(self, changed: Sequence[Any]) -> Any:
         """A bucket's update has ``changed`` these. Returns the first key that another bucket has left otherwise;
         ``ABSENT``: none."""
         left = self._looked_at(changed)
         if self._left is not None:
-            return _first_other(left, self._left)
+            return next(unlike(left, self._left), ABSENT)
         holdings = _Holdings(self._apart)
         self._left, self._taken_out = left, [key for key in changed if key not in self.mapping]
         self._put_left = {key: self._kept(holdings, key) for key in changed if key in self.mapping}
@@ -513,13 +520,7 @@ class _Place:
 
     def differs(self) -> Any:
         """The first key that is not as buckets have left it; ``ABSENT``: there is none, or no bucket was asked."""
-        return ABSENT if self._left is None else _first_other(self._looked_at(self.changed()), self._left)
-
-
-def _first_other(now: Mapping[Any, Any], then: Mapping[Any, Any]) -> Any:
-    """The first key under which the two have not the same; ``ABSENT``: none."""
-    others = (k for k in then.keys() | now.keys() if k not in now or k not in then or not alike(now[k], then[k]))
-    return next(others, ABSENT)
+        return ABSENT if self._left is None else next(unlike(self._looked_at(self.changed()), self._left), ABSENT)
 
 
 class Beside:
@@ -541,7 +542,7 @@ class Beside:
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
         self._groups = [
-            _Place(f"param_groups[{number}]", group, partial(_but, group, PER_PARAMETER))
+            _Place(f"param_groups[{number}]", group, partial(settings_in, group))
             for number, group in enumerate(optimizer.param_groups)
         ]
         attributes, read = vars(optimizer), read_by_update(optimizer)
@@ -753,7 +754,7 @@ def reached_by(optimizer: Optimizer, layout: GroupLayout) -> list[torch.Tensor]:
     update were compared (``Stepper.begin_parts``).
     """
     if layout.reached is None:
-        groups = (_but(group, PER_PARAMETER) for group in optimizer.param_groups)
+        groups = map(settings_in, optimizer.param_groups)
         owners = [read_by_update(optimizer), beside_parameters(optimizer.state), *_of_functions(optimizer), *groups]
         layout.reached = [weakref.ref(v) for v in reachable_values(owners, optimizer) if layout.holds(v)]
     return [parameter for one in layout.reached if (parameter := one()) is not None]

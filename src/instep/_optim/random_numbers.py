@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from instep._optim.dtensor import drawn_by_part, shard_index
 from instep._optim.kinds import read_by_update
 from instep._optim.stages import Stage, Update
-from instep._optim.values import PER_PARAMETER, access_to, is_generator, reachable_values
+from instep._optim.values import access_to, is_generator, reachable_values
 from instep._torch.engine import graph_task, is_captured, is_of_backward
 from instep._torch.versions import memory_of
 from instep._torch.worker import NAME
@@ -102,8 +102,8 @@ class Generators:
     @classmethod
     def of(cls, optimizer: Optimizer, devices: Iterable[torch.device], *, torchs_alone: bool = False) -> "Generators":
         """With those that the update of ``optimizer`` may draw from."""
-        settings = [{k: v for k, v in group.items() if k not in PER_PARAMETER} for group in optimizer.param_groups]
-        owners = [read_by_update(optimizer), settings, *([] if torchs_alone else [optimizer.state])]
+        # The groups themselves: what an update puts there later is found, too.
+        owners = [read_by_update(optimizer), optimizer.param_groups, *([] if torchs_alone else [optimizer.state])]
         return cls(devices, owners, torchs_alone=torchs_alone)
 
     def begin(self) -> None:

@@ -9,14 +9,14 @@ import torch
 from torch.autograd import grad_mode
 from torch.optim import Optimizer
 
-from instep._optim.belongings import Mappings, mappings_of
+from instep._optim.belongings import Mappings, mappings_of, mappings_with
 from instep._optim.contents import Contents, Restore, copy_of, require_contents, restore
 from instep._optim.kinds import is_torchs_own
 from instep._optim.own_object import Beside, Groups, Tables, in_functions, reached_by
 from instep._optim.random_numbers import Generators
 from instep._optim.shadow import GroupLayout, parameters_of
 from instep._optim.stages import Stage, Update
-from instep._optim.values import alike, fingerprint, same_bits
+from instep._optim.values import fingerprint, same_bits, unlike
 from instep._torch.engine import is_captured
 from instep._torch.versions import memory_of, version_of
 from instep.errors import UnsupportedOptimizerError, class_name
@@ -76,10 +76,18 @@ def _is_known_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class SavedParameter:
-    """One parameter with its state. Tensors come back as the same objects, with their values."""
+    """One parameter with its state, its attributes, and what is kept by it. Tensors come back as the same objects, with
+    their values.
 
-    def __init__(self, parameter: torch.Tensor, optimizer: Optimizer, host: bool) -> None:
+    Args:
+        mappings: in which the optimizer may keep something by it.
+    """
+
+    def __init__(
+        self, parameter: torch.Tensor, optimizer: Optimizer, host: bool, mappings: Sequence[Mappings] = ()
+    ) -> None:
         self.device = parameter.device
+        self._mappings = mappings
         self._parameter = parameter
         self._values = copy_of(parameter, host)
         state = _entry_of(optimizer, parameter)
@@ -91,8 +99,11 @@ class SavedParameter:
         # A tensor of a wrapper class has its values there; any other one what an optimizer may keep of it.
         self._keeps_attributes = not hasattr(type(parameter), "__tensor_flatten__")
         self._host = host
-        self.keep_attributes()
-        self._left: dict[str, Any] | None = None  # its attributes, as the update has left them
+        self._attributes: Restore | None = None
+        self._kept: dict[int, Restore] = {}
+        if mappings or vars(parameter):
+            self.keep_belongings()
+        self._left: dict[Any, Any] | None = None  # its attributes, and what is kept by it, as the update has left them
         self._entry = state
         self._entries: Restore | None = None if state is None else contents.of(state)
 
@@ -104,19 +115,52 @@ class SavedParameter:
     def had_state(self) -> bool:
         return self._entries is not None
 
-    def keep_attributes(self) -> None:
-        """As they are now: its own update begins, and values were saved before, with another parameter's."""
-        self._attributes: Restore | None = None
-        if self._keeps_attributes and vars(self._parameter):
-            contents = Contents(self._host)
-            contents.known(self._parameter)
-            self._attributes = contents.of(vars(self._parameter))
+    def keep_belongings(self) -> None:
+        """Its attributes, and what is kept by it, as they are now: its own update begins, and values were saved before,
+        with another parameter's."""
+        contents = Contents(self._host)
+        contents.known(self._parameter)
+        has_some = self._keeps_attributes and bool(vars(self._parameter))
+        self._attributes = contents.of(vars(self._parameter)) if has_some else None
+        mappings = mappings_with(self._parameter, self._mappings)
+        self._kept = {id(mapping): contents.of(mapping[self._parameter]) for mapping in mappings}
 
     def is_updated(self) -> None:
-        """Its update is over. What others write into its attributes from now on, a hook of this backward, say, is
-        theirs: it is not put back."""
+        """Its update is over. What others write there from now on, a hook of this backward, say, is theirs: it is not
+        put back."""
+        self._left = self._look()
+
+    def _look(self) -> dict[Any, Any]:
+        found: dict[Any, Any] = {
+            id(mapping): fingerprint(mapping[self._parameter])
+            for mapping in mappings_with(self._parameter, self._mappings)
+        }
         if self._keeps_attributes:
-            self._left = {name: fingerprint(value) for name, value in vars(self._parameter).items()}
+            found |= {name: fingerprint(value) for name, value in vars(self._parameter).items()}
+        return found
+
+    def _restore_belongings(self) -> None:
+        optimizer, left = self._optimizer(), self._left
+        if optimizer is not None and is_torchs_own(optimizer):
+            return  # which writes nothing there: what is new is a hook's
+        now = {} if left is None and not self._mappings else self._look()
+        # Without an update to compare with, all is put back.
+        theirs = frozenset[Any]() if left is None else frozenset(unlike(now, left))
+        if self._keeps_attributes:
+            attributes = vars(self._parameter)
+            written = {name: value for name, value in attributes.items() if name in theirs}
+            if self._attributes is not None:
+                self._attributes()
+            else:
+                attributes.clear()
+            attributes.update(written)
+        for mapping in self._mappings:
+            if id(mapping) in theirs:
+                continue
+            if id(mapping) in self._kept:
+                mapping[self._parameter] = self._kept[id(mapping)]()
+            elif id(mapping) in now:
+                del mapping[self._parameter]
 
     def restore(self) -> None:
         optimizer = self._optimizer()
@@ -127,16 +171,7 @@ class SavedParameter:
         elif found is self._entry or not _is_empty(found):  # else somebody has taken it out meanwhile
             mapping[self._parameter] = self._entries()
         restore(self._parameter, self._values)
-        if self._keeps_attributes:
-            attributes, theirs = vars(self._parameter), {}
-            if (left := self._left) is not None:
-                now = ((name, value, fingerprint(value)) for name, value in attributes.items())
-                theirs = {n: value for n, value, look in now if n not in left or not alike(look, left[n])}
-            if self._attributes is not None:
-                self._attributes()
-            else:
-                attributes.clear()
-            attributes.update(theirs)
+        self._restore_belongings()
         # The bits are back: a graph that has saved them may run. torch has a private way to say so. After the state,
         # which may hold a view of the parameter.
         self._version.__exit__()
@@ -311,14 +346,14 @@ class UndoCopies(Stage):
         self._copies = copies
         self._cannot: str | None = None  # why the state cannot be put back, once it was met
         self._reached: list[torch.Tensor] = []
+        self._mappings: list[Mappings] = []
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
         if not is_torchs_own(optimizer):
-            self._reached = reached_by(optimizer, layout)
-            self._copies.keep_others(optimizer)
+            self._reached, self._mappings = reached_by(optimizer, layout), mappings_of(optimizer)
 
     def forget(self) -> None:
-        self._reached = []
+        self._reached, self._mappings = [], []
 
     @contextmanager
     def around(self, update: Update) -> Iterator[None]:
@@ -330,7 +365,7 @@ class UndoCopies(Stage):
         if self._cannot is not None:
             raise UnsupportedOptimizerError(self._cannot)
         try:
-            self._copies.save([*update.owned, *self._reached], update.optimizer)
+            self._copies.save([*update.owned, *self._reached], update.optimizer, self._mappings)
         except UnsupportedOptimizerError as error:
             # The next backward says so before anything is written: this step may be left to ``optimizer.step()``.
             self._cannot = str(error)
@@ -359,20 +394,18 @@ class Undo:
     def __init__(self, host: bool) -> None:
         self._host = host
         self._saved: dict[int, SavedParameter] = {}
-        self._others: list[KeptByParameter] = []
 
     @property
     def devices(self) -> set[torch.device]:
         """Those with something saved."""
         return {saved.device for saved in self._saved.values()}
 
-    def keep_others(self, optimizer: Optimizer) -> None:
-        """A step of a foreign optimizer begins."""
-        self._others.append(KeptByParameter(optimizer))
-
     @torch.no_grad()
-    def save(self, parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> None:
+    def save(self, parameters: Sequence[torch.Tensor], optimizer: Optimizer, mappings: Sequence[Mappings] = ()) -> None:
         """Copy ``parameters`` and their state, on the current stream, those aside that are saved already.
+
+        Args:
+            mappings: in which the optimizer may keep something by them.
 
         Raises:
             UnsupportedOptimizerError: some could not be put back. None of them is saved.
@@ -381,9 +414,9 @@ class Undo:
         for parameter in parameters:
             try:
                 if (saved := self._saved.get(id(parameter))) is None:
-                    found[id(parameter)] = SavedParameter(parameter, optimizer, self._host)
+                    found[id(parameter)] = SavedParameter(parameter, optimizer, self._host, mappings)
                 elif not saved.was_updated:
-                    saved.keep_attributes()
+                    saved.keep_belongings()
             except TypeError as error:
                 raise _cannot_put_back(optimizer, parameter, error) from error
         self._saved.update(found)
@@ -412,8 +445,6 @@ class Undo:
         for key in reversed([key for key, saved in self._saved.items() if saved.device == device]):
             self._saved[key].restore()
             del self._saved[key]
-        for kept in self._others:
-            kept.restore()
 
     def forget(self, parameters: Iterable[torch.Tensor]) -> None:
         """These will not be put back any more."""
@@ -422,4 +453,3 @@ class Undo:
 
     def forget_all(self) -> None:
         self._saved.clear()
-        self._others.clear()

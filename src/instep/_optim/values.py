@@ -137,6 +137,12 @@ SHORT.maxother = SHORT.maxstring = 80
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 PER_PARAMETER = ("params", "param_names")
 """The keys of a group that hold one item for each parameter: all others are settings."""
+
+
+def settings_in(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in PER_PARAMETER}
+
+
 # Not looked into: they are no settings, and hold much.
 _CLOSED = (nn.Module, nn.Parameter, Optimizer, torch.Generator, type, ModuleType, logging.Logger, threading.Thread)
 
@@ -269,6 +275,11 @@ def held_in(value: Any, kinds: tuple[type, ...], depth: int = DEPTH) -> Iterator
         items = _items_of(value) or {}
         for item in items.values() if len(items) <= MOST else ():
             yield from held_in(item, kinds, depth - 1)
+
+
+def unlike(now: Mapping[Any, Any], then: Mapping[Any, Any]) -> Iterator[Any]:
+    """The keys under which two mappings of fingerprints have not the same."""
+    return (k for k in then.keys() | now.keys() if k not in now or k not in then or not alike(now[k], then[k]))
 
 
 def alike(a: Any, b: Any) -> bool:

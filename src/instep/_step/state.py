@@ -569,9 +569,9 @@ class Round:
         is_owed, takes_step = stepper in self.steppers_left, self.takes_step is not False
         self._returned = Returned(stepper, ledger.step_count + 1, ledger.skip_count + 1, is_owed, takes_step)
 
-    def end(self, take_note: Callable[["Returned"], None]) -> None:
-        """Take note of a call that has returned, if there is one. ``take_note`` says
-        ``mark_recorded`` when it has; where Ctrl-C ends it before, it is called again at the next use."""
+    def end(self, take_note: Callable[[Returned], None]) -> None:
+        """Take note of a call that has returned, if there is one. ``take_note`` says ``mark_recorded`` when it has;
+        where Ctrl-C ends it before, it is called again at the next use."""
         if self._returned is None or self.is_ending:
             return
         if self.thread != get_ident() and not self.was_stopped:
