@@ -490,7 +490,7 @@ class Attachment:
             UncommittedStepError: a backward has been that ``optimizer.step()`` has not committed.
         """
         schedule = self._parts.schedule
-        schedule.cast_owed()
+        schedule.hear_of_last_step()
         schedule.synchronize()
         schedule.require_whole()
         gradients = any(p.grad is not None for p in living_parameters(schedule))

@@ -184,9 +184,10 @@ class Loop:
             for name, value in model.state_dict().items():
                 yield f"{number}.{name}", value
         for number, optimizer in enumerate(self.optimizers):
-            for key, state in enumerate(optimizer.state.values()):
-                for name, value in state.items():
-                    yield f"optimizer {number}, {key}, {name}", value
+            # By its place in the groups: how state comes to be decides its order in the dict.
+            for place, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+                for name, value in optimizer.state.get(p, {}).items():
+                    yield f"optimizer {number}, {place}, {name}", value
 
 
 Iteration = Callable[[Loop, int], Any]

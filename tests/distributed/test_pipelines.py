@@ -621,7 +621,8 @@ def test_resumed_training(two_ranks: RankPool, kind: Kind, way: str) -> None:
 
 def checkpointed(kind: Kind, way: str, directory: str) -> None:
     """All stages are in one checkpoint, of which a loop that has trained on other data takes what it has. (The first
-    iteration of a new ``DistributedDataParallel`` in a stage differs in the last bit in plain torch, too.)"""
+    iteration of a new ``DistributedDataParallel`` in a stage differs in the last bit in plain torch, too. A parameter
+    that has never been used has state after torch's load alone, which updates nothing.)"""
     group = pipelines_of(kind)
     loop, resumed = Loop(kind, group), Loop(kind, group)
     loop.overlap = attach_to(loop, way)
@@ -634,7 +635,8 @@ def checkpointed(kind: Kind, way: str, directory: str) -> None:
     for i in range(3, 6):
         learn(loop, i)
         learn(resumed, i)
-        difference = first_difference(loop.state(), resumed.state())
+        whole, found = dict(loop.state()), dict(resumed.state())
+        difference = first_difference(iter(whole.items()), ((name, found.get(name)) for name in whole))
         assert difference is None, difference
     assert resumed.overlap.step_count == 6
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import instep
 from instep.sources.ddp.reducer import ReducerGroup
 from tests.cases import Blocks, batch
+from tests.checkpoint import saved
 from tests.faults import program
 
 STEPS = 12
@@ -29,17 +30,30 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, file: Pa
     new.rename(file)
 
 
-def load(way: str, model: nn.Module, optimizer: torch.optim.Optimizer, file: Path) -> int:
+def save_by_dcp(model: nn.Module, optimizer: torch.optim.Optimizer, overlap: instep.Attachment, folder: Path) -> None:
+    """On all ranks, into a folder that gets its name once it is whole."""
+    new = folder / f"unfinished-{overlap.step_count}"
+    saved.save(new, model, optimizer, overlap)
+    if dist.get_rank() == 0:
+        new.rename(folder / f"step-{overlap.step_count:06}")
+    dist.barrier()
+
+
+def load_by_dcp(model: nn.Module, optimizer: torch.optim.Optimizer, overlap: instep.Attachment, folder: Path) -> int:
     """The step to go on with."""
-    if way == "instep":
-        checkpoint = instep.load(file, model, optimizer)
-        return 0 if checkpoint is None else checkpoint.step
+    if found := sorted(folder.glob("step-*")):
+        saved.load(found[-1], model, optimizer, overlap)
+    return overlap.step_count
+
+
+def load(model: nn.Module, optimizer: torch.optim.Optimizer, file: Path) -> int:
+    """The step to go on with."""
     if not file.exists():
         return 0
-    saved = torch.load(file, weights_only=True)
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    return int(saved["step"])
+    found = torch.load(file, weights_only=True)
+    model.load_state_dict(found["model"])
+    optimizer.load_state_dict(found["optimizer"])
+    return int(found["step"])
 
 
 def kill_in_flight() -> None:
@@ -65,9 +79,8 @@ def main(way: str, folder: Path, fault: bool) -> None:
     model = DistributedDataParallel(Blocks(), bucket_cap_mb=program.BUCKET_MB)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)
     file, once = folder / "checkpoint", folder / "killed"
-    if way == "instep":
-        instep.attach(model, optimizer, schedule="backward")
-    first = load(way, model, optimizer, file)
+    overlap = instep.attach(model, optimizer, schedule="backward") if way == "instep" else None
+    first = load(model, optimizer, file) if overlap is None else load_by_dcp(model, optimizer, overlap, folder)
     if way == "torch":
         overlapped = program.with_torchs_own_overlap(model)  # noqa: F841  # kept for as long as it is used
     for step in range(first, STEPS):
@@ -81,8 +94,8 @@ def main(way: str, folder: Path, fault: bool) -> None:
         if way != "torch":
             optimizer.step()
         optimizer.zero_grad()
-        if way == "instep":
-            instep.save(file, model, optimizer)
+        if overlap is not None:
+            save_by_dcp(model, optimizer, overlap, folder)
         elif rank == 0:
             save(model, optimizer, step + 1, file)
         if way == "torch":

@@ -6,6 +6,7 @@ Nothing grows, and at the end the weights are the plain loop's.
 import copy
 import gc
 import os
+import shutil
 import threading
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -22,6 +23,7 @@ import instep
 from instep.errors import NonFiniteGradientError, TornStepError
 from instep_tools.harness import first_difference, training_state
 from tests.cases import batch
+from tests.checkpoint import saved
 from tests.distributed.pool import RankPool
 
 PERIOD = 50  # steps between two attachments
@@ -73,7 +75,7 @@ def fail(loop: Loop, i: int, options: dict[str, Any], folder: Path) -> None:
     if options.get("nonfinite") is None and not options.get("undo"):
         with pytest.raises((TornStepError, RuntimeError)):
             loop.loss(i)  # the step was never committed
-        assert instep.load(folder, loop.model, loop.optimizer) is not None
+        saved.load(folder, loop.model, loop.optimizer, loop.overlap)
     loop.optimizer.zero_grad()
 
 
@@ -98,8 +100,11 @@ def run(steps: int, folder: str) -> tuple[str | None, dict[str, int], dict[str, 
             plain.learn(i, options.get("clip"))
             loop.learn(i, options.get("clip"))
             if i == start + PERIOD // 2:
-                instep.save(folder, loop.model, loop.optimizer)
-                fail(loop, 10 * steps, options, Path(folder))
+                checkpoint = Path(folder) / str(i)
+                saved.save(checkpoint, loop.model, loop.optimizer, loop.overlap)
+                fail(loop, 10 * steps, options, checkpoint)
+                if not dist.is_initialized():
+                    shutil.rmtree(checkpoint)
         loop.overlap.detach()
         loop.overlap = None
         if start // PERIOD == 2 * len(OPTIONS) - 1:
