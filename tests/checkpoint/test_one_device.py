@@ -6,6 +6,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch, two_groups
 from tests.checkpoint import saved
 from tests.parity.made import Made, Recipe
+from tests.stopping import LEFT, updates_stop
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
 loss_of = nn.functional.cross_entropy
@@ -144,6 +146,7 @@ def test_the_previous_norm(tmp_path: Path) -> None:
     saved.save(tmp_path, first.model, first.optimizer, first.overlap)
     saved.load(tmp_path, then.model, then.optimizer, then.overlap)
     assert torch.equal(then.attached.grad_norm, first.attached.grad_norm)
+    assert then.attached.grad_norm.dtype == first.attached.grad_norm.dtype
     then.learn(range(3, 6))
     assert first_difference(whole.state(), then.state()) is None
     for loop in (whole, first, then):
@@ -226,6 +229,45 @@ def test_a_checkpoint_mends_a_step_that_is_torn_or_open(way: str, end: Callable[
     loop.learn(range(3, 6))
     assert first_difference(whole.state(), loop.state()) is None
     assert loop.attached.step_count == 6
+    loop.close()
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_a_checkpoint_mends_an_update_that_failed(way: str, tmp_path: Path) -> None:
+    """With "forward" the next forward would take it, and whoever waits for it meets the error."""
+    whole, loop = Loop("SGD", "plain"), Loop("SGD", way)
+    whole.learn(range(6))
+    loop.learn(range(3))
+    saved.save(tmp_path, loop.model, loop.optimizer, loop.overlap)
+    with updates_stop():
+        LEFT["parameters"] = 3
+        try:
+            with suppress(ZeroDivisionError):
+                loop.learn(range(99, 100))
+            assert {key: type(value) for key, value in loop.attached.state_dict().items()} == KEYS
+        finally:
+            LEFT.clear()
+    assert not loop.attached.state_dict()["whole"]
+    with pytest.raises(TornStepError):
+        loop.attached.require_committed()
+    saved.load(tmp_path, loop.model, loop.optimizer, loop.overlap)
+    loop.learn(range(3, 6))
+    assert first_difference(whole.state(), loop.state()) is None
+    loop.close()
+
+
+@pytest.mark.parametrize(("way", "steps"), [("forward", 1), ("backward", 1), ("backward", 2), ("undo", 1), ("undo", 2)])
+def test_between_micro_batches(way: str, steps: int) -> None:
+    loop = Loop("AdamW", way, accumulation_steps=steps)
+    x, y = batch(0)
+    with loop.attached.accumulate() if steps == 1 else nullcontext():
+        loss_of(loop.model(x), y).backward()
+        with pytest.raises(UncommittedStepError, match="step 1 is under way"):
+            loop.attached.require_committed()
+    loss_of(loop.model(x), y).backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    loop.attached.require_committed()
     loop.close()
 
 

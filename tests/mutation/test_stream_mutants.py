@@ -758,14 +758,6 @@ MUTANTS = [
         OFFLOAD,
         "cannot_live",
     ),
-    _mutant(
-        "offload: a checkpoint says that state belongs to host memory",
-        "TrainingState.is_offloaded",
-        "id(parameter) in self._offloaded and",
-        "False and",
-        OFFLOAD,
-        "test_checkpoints",
-    ),
 ]
 
 

@@ -56,6 +56,7 @@ def load_state(parts: Parts, state: Mapping[str, Any]) -> None:
             f"the checkpoint was saved with {_in_words(state[SEED])}, and this model is attached with "
             f"{_in_words(seed)}: it would draw otherwise. Attach as the run that saved was"
         )
+    schedule.cast_owed()  # others may wait for what this rank says of a step that it has left out
     schedule.forget(gradients=True)
     parts.votes.forget()  # all ranks begin again at the same step, whatever they have said of the last one
     if draws is not None:
