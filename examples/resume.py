@@ -67,7 +67,7 @@ def save(folder: Path, state: dict, step: int) -> None:
     state["overlap"].require_committed()  # raises in the middle of a step, or after half of one
     alone = not dist.is_initialized()
     unfinished = folder / f"unfinished-{step}"
-    dcp.save(state, checkpoint_id=unfinished, no_dist=alone)
+    dcp.save(state, checkpoint_id=unfinished)
     if alone or dist.get_rank() == 0:
         unfinished.rename(folder / f"step-{step:06}")
         for old in sorted(folder.glob("step-*"))[:-2]:
@@ -80,7 +80,7 @@ def load(folder: Path, state: dict) -> int:
     """The newest. Returns the number of its step."""
     if not (found := sorted(folder.glob("step-*"))):
         return 0
-    dcp.load(state, checkpoint_id=found[-1], no_dist=not dist.is_initialized())
+    dcp.load(state, checkpoint_id=found[-1])
     return state["overlap"].step_count
 
 

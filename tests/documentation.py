@@ -28,9 +28,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
+from instep_tools.recording import Recording
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "tests" / "README.md"])
+RECORDING = "instep_tools.recording.Recording"
 HOOKS = ("comm_hooks.cast_mean_allreduce", "comm_hooks.mean_allreduce")
 NOT_RUN = "not run: "
 _FENCE = re.compile(r"```(\w+)(?: title=\"([^\"]*)\")?")
@@ -92,11 +94,11 @@ def _blocks_in(text: str, page: Path, of: str = "") -> list[Block]:
 
 
 def public_names() -> dict[str, Any]:
-    """What the reference has, by its name in ``instep``: all functions and classes, and the errors."""
-    names = [*instep.__all__, *HOOKS, "recording.Recording", *(f"errors.{name}" for name in instep.errors.__all__)]
+    """What the reference has, by its name: all functions and classes, and the errors."""
+    names = [*instep.__all__, *HOOKS, *(f"errors.{name}" for name in instep.errors.__all__)]
     for name in names:
         import_module("instep." + name.rpartition(".")[0] if "." in name else "instep")
-    return {name: attrgetter(name)(instep) for name in names}
+    return {**{f"instep.{name}": attrgetter(name)(instep) for name in names}, RECORDING: Recording}
 
 
 def members_of(name: str, public: Any) -> dict[str, Any]:

@@ -38,7 +38,7 @@ SINCE = "Since 0.1.0."
 MOST_LINES = 10  # of an example, without empty ones
 
 
-@pytest.mark.parametrize(("page", "at_least"), [("features.md", 50), ("checkpoints.md", 30)])
+@pytest.mark.parametrize(("page", "at_least"), [("features.md", 50), ("checkpoints.md", 25)])
 def test_every_test_in_the_tables_exists(page: str, at_least: int) -> None:
     assert len(cited_tests(ROOT / "docs" / page)) > at_least
 
@@ -61,6 +61,7 @@ def cited_tests(page: Path) -> list[tuple[str, str]]:
     return re.findall(r"`(\w+)::(test_\w+)`", page.read_text(encoding="utf-8"))
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch's checkpoints say so of one process
 @pytest.mark.parametrize("block", [block for block in [*CODE, *EXAMPLES] if not block.not_run], ids=str)
 def test_a_block_runs(block: Block, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if block.language == "python":
@@ -161,7 +162,7 @@ def test_a_fence_that_nobody_would_run_is_found(text: str, tmp_path: Path) -> No
 
 def test_the_reference_has_every_public_name() -> None:
     pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md")]
-    listed = re.findall(r"^::: instep\.([\w.]+)", "\n".join(pages), re.MULTILINE)
+    listed = re.findall(r"^::: ([\w.]+)", "\n".join(pages), re.MULTILINE)
     assert sorted(listed) == sorted(PUBLIC)
 
 
@@ -169,7 +170,7 @@ def test_the_reference_has_every_public_name() -> None:
 def test_a_public_docstring_says_since_when_and_ends_in_an_example(name: str) -> None:
     text, _, example = (inspect.getdoc(PUBLIC[name]) or "").partition("\n\nExample:\n")
     assert text.endswith(f"\n\n{SINCE}")
-    assert example or name.startswith("errors.")
+    assert example or name.startswith("instep.errors.")
 
 
 @pytest.mark.parametrize("name", MEMBERS)

@@ -503,7 +503,8 @@ class Attachment:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs beside the model's and the optimizer's: the number of steps, with
         ``ClipNorm(mode="previous_norm")`` the norm that the next step clips by, with ``random="keyed"`` the seed and
-        the step from which draws go on, and whether all of the last step was applied.
+        the step from which draws go on, of a pipeline the number of its stages, and whether all of the last step was
+        applied.
 
         Always the same keys, each of one type, equal on all ranks: the attachment is a ``Stateful`` of
         ``torch.distributed.checkpoint``. Nothing is changed, and nothing raised: a checkpoint that mends a torn step
@@ -517,17 +518,21 @@ class Attachment:
             torch.save(saved, "checkpoint.pt")
             ```
         """
-        return saved_state(self._parts)
+        return saved_state(self._parts, self._stage_count)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Begin again where ``state_dict`` was taken. A step that is open or torn is given up, and gradients are
         cleared; parameters and optimizer state are loaded as without instep, before or after this.
 
         Raises:
-            CheckpointError: a key is missing, ``random`` or ``seed`` were others, or it was taken in the middle of a
-                step. Nothing of the attachment was changed.
+            CheckpointError: a key is missing, ``random``, ``seed`` or the number of stages were others, or it was
+                taken in the middle of a step. Nothing of the attachment was changed.
         """
-        load_state(self._parts, state_dict)
+        load_state(self._parts, state_dict, self._stage_count)
+
+    @property
+    def _stage_count(self) -> int:
+        return 0 if self.pipeline is None else self.pipeline.count
 
     @property
     def parameters(self) -> Sequence[AttachedParameter]:

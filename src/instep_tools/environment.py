@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from instep import __version__
 
-PACKAGES = ("numpy", "safetensors", "transformers", "accelerate", "lightning", "pytorch-lightning")
+PACKAGES = ("numpy", "transformers", "accelerate", "lightning", "pytorch-lightning")
 # Each may change which numbers come out, or where the step runs. No other variable is printed.
 VARIABLES = (
     "INSTEP_DISABLE",

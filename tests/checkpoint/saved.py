@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -19,10 +18,10 @@ Optimizers = Optimizer | Sequence[Optimizer]
 class Training:
     """A model with its optimizers, for DCP: an optimizer that is given as it is loses its state."""
 
-    def __init__(self, model: nn.Module, optimizers: Optimizers, *, strict: bool = True) -> None:
+    def __init__(self, model: nn.Module, optimizers: Optimizers) -> None:
         # Several optimizers have other options each, which DCP keeps apart by parameter alone.
         several = not isinstance(optimizers, Optimizer)
-        self._options = StateDictOptions(strict=strict, flatten_optimizer_state_dict=several)
+        self._options = StateDictOptions(flatten_optimizer_state_dict=several)
         self._model = model
         self._optimizers: Any = optimizers
 
@@ -43,7 +42,7 @@ class Training:
 def parts(
     model: nn.Module, optimizers: Optimizers, overlap: Attachment | None, *, strict: bool = True
 ) -> dict[str, Any]:
-    return {"training": Training(model, optimizers, strict=strict)} | ({} if overlap is None else {"overlap": overlap})
+    return {"training": Training(model, optimizers)} | ({} if overlap is None else {"overlap": overlap})
 
 
 def save(path: Path | str, model: nn.Module, optimizers: Optimizers, overlap: Attachment | None) -> None:
@@ -52,7 +51,7 @@ def save(path: Path | str, model: nn.Module, optimizers: Optimizers, overlap: At
         overlap.require_committed()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there are no ranks, and of torch's own deprecated names
-        dcp.save(parts(model, optimizers, overlap), checkpoint_id=path, no_dist=not dist.is_initialized())
+        dcp.save(parts(model, optimizers, overlap), checkpoint_id=path)
 
 
 def load(
@@ -60,21 +59,13 @@ def load(
     model: nn.Module,
     optimizers: Optimizers,
     overlap: Attachment | None,
-    *,
-    strict: bool = True,
 ) -> None:
-    """On all ranks. A step that is open or torn is given up.
-
-    Args:
-        strict: every parameter has state.
-    """
+    """On all ranks. A step that is open or torn is given up."""
     if overlap is not None:
         overlap.accept_torn()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(
-            parts(model, optimizers, overlap, strict=strict), checkpoint_id=path, no_dist=not dist.is_initialized()
-        )
+        dcp.load(parts(model, optimizers, overlap), checkpoint_id=path)
 
 
 def stages_of(overlap: Any) -> nn.Module:

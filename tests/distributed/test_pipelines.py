@@ -27,7 +27,7 @@ import instep
 from instep import ClipNorm
 from instep._step.in_backward import BackwardSchedule
 from instep._torch import pipelining
-from instep.errors import AttachError, InstepError
+from instep.errors import AttachError, CheckpointError, InstepError
 from instep_tools.harness import first_difference
 from tests.checkpoint import saved
 from tests.devices import here
@@ -631,7 +631,7 @@ def checkpointed(kind: Kind, way: str, directory: str) -> None:
     saved.save(directory, saved.stages_of(loop.overlap), loop.optimizers, loop.overlap)
     resumed.overlap = attach_to(resumed, way)
     learn(resumed, 9)
-    saved.load(directory, saved.stages_of(resumed.overlap), resumed.optimizers, resumed.overlap, strict=False)
+    saved.load(directory, saved.stages_of(resumed.overlap), resumed.optimizers, resumed.overlap)
     for i in range(3, 6):
         learn(loop, i)
         learn(resumed, i)
@@ -654,6 +654,22 @@ def test_one_checkpoint_of_stages_on_several_ranks(
 ) -> None:
     kind = Kind("ScheduleInterleaved1F1B" if per_rank > 1 else "Schedule1F1B", per_rank=per_rank, wrap=wrap)
     four_ranks.run(checkpointed, kind, "backward", str(tmp_path))
+
+
+def of_a_longer_one() -> None:
+    """torch would read the stages that have a name here, and leave out the rest."""
+    loop = Loop(Kind())
+    loop.overlap = attach_to(loop, "backward")
+    learn(loop, 0)
+    state = loop.overlap.state_dict()
+    assert state["stages"] == 2
+    with pytest.raises(CheckpointError, match="is of a pipeline of 4 stages, and this one has 2"):
+        loop.overlap.load_state_dict({**state, "stages": 4})
+    loop.overlap.load_state_dict(state)
+
+
+def test_a_checkpoint_of_a_longer_pipeline_is_refused(two_ranks: RankPool) -> None:
+    two_ranks.run(of_a_longer_one)
 
 
 def copied(kind: Kind) -> None:

@@ -16,14 +16,20 @@ from instep._wiring.build import Parts
 from instep._wiring.weak_refs import living_parameters
 from instep.errors import CheckpointError
 
-STEPS, NORM, DTYPE, SEED, DRAWS, WHOLE = "step_count", "previous_norm", "norm_dtype", "seed", "draws", "whole"
+STEPS, NORM, DTYPE, SEED, DRAWS = "step_count", "previous_norm", "norm_dtype", "seed", "draws"
+STAGES, WHOLE = "stages", "whole"
+_KEYS = (STEPS, NORM, DTYPE, SEED, DRAWS, STAGES, WHOLE)
 _NO_SEED = -1
 _PREVIOUS = "previous_norm"
 _OF_NORMS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def saved_state(parts: Parts) -> dict[str, Any]:
-    """See ``Attachment.state_dict``."""
+def saved_state(parts: Parts, stages: int) -> dict[str, Any]:
+    """See ``Attachment.state_dict``.
+
+    Args:
+        stages: how many the pipeline has, on all ranks; 0: there is none.
+    """
     with suppress(Exception):  # what it says is in the state of the schedule, too
         parts.schedule.synchronize()
     norm, draws = parts.clipping.grad_norm if parts.clipping.mode == _PREVIOUS else None, parts.draws
@@ -33,15 +39,16 @@ def saved_state(parts: Parts) -> dict[str, Any]:
         DTYPE: "float32" if norm is None else str(norm.dtype).removeprefix("torch."),
         SEED: _NO_SEED if draws is None else draws.seed,
         DRAWS: 0 if draws is None else draws.number,
+        STAGES: stages,
         WHOLE: parts.schedule.state not in ("torn", "open"),
     }
 
 
-def load_state(parts: Parts, state: Mapping[str, Any]) -> None:
-    """See ``Attachment.load_state_dict``."""
+def load_state(parts: Parts, state: Mapping[str, Any], stages: int) -> None:
+    """See ``Attachment.load_state_dict``; ``stages`` as in ``saved_state``."""
     if not isinstance(state, Mapping):
         raise CheckpointError(f"state_dict must be what overlap.state_dict() has returned, not {state!r}")
-    for key in (STEPS, NORM, DTYPE, SEED, DRAWS, WHOLE):
+    for key in _KEYS:
         if key not in state:
             raise CheckpointError(f"state_dict has no {key!r}: give what overlap.state_dict() has returned")
     schedule, clipping, draws = parts.schedule, parts.clipping, parts.draws
@@ -55,6 +62,12 @@ def load_state(parts: Parts, state: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"the checkpoint was saved with {_in_words(state[SEED])}, and this model is attached with "
             f"{_in_words(seed)}: it would draw otherwise. Attach as the run that saved was"
+        )
+    if state[STAGES] != stages and state[STAGES] and stages:
+        # torch reads what has a name in the template: of a longer pipeline the rest would be left out.
+        raise CheckpointError(
+            f"the checkpoint is of a pipeline of {state[STAGES]} stages, and this one has {stages}: they hold other "
+            "parts of the model. Load the model without instep and divide it anew"
         )
     schedule.cast_owed()  # others may wait for what this rank says of a step that it has left out
     schedule.forget(gradients=True)

@@ -26,7 +26,15 @@ from tests.stopping import LEFT, updates_stop
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
 loss_of = nn.functional.cross_entropy
-KEYS = {"step_count": int, "previous_norm": float, "norm_dtype": str, "seed": int, "draws": int, "whole": bool}
+KEYS = {
+    "step_count": int,
+    "previous_norm": float,
+    "norm_dtype": str,
+    "seed": int,
+    "draws": int,
+    "stages": int,
+    "whole": bool,
+}
 OPTIMIZERS: Mapping[str, Callable[[nn.Module], Any]] = {
     "AdamW": lambda model: torch.optim.AdamW(two_groups(model), lr=1e-2, amsgrad=True),
     "fused": lambda model: torch.optim.AdamW(two_groups(model), lr=1e-2, fused=True),
@@ -278,9 +286,7 @@ def test_a_save_beside_training(way: str, tmp_path: Path) -> None:
     whole.learn(range(6))
     first.learn(range(3))
     first.attached.require_committed()
-    done: Any = dcp.async_save(
-        saved.parts(first.model, first.optimizer, first.overlap), checkpoint_id=tmp_path, no_dist=True
-    )
+    done: Any = dcp.async_save(saved.parts(first.model, first.optimizer, first.overlap), checkpoint_id=tmp_path)
     x, y = batch(3)
     loss = loss_of(first.model(x), y)
     done.result()
