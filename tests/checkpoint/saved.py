@@ -39,9 +39,7 @@ class Training:
         )
 
 
-def parts(
-    model: nn.Module, optimizers: Optimizers, overlap: Attachment | None, *, strict: bool = True
-) -> dict[str, Any]:
+def parts(model: nn.Module, optimizers: Optimizers, overlap: Attachment | None) -> dict[str, Any]:
     return {"training": Training(model, optimizers)} | ({} if overlap is None else {"overlap": overlap})
 
 
