@@ -61,6 +61,15 @@ def tensor_parallel(model: Any) -> nn.Module:
     return model
 
 
+def hybrid(model: Any, **options: Any) -> nn.Module:
+    """HSDP: each rank has a replica."""
+    return sharded(
+        model,
+        mesh=init_device_mesh("emu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard")),
+        **options,
+    )
+
+
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FORWARD = {"schedule": "forward", "defer": True}
 SOURCES: Mapping[str, tuple[Wrap, Mapping[str, Mapping[str, Any]]]] = {
@@ -82,6 +91,8 @@ SOURCES: Mapping[str, tuple[Wrap, Mapping[str, Mapping[str, Any]]]] = {
     "fsdp2, prefetching": (prefetching, WAYS),
     "fsdp2, kept gathered": (lambda model: sharded(model, reshard_after_forward=False), WAYS),
     "fsdp2, mixed precision": (lambda model: sharded(model, mp_policy=LOW), WAYS),
+    "hsdp": (hybrid, WAYS),
+    "hsdp, mixed precision": (lambda model: hybrid(model, mp_policy=LOW), WAYS),
     "fsdp2, offloaded": (
         lambda model: sharded(model, offload_policy=CPUOffloadPolicy()),
         {way: options for way, options in WAYS.items() if way != "undo on the host"},

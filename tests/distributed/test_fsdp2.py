@@ -19,7 +19,7 @@ from instep.errors import AccumulationError, AttachError, SpentGradientError, Un
 from tests.cases import Blocks, Tied, batch, grad_of, optimizer_cases, two_groups
 from tests.devices import here
 from tests.distributed.pool import RankPool
-from tests.distributed.sharded import WAYS, Loop, both, in_every_way, local_of, loss_of, nested, sampled, whole
+from tests.distributed.sharded import WAYS, Loop, both, in_every_way, local_of, loss_of, mesh, nested, sampled, whole
 
 warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
 
@@ -662,9 +662,9 @@ def test_a_spent_gradient_is_asked_as_a_dtensor(two_ranks: RankPool) -> None:
         assert "from a step that is over" in after
 
 
-def freed() -> tuple[int, int, int]:
+def freed(replicas: int) -> tuple[int, int, int]:
     """The most groups whose gradients were alive at once, those alive after backward, and how many groups there are."""
-    model: Any = nested(Model())
+    model: Any = nested(Model(), **({} if replicas == 1 else {"mesh": mesh(replicas, 1)}))
     optimizer = adamw(model)
     groups = [list(block.parameters()) for block in model.blocks]
     groups.append([*model.inner.parameters(), *model.outer.parameters()])
@@ -693,6 +693,8 @@ def freed() -> tuple[int, int, int]:
     return most, left, len(groups)
 
 
-def test_gradients_are_freed_group_by_group(two_ranks: RankPool) -> None:
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_gradients_are_freed_group_by_group(two_ranks: RankPool, replicas: int) -> None:
+    """Of HSDP FSDP2 has the last one's until its hooks are through."""
     at_a_time = 1 if here().type == "cpu" else 2  # on an accelerator one waits for the side stream
-    assert two_ranks.run(freed) == [(at_a_time, 0, 4)] * 2
+    assert two_ranks.run(freed, replicas) == [(at_a_time + (replicas > 1), 0, 4)] * 2

@@ -2716,6 +2716,14 @@ MUTANTS = [
         "left_out",
     ),
     Mutant(
+        "HSDP: all reduced gradients are alive until backward ends",
+        "ReplicaSums.applied",
+        "group._all_reduce_state = None",
+        "pass",
+        FSDP2,
+        "freed_group_by_group",
+    ),
+    Mutant(
         "a checkpoint of a longer pipeline is loaded into a shorter one",
         "load_state",
         "if state[STAGES] != stages and",

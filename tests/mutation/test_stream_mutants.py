@@ -25,6 +25,14 @@ def _mutant(name: str, where: str, old: str, new: str, tests: str, picks: str) -
 
 MUTANTS = [
     _mutant(
+        "HSDP: a buffer goes while its all-reduce runs",
+        "LocalSource._count",
+        "if self._fsdp is not None and gradient_of(attached) is None:",
+        "if self._fsdp is not None:",
+        SOURCES,
+        "hsdp",
+    ),
+    _mutant(
         "in a graph: buckets go to the side stream",
         "StepStreams._on",
         "        if is_captured(device):\n",

@@ -64,7 +64,7 @@ from instep.sources import Sink, Source
 from instep.sources.cross_iteration.source import CrossingSource
 from instep.sources.ddp.source import DDPSource
 from instep.sources.fsdp.fsdp1 import FSDP1Source
-from instep.sources.fsdp.modules import FSDP1Sync, FSDP2Sync, fsdp2_reading_streams
+from instep.sources.fsdp.modules import FSDP1Sync, FSDP2Sync, ReplicaSums, fsdp2_reading_streams
 from instep.sources.local import ForwardCounts, LocalSource
 from instep.sources.pipeline import PipelineSource
 from instep.sources.replicate.source import Replicated, ReplicatedSource
@@ -190,7 +190,7 @@ def _unwrapped(
 ) -> Source:
     if target.fsdp1:
         return FSDP1Source(sink, mine, target.fsdp1)
-    return LocalSource(sink, mine, options.bucket_bytes, uses)
+    return LocalSource(sink, mine, options.bucket_bytes, uses, ReplicaSums(target.fsdp2).applied)
 
 
 def _flights(sources: Sequence[CrossingSource]) -> list[InFlightBucket]:

@@ -7,7 +7,7 @@ group by group, once it has reduced and sharded the gradients
 ``LocalSource`` counts gradients down to full buckets. Its helpers each answer one question: which parameter is in which
 bucket (``LocalLayout``), where hooks are (``GradientHooks``), whether the running backward may write
 (``WritingBackwards``), which gradients were there before it (``EarlierGradients``), and which gradients of FSDP2 are
-final only where backward ends (``LateFSDPGradients``).
+final only where backward ends (``FSDP2Gradients``).
 """
 
 from collections import Counter
@@ -45,6 +45,7 @@ class LocalSource:
 
     Args:
         uses: how often FSDP2's groups have run forward; ``None``: there are no such groups.
+        applied: told of a parameter of each of their buckets that was applied.
     """
 
     def __init__(
@@ -53,11 +54,12 @@ class LocalSource:
         parameters: Sequence[AttachedParameter],
         bucket_bytes: int | None,
         uses: "ForwardCounts | None" = None,
+        applied: Callable[[torch.Tensor], None] = lambda _: None,
     ) -> None:
         self._sink = sink
         self._layout = LocalLayout(parameters, bucket_bytes)
         self._hooks = GradientHooks()
-        self._late = None if uses is None else LateFSDPGradients(sink, uses, weakly(self._close))
+        self._fsdp = None if uses is None else FSDP2Gradients(sink, uses, applied, weakly(self._close))
         self._backwards = WritingBackwards(weakly(self._end), weakly(self._raised))
         # Whether every step has gone in order so far. Once one has not, every parameter keeps its hook.
         self._in_order = all(attached.spec.group is None for attached in parameters)
@@ -167,7 +169,7 @@ class LocalSource:
         #              from it: hooks stay on every parameter.
         if not self._takes_gradient(attached):
             return
-        if self._late is not None and self._late.takes(attached):
+        if self._fsdp is not None and self._fsdp.takes(attached):
             return
         index, task = attached.spec.index, graph_task()
         if task != self._began:
@@ -187,6 +189,8 @@ class LocalSource:
         self._missing[number] -= 1
         if (can_wait or self._backwards.accepts_update(task)) and self._missing[number] == 0 and self._offer():
             self._sink.apply_and_free(self._layout.members[number])
+            if self._fsdp is not None and gradient_of(attached) is None:
+                self._fsdp.applied(attached.get())
 
     def _takes_gradient(self, attached: AttachedParameter) -> bool:
         """Whether ``.grad`` has a gradient that counts, now in a tensor of its own. Not if it was added to one of the
@@ -528,18 +532,22 @@ class WritingBackwards:
         then()
 
 
-class LateFSDPGradients:
-    """The gradients of FSDP2 that are not final where their hook is called, but where backward ends.
+class FSDP2Gradients:
+    """What FSDP2's gradients have of their own: some are not final where their hook is called, but where backward ends.
 
     FSDP2 reduces a group once for each of its forwards: with several forwards a gradient comes in several parts, and
     the sum is final at the end. So are gradients that FSDP2 copies to the host while backward goes on. Both are
     collected here, and stepped together.
 
     Args:
-        closed: called at the end of backward, once they were stepped.
+        applied: told of a parameter of each bucket that was applied before that.
+        closed: called at the end of backward, once the late ones were stepped.
     """
 
-    def __init__(self, sink: Sink, uses: "ForwardCounts", closed: Callable[[], None]) -> None:
+    def __init__(
+        self, sink: Sink, uses: "ForwardCounts", applied: Callable[[torch.Tensor], None], closed: Callable[[], None]
+    ) -> None:
+        self.applied = applied
         self._sink = sink
         self._uses = uses
         self._closed = closed

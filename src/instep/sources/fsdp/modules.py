@@ -201,6 +201,40 @@ class DeferredAllReduce:
                 module.set_requires_all_reduce(False, recurse=False)
 
 
+class ReplicaSums:
+    """What FSDP2's groups keep of their all-reduce over the replicas (HSDP), each until backward ends: the buffer of
+    which the group's gradients are views, or, with a ``reduce_dtype`` of its own, were cast from. All gradients of the
+    model would stay in memory together, however early each was applied.
+
+    torch keeps a buffer so that no later reduction gets its memory while the all-reduce runs on another stream (pytorch
+    pull requests 140044 and 180900). An update of the gradients waits for that stream, and the streams that make
+    gradients wait for the update: from then on nobody needs the buffer.
+    """
+
+    def __init__(self, modules: Sequence[Any]) -> None:
+        groups = [group for module in modules for group in fsdp2_groups(module._get_fsdp_state())]
+        # Weakly: a group keeps its module, and a source keeps no part of the model.
+        self._group_of = {
+            id(parameter.sharded_param): weakref.ref(group)
+            for group in groups
+            if getattr(group.mesh_info, "replicate_mesh_dim", None) is not None
+            for parameter in group.fsdp_params
+        }
+        self._applied: dict[weakref.ref[Any], None] = {}
+
+    def applied(self, parameter: torch.Tensor) -> None:
+        """All gradients of the bucket of ``parameter`` were applied. Drop the buffers of the groups before: this one's
+        comes into its place once the hooks that tell of its gradients are through. By now the streams that make
+        gradients wait for the updates before this one."""
+        ref = self._group_of.get(id(parameter))
+        for before in [other for other in self._applied if other is not ref]:
+            del self._applied[before]
+            if (group := before()) is not None:
+                group._all_reduce_state = None  # no public name; FSDP2 itself sets it to None where backward ends
+        if ref is not None:
+            self._applied[ref] = None
+
+
 class FSDP1Sync(_Sync):
     """Whether the next backward of a model with FSDP1 instances reduces gradients."""
 
