@@ -70,6 +70,7 @@ def hybrid(model: Any, **options: Any) -> nn.Module:
     )
 
 
+LOWER = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FORWARD = {"schedule": "forward", "defer": True}
 SOURCES: Mapping[str, tuple[Wrap, Mapping[str, Mapping[str, Any]]]] = {
@@ -92,7 +93,11 @@ SOURCES: Mapping[str, tuple[Wrap, Mapping[str, Mapping[str, Any]]]] = {
     "fsdp2, kept gathered": (lambda model: sharded(model, reshard_after_forward=False), WAYS),
     "fsdp2, mixed precision": (lambda model: sharded(model, mp_policy=LOW), WAYS),
     "hsdp": (hybrid, WAYS),
-    "hsdp, mixed precision": (lambda model: hybrid(model, mp_policy=LOW), WAYS),
+    # Which is cast after the reduction: the gradients are not views of its buffer.
+    "hsdp, reduced in bf16": (
+        lambda model: hybrid(model, mp_policy=LOWER),
+        {**WAYS, "measured": {**FORWARD, "clip": instep.ClipNorm(1e9)}},
+    ),
     "fsdp2, offloaded": (
         lambda model: sharded(model, offload_policy=CPUOffloadPolicy()),
         {way: options for way, options in WAYS.items() if way != "undo on the host"},
