@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from instep import Attachment
@@ -189,8 +189,9 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         results = func(*args, **(kwargs or {}))
         for result in tree_leaves(results):
-            if isinstance(result, torch.Tensor) and result.layout is torch.strided:
-                self._count(result.untyped_storage())
+            if isinstance(result, torch.Tensor):
+                for tensor in _in(result):
+                    self._count(tensor.untyped_storage())
         return results
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -206,6 +207,17 @@ class LiveBytes(TorchDispatchMode):
     def _freed(self, key: int, size: int) -> None:
         self._seen.discard(key)
         self.now -= size
+
+
+def _in(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The strided tensors in ``tensor``: a wrapper (``DTensor``) has a storage of its whole size, without memory."""
+    if is_traceable_wrapper_subclass(tensor):
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        for one in inner:
+            if isinstance(one, torch.Tensor):
+                yield from _in(one)
+    elif tensor.layout is torch.strided:
+        yield tensor
 
 
 class Peak:
