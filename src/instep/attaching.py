@@ -14,7 +14,7 @@ from instep._arguments import models_of, optimizers_of, torchs_of, unlike_torchs
 from instep._gradients.clipping import ClipNorm, ClipValue
 from instep._gradients.scaling import Policy
 from instep._refusals.rules import DISABLED, LEFT_TO_TORCH, MODEL, OPTIONS, PARAMETERS, left_to_torch, refuse
-from instep.attachment import Attachment, attached_parameters, giving_way, register
+from instep.attachment import Attachment, attached_parameters, register, replaceable
 from instep.errors import AttachError
 from instep.options import BY_ENVIRONMENT, Communication, Defer, Offload, Options, Randomness, Schedules, pipeline_of
 from instep.sources.ddp.reducer import CommHook
@@ -186,7 +186,7 @@ def attach(
     )
     unlike = unlike_torchs(optimizer) if options.takes_any_loop else None
     optimizers = optimizers_of(optimizer, AttachError) if unlike is None else torchs_of(optimizer)
-    earlier = giving_way(optimizers) if options.asks_for_nothing else []
+    earlier = replaceable(optimizers) if options.asks_for_nothing else []
     others = {key: one for key, one in attached_parameters().items() if one not in earlier}
     return _attach(Target(as_one(models), optimizers, others, unlike), options, earlier)
 

@@ -121,9 +121,9 @@ def attached_parameters() -> "dict[int, Attachment]":
     return {id(p): one for one in attachments() for p in living_parameters(one._parts.schedule)}
 
 
-def giving_way(optimizers: Iterable[Optimizer]) -> "list[Attachment]":
-    """The attachments of these optimizers' parameters whose place another may take: they ask for nothing that would be
-    lost with them."""
+def replaceable(optimizers: Iterable[Optimizer]) -> "list[Attachment]":
+    """The attachments of these optimizers' parameters that another ``attach`` may replace: they have no option that
+    would be lost with them."""
     taken = attached_parameters()
     given = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
     earlier = dict.fromkeys(taken[id(p)] for p in given if id(p) in taken)

@@ -688,7 +688,7 @@ MUTANTS = [
     Mutant(
         "put off what has owners that are not known",
         "_reachable_by_others",
-        "        found = _either(found, _have_other_owners(mine, tensors))\n",
+        "        found = _any_of(found, _have_other_owners(mine, tensors))\n",
         "",
         ALIASES,
         marks="not full",
@@ -696,7 +696,7 @@ MUTANTS = [
     Mutant(
         "put off the update from a gradient that the loop has kept",
         "_reachable_by_others",
-        "            found = _either(found, are_kept(list(map(GRADIENT, tensors))))\n",
+        "            found = _any_of(found, are_kept(list(map(GRADIENT, tensors))))\n",
         "",
         ALIASES,
         marks="not full",
@@ -704,7 +704,7 @@ MUTANTS = [
     Mutant(
         "put off the update from a gradient of which the loop has an alias",
         "_reachable_by_others",
-        "            found = _either(found, _gradients_have_other_owners(tensors, everybody, in_views=in_views))\n",
+        "            found = _any_of(found, _gradients_have_other_owners(tensors, everybody, in_views=in_views))\n",
         "",
         ALIASES,
         marks="not full",
@@ -3275,7 +3275,7 @@ MUTANTS = [
     ),
     Mutant(
         "apply what is due under whatever switches there are",
-        "_ConditionsAtStep.difference",
+        "_SwitchesAtStep.difference",
         "            if dtypes.count(torch.float64) == 1:",
         "            if False:",
         SWITCHES,
@@ -3353,7 +3353,7 @@ MUTANTS = [
     Mutant(
         "know a written gradient by its version alone",
         "LentGradient.outcome",
-        " or not _is_known_equal(self._given, self._like)",
+        " or not _is_seen_equal(self._given, self._like)",
         "",
         WRITTEN,
     ),
@@ -3465,7 +3465,7 @@ MUTANTS = [
     ),
     Mutant(
         "count writes that the plain loop's fused step does not count",
-        "_ConditionsAtStep.__init__",
+        "_SwitchesAtStep.__init__",
         "not is_fused_one or fused_counts_writes(optimizer)",
         "True",
         DEFAULT,
@@ -3883,7 +3883,7 @@ MUTANTS = [
     ),
     Mutant(
         "the line takes the place of an attachment with options",
-        "giving_way",
+        "replaceable",
         " if one._options.asks_for_nothing]",
         "]",
         "tests/unit/test_attach.py",
@@ -4081,7 +4081,7 @@ MUTANTS = [
     ),
     Mutant(
         "shard_state: a rank that could not update its rows says that it has, of a step that was put off",
-        "Ranks.tell_of_updates",
+        "VotesOnStep.tell_of_updates",
         "failed=self._outcome.failure is not None",
         "failed=False",
         TORN_ROWS,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import instep
-from instep._step.deferral import ASKED, PAIRS, WARM_UP, Always, DeferralTrial, Never, Others
+from instep._step.deferral import ASKED, PAIRS, WARM_UP, Always, DeferralTrial, Never, OtherRanks
 from instep._step.state import StepTimes
 from instep._wiring.advice import deferring_of
 from instep.errors import TornStepError
@@ -39,7 +39,7 @@ class Loop:
         self,
         seconds: Callable[[int, bool], float],
         prevented: Callable[[], str | None] = _free,
-        others: Others | None = None,
+        others: OtherRanks | None = None,
         spent: float | None = None,
     ) -> None:
         self.now = 0.0

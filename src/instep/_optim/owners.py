@@ -120,17 +120,19 @@ def _state_has_other_owners(tensors: Sequence[torch.Tensor]) -> list[bool]:
     memory = list(map(memory_of, tensors))
     # The local tensor of a DTensor that was made by ``from_local`` is a view of the one that was given.
     from_local = [local is not tensor and local._is_view() for local, tensor in zip(memory, tensors, strict=True)]
-    return in_two_parts(memory, from_local, in_views_of_replicate)
+    return have_owners_beside_known(memory, from_local, in_views_of_replicate)
 
 
-def in_two_parts(tensors: Sequence[torch.Tensor], are_special: Sequence[bool], owners: OwnerCount) -> list[bool]:
-    """As ``have_other_owners``, but special tensors are compared with ``owners``, and all others with one owner
-    each."""
-    if not any(are_special):
+def have_owners_beside_known(
+    tensors: Sequence[torch.Tensor], are_views: Sequence[bool], owners: OwnerCount
+) -> list[bool]:
+    """As ``have_other_owners``, for tensors of which some are views of what torch or instep keeps: of these ``owners``
+    says how many owners they have by themselves, and the others have one."""
+    if not any(are_views):
         return have_other_owners(tensors)
-    usual = iter(have_other_owners([t for t, special in zip(tensors, are_special, strict=True) if not special]))
-    others = iter(have_other_owners([t for t, special in zip(tensors, are_special, strict=True) if special], owners))
-    return [next(others if special else usual) for special in are_special]
+    whole = iter(have_other_owners([t for t, is_view in zip(tensors, are_views, strict=True) if not is_view]))
+    views = iter(have_other_owners([t for t, is_view in zip(tensors, are_views, strict=True) if is_view], owners))
+    return [next(views if is_view else whole) for is_view in are_views]
 
 
 def _references_to_state(optimizer: Any) -> int:

@@ -42,7 +42,7 @@ class LentGradient:
     def outcome(self) -> "GradientOutcome | None":
         """``None``: the update left it as it was."""
         now = self._parameter.grad
-        written = version_of(self._given) != self._version or not _is_known_equal(self._given, self._like)
+        written = version_of(self._given) != self._version or not _is_seen_equal(self._given, self._like)
         if now is self._given and not written:
             return None
         return GradientOutcome(self._given if written else None, now is not self._given, now)
@@ -66,8 +66,9 @@ class GradientOutcome:
         return self._now if self._replaced else gradient
 
 
-def _is_known_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether nothing was written through ``.data``. On an accelerator the host would have to wait for the answer."""
+def _is_seen_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether both hold the same bits: a write through ``.data`` counts in no version. ``False`` also where the host
+    would have to wait for a device to compare them."""
     plain = type(a) is torch.Tensor and a.layout is torch.strided and a.device.type == "cpu"
     return plain and same_bits(a, b)
 

@@ -17,8 +17,8 @@ from instep._optim.owners import (
     by_themselves,
     entries_are_kept,
     have_other_owners,
+    have_owners_beside_known,
     in_shards_of_fsdp2,
-    in_two_parts,
     state_is_kept,
 )
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, shard_of_gradient
@@ -227,10 +227,10 @@ def _reachable_by_others(
     with torch._C.DisableTorchFunctionSubclass():
         tensors = mine.tensors()
         found = entries_are_kept(list(map(optimizer.state.get, tensors)))
-        found = _either(found, _have_other_owners(mine, tensors))
+        found = _any_of(found, _have_other_owners(mine, tensors))
         if not on_their_way:
-            found = _either(found, _gradients_have_other_owners(tensors, everybody, in_views=in_views))
-            found = _either(found, are_kept(list(map(GRADIENT, tensors))))
+            found = _any_of(found, _gradients_have_other_owners(tensors, everybody, in_views=in_views))
+            found = _any_of(found, are_kept(list(map(GRADIENT, tensors))))
     return {attached for attached, one in zip(mine, found, strict=True) if one}
 
 
@@ -240,7 +240,7 @@ def _have_other_owners(mine: AttachedParameters, tensors: Sequence[torch.Tensor]
     memory = list(map(memory_of, tensors))
     # FSDP2's shards are in no module while it computes.
     in_fsdp2 = [a.mesh is not None and not a.places for a in mine]
-    return in_two_parts(memory, in_fsdp2, in_shards_of_fsdp2)
+    return have_owners_beside_known(memory, in_fsdp2, in_shards_of_fsdp2)
 
 
 def _gradients_have_other_owners(
@@ -266,5 +266,5 @@ def _stands_in(gradient: torch.Tensor) -> bool:
     return isinstance(gradient, (HeldGradient, Placeholder))
 
 
-def _either(one: Sequence[bool], other: Sequence[bool]) -> list[bool]:
-    return [a or b for a, b in zip(one, other, strict=True)]
+def _any_of(first: Sequence[bool], second: Sequence[bool]) -> list[bool]:
+    return [a or b for a, b in zip(first, second, strict=True)]

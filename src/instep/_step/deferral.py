@@ -154,7 +154,7 @@ ASKED = frozenset(1 << n for n in range(11))
 they have not all said so by the last, no step is put off."""
 
 
-class Others(Protocol):
+class OtherRanks(Protocol):
     """The other ranks. None of them is waited for."""
 
     def say(self, found: bool) -> None:
@@ -187,7 +187,7 @@ class Deferring(Protocol):
         puts_off: whether the running step is put off.
         decided: whether that stays so.
         never: whether no further step will be put off.
-        waits_in_vain: whether updates are put off, too, of which nothing can run beside the loop.
+        puts_off_all: whether it puts off updates, too, that cannot run beside the loop (``defer=True``).
         gives_up: whether ``cannot`` is heard: else the loop is told.
         why: of the decision, in words.
         otherwise: what takes a loop that cannot be followed, in words; ``None``: nothing else does.
@@ -195,7 +195,7 @@ class Deferring(Protocol):
 
     puts_off: bool
     decided: bool
-    waits_in_vain: bool
+    puts_off_all: bool
     gives_up: bool
     why: str
     otherwise: str | None
@@ -225,7 +225,7 @@ class Always:
 
     decided = True
     gives_up = False
-    waits_in_vain = True
+    puts_off_all = True
 
     def __init__(self, *, alone: bool = False) -> None:
         self.puts_off = True
@@ -252,7 +252,7 @@ class Never:
 
     puts_off = False
     decided = True
-    waits_in_vain = False
+    puts_off_all = False
     never = True
     gives_up = True
     otherwise: str | None = None
@@ -317,13 +317,13 @@ class DeferralTrial:
     """
 
     gives_up = True
-    waits_in_vain = False
+    puts_off_all = False
     otherwise: str | None = None
 
     def __init__(
         self,
         prevented: Callable[[], str | None],
-        others: Others | None = None,
+        others: OtherRanks | None = None,
         clock: Callable[[], float] = perf_counter,
         wording: Wording = PUT_OFF,
         times: StepTimes | None = None,
@@ -357,7 +357,7 @@ class DeferralTrial:
         if found is not None:
             self._decide(found)
 
-    def _ask(self, others: Others) -> bool | None:
+    def _ask(self, others: OtherRanks) -> bool | None:
         """This rank gains: whether all others do."""
         self._waited += 1
         if self._waited not in ASKED:

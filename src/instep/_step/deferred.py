@@ -244,7 +244,7 @@ class UpdateDeferral:
             and is_copied_whole(optimizer)
             and steps_as_known(optimizer)  # it may have got another step() since it was attached
             and not stepper.is_foreign
-            and (self._deferring.waits_in_vain or self._gains(stepper))
+            and (self._deferring.puts_off_all or self._gains(stepper))
             and not stepper.autocast_matters()
             and self._reading.is_alike()
             and not is_captured(self._step.members.all[0].spec.device)
@@ -347,7 +347,7 @@ class UpdateDeferral:
         for bucket in buckets:
             # Others are stepped when they are waited for, by the same thread: who waits may be in the middle of
             # tracing, or in inference mode.
-            begins = bucket.step.circumstances.runs_beside or self._step.gather is not None
+            begins = bucket.step.at_step.runs_beside or self._step.gather is not None
             if begins and bucket.device.type == "cpu" and bucket.done is None:
                 bucket.give_to(deferred.worker)
         for bucket in buckets:  # once all are sent: the side stream waits for those of other ranks

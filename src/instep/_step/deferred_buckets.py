@@ -159,8 +159,8 @@ StepOutcomes = dict[tuple[int, bool], StepOutcome]
 """By the stepper's id, and whether the parameters were put off: an optimizer may put off some, and step others."""
 
 
-class Ranks:
-    """What they say of one optimizer's step.
+class VotesOnStep:
+    """The votes of all ranks on one optimizer's step, and, of shards, on their updates.
 
     Args:
         vote: whether all of them take it; ``None``: there is one rank.
@@ -228,7 +228,7 @@ class Shards:
             self._shared = [name for name, shard in shards if shard is not None and shard.is_shared]
             self.whole = [name for name in self.whole if name not in self._shared]
 
-    def receive(self, ranks: Ranks, outcome: StepOutcome) -> None:
+    def receive(self, ranks: VotesOnStep, outcome: StepOutcome) -> None:
         """Write the parts that other ranks have updated: all of this bucket, or nothing. Of a step that has failed on
         any rank, or of which a communication was lost, nothing is waited for."""
         gathered, self.gathered = self.gathered, None
@@ -254,8 +254,8 @@ class Shards:
 # Nothing here refers to the attachment, which may be dropped while a thread applies a bucket.
 
 
-class _ConditionsAtStep:
-    """Under which ``step()`` was called.
+class _SwitchesAtStep:
+    """torch's switches as they were when ``step()`` was called, and which of them the update reads.
 
     Attributes:
         runs_beside: whether the update may run while the loop goes on. ``torch.compiler.is_compiling()`` is true for
@@ -327,14 +327,14 @@ class DeferredStep:
         self.optimizer = weakref.ref(optimizer)
         self.entries_before = len(optimizer.state)
         self._frozen, self.stepper = self._stepped(stepper, optimizer)
-        self.circumstances = _ConditionsAtStep(stepper)
+        self.at_step = _SwitchesAtStep(stepper)
         self.outcome = StepOutcome(parameters)
         self.outcomes = outcomes
         outcomes[id(stepper), True] = self.outcome
         self.unapplied: list[DeferredBucket] = []
         self.outstanding: list[DeferredBucket] = []
         self.times = times
-        self.ranks = Ranks(number, vote, self.outcome)
+        self.ranks = VotesOnStep(number, vote, self.outcome)
         self._parameters = tuple(parameters)
 
     def _stepped(self, stepper: Stepper, optimizer: Optimizer) -> tuple[Optimizer, Stepper]:
@@ -457,8 +457,8 @@ class DeferredBucket:
         self._shards = Shards(parameters)
         self._clip = clip
         # Aliases: the parameters' own .grad, flags and attributes are the user's, to be read and changed meanwhile.
-        self._calls = calls_of(parameters, self.gradients, alias=step.circumstances.known)
-        if step.circumstances.counts_writes:
+        self._calls = calls_of(parameters, self.gradients, alias=step.at_step.known)
+        if step.at_step.counts_writes:
             # From here on a graph that has saved the old weights refuses to run, as after the plain loop's step.
             torch.autograd.graph.increment_version(self.tensors)
         self._as_left: _VersionsAtStep | None = _VersionsAtStep(self.tensors, self.gradients, step.state)
@@ -520,7 +520,7 @@ class DeferredBucket:
         the update reads them: whoever waits for it has it done under those of then."""
         if self.sent:
             self.finish()
-        elif switched(self.step.circumstances.switches) is None:
+        elif switched(self.step.at_step.switches) is None:
             self.apply(beside=True)
 
     def finish(self) -> None:
@@ -532,7 +532,7 @@ class DeferredBucket:
 
     def give_to(self, worker: Worker) -> None:
         """Have the worker apply it beside the loop."""
-        finish = self.finish_beside if self.step.circumstances.reads_switches else self.finish
+        finish = self.finish_beside if self.step.at_step.reads_switches else self.finish
         self.done = worker.run(finish, self.place or 0)
 
     def wait_for(self, worker: Worker) -> None:
@@ -562,25 +562,25 @@ class DeferredBucket:
         if self._as_left is not None:
             self._as_left.require(self.names, self.step.state, self.step.was_written)
 
-    def raced(self, error: BaseException) -> None:
-        """Somebody has, while the update was under way."""
+    def was_written_meanwhile(self, error: BaseException) -> None:
+        """Another thread has written a parameter or its state while the update ran: nobody knows what they hold."""
         self.step.outcome.doubt(self.names, error)
 
     def _update(self, *, beside: bool) -> None:
         self.require_left_alone()
-        circumstances = self.step.circumstances
-        makes_state = not circumstances.reads_switches and not all(map(self.step.state.get, self.tensors))
-        if (difference := circumstances.difference(makes_state=makes_state)) is not None:
+        at_step = self.step.at_step
+        makes_state = not at_step.reads_switches and not all(map(self.step.state.get, self.tensors))
+        if (difference := at_step.difference(makes_state=makes_state)) is not None:
             raise UncommittedStepError(
                 f"{difference}, since optimizer.step(), which has put off the update of {self.names[0]!r}. "
                 f"{self.step.remedy}"
             )
         # Whoever may ask for the switches meanwhile waits for this update, unless it runs beside the loop.
-        as_before = as_then(circumstances.switches) if circumstances.reads_switches and not beside else nullcontext()
-        with as_before, as_thread(circumstances.thread):
+        as_before = as_then(at_step.switches) if at_step.reads_switches and not beside else nullcontext()
+        with as_before, as_thread(at_step.thread):
             for call in self._calls:
                 self._step(call)
-        if beside and circumstances.reads_switches and (changed := switched(circumstances.switches)) is not None:
+        if beside and at_step.reads_switches and (changed := switched(at_step.switches)) is not None:
             raise UncommittedStepError(
                 f"{changed}, while the update of {self.names[0]!r} was under way beside the loop, and may have been "
                 f"computed in another way. {self.step.remedy}, or attach with defer=False"
@@ -758,7 +758,7 @@ class DeferredBuckets:
                 try:
                     bucket.require_left_alone()
                 except UncommittedStepError as error:
-                    bucket.raced(error)
+                    bucket.was_written_meanwhile(error)
         else:
             bucket.wait_for(self.worker)
 
@@ -898,7 +898,7 @@ class DeferredBuckets:
         for bucket in self.all():
             if bucket.device.type == "cpu":
                 # What was to run beside the loop may not have been done; what was done is not done again.
-                if bucket.done is None or bucket.step.circumstances.reads_switches:
+                if bucket.done is None or bucket.step.at_step.reads_switches:
                     bucket.done = self.worker.run(bucket.finish)
             elif bucket.mark is not None:
                 self._step.streams.wait(bucket.mark)

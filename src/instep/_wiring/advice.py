@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from instep._gradients.clipping import ClipNorm
 from instep._optim.kinds import can_be_put_off, runs_beside, steps_as_known
 from instep._optim.values import held_in
-from instep._step.deferral import BESIDE_BACKWARD, Always, DeferralTrial, Deferring, Gains, Never, Others
+from instep._step.deferral import BESIDE_BACKWARD, Always, DeferralTrial, Deferring, Gains, Never, OtherRanks
 from instep._step.schedule import Schedule
 from instep._step.state import StepTimes
 from instep._wiring.ranks import in_join
@@ -28,7 +28,7 @@ from instep.sources.replicate.source import Replicated
 # them from gaining by that.
 
 
-def deferring_of(options: Options, refs: WeakRefs, others: Others | None, times: StepTimes) -> Deferring:
+def deferring_of(options: Options, refs: WeakRefs, others: OtherRanks | None, times: StepTimes) -> Deferring:
     """Decides of each step.
 
     Args:
