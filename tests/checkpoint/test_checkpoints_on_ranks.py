@@ -159,7 +159,7 @@ def passed_on(kind: str, steps: range, options: Way, before: str | None, directo
     return {"loaded": loaded, "saved": full(loop)}
 
 
-def test_two_ranks_three_and_one(two_ranks: RankPool, three_ranks: RankPool, tmp_path: Path) -> None:
+def test_shards_of_two_ranks_three_and_one(two_ranks: RankPool, three_ranks: RankPool, tmp_path: Path) -> None:
     one, two, three = (str(tmp_path / name) for name in ("one", "two", "three"))
     by_two = two_ranks.run(passed_on, "fsdp2", range(2), BACKWARD, None, two)
     by_three = three_ranks.run(passed_on, "fsdp2", range(2, 4), BACKWARD, two, three)
@@ -288,5 +288,5 @@ def beside(options: Way, directory: str) -> None:
 
 
 @pytest.mark.parametrize("options", [BACKWARD, {}], ids=str)
-def test_a_save_beside_training(two_ranks: RankPool, tmp_path: Path, options: Way) -> None:
+def test_a_save_beside_training_of_shards(two_ranks: RankPool, tmp_path: Path, options: Way) -> None:
     two_ranks.run(beside, options, str(tmp_path))

@@ -26,9 +26,9 @@ def _mutant(name: str, where: str, old: str, new: str, tests: str, picks: str) -
 MUTANTS = [
     _mutant(
         "HSDP: a buffer goes while its all-reduce runs",
-        "LocalSource._count",
-        "if self._fsdp is not None and gradient_of(attached) is None:",
-        "if self._fsdp is not None:",
+        "FSDP2Gradients.applied",
+        "if gradient is None or (isinstance(gradient, Placeholder) and not isinstance(gradient, HeldGradient)):",
+        "if True:",
         SOURCES,
         "hsdp",
     ),

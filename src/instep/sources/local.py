@@ -26,7 +26,7 @@ from instep._step.state import gradient_of
 from instep._torch.engine import Phase, current, graph_task
 from instep._torch.hooks import UntracedHook
 from instep._torch.lifetime import weakly
-from instep._torch.placeholders import Placeholder, ZeroedGradient
+from instep._torch.placeholders import HeldGradient, Placeholder, ZeroedGradient
 from instep._torch.versions import is_pinned, versions_of
 from instep.buckets import Bucket, default_buckets, fill_buckets
 from instep.errors import InstepError
@@ -189,7 +189,7 @@ class LocalSource:
         self._missing[number] -= 1
         if (can_wait or self._backwards.accepts_update(task)) and self._missing[number] == 0 and self._offer():
             self._sink.apply_and_free(self._layout.members[number])
-            if self._fsdp is not None and gradient_of(attached) is None:
+            if self._fsdp is not None:
                 self._fsdp.applied(attached.get())
 
     def _takes_gradient(self, attached: AttachedParameter) -> bool:
@@ -547,7 +547,7 @@ class FSDP2Gradients:
     def __init__(
         self, sink: Sink, uses: "ForwardCounts", applied: Callable[[torch.Tensor], None], closed: Callable[[], None]
     ) -> None:
-        self.applied = applied
+        self._applied = applied
         self._sink = sink
         self._uses = uses
         self._closed = closed
@@ -562,6 +562,14 @@ class FSDP2Gradients:
             current().at(Phase.BEFORE_DDP, self._step, self._drop)
         self._gradients[attached.spec.index] = attached
         return True
+
+    def applied(self, parameter: torch.Tensor) -> None:
+        """A bucket was applied in backward, which ``parameter`` is in. ``undo`` keeps its gradients, and has to find
+        them unused: so they are not asked for by ``gradient_of``."""
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient = parameter.grad
+        if gradient is None or (isinstance(gradient, Placeholder) and not isinstance(gradient, HeldGradient)):
+            self._applied(parameter)
 
     def _step(self) -> None:
         gradients = AttachedParameters(self._gradients.values())
