@@ -117,11 +117,11 @@ def _nothing_leaks() -> Iterator[None]:
 def _is_of_torch(thread: threading.Thread) -> bool:
     """torch.compile shows progress with tqdm where that is installed, which keeps one thread; torch 2.6 keeps one that
     reads what its compiling processes say, and torch 2.13 those of a pool that compiles. An accelerator's own thread of
-    backward is one as soon as a hook asks."""
+    backward is one as soon as a hook asks. What has saved a checkpoint beside training ends soon after its result."""
     of_backward = isinstance(thread, threading._DummyThread)
     compiles = thread.name in ("tqdm_monitor", "InductorSubproc", "subproc_worker_timer")
     compiles = compiles or thread.name.endswith("(_read_thread)")
-    return of_backward or compiles or thread.name.startswith("ThreadPoolExecutor")
+    return of_backward or compiles or thread.name.startswith(("ThreadPoolExecutor", "AsyncCheckpointExecutor"))
 
 
 def _pool(config: pytest.Config, world_size: int) -> Iterator[RankPool]:

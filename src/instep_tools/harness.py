@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from instep import Attachment
@@ -70,16 +70,23 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return type(a) is type(b) and len(first) == len(second) and all(map(_same_plain, first, second))
 
 
-def _plain_in(tensor: Any) -> Iterator[torch.Tensor]:
+def _plain_in(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The dense tensors in which one of any class or layout keeps its values."""
+    for held in _held_in(tensor):
+        if held.is_nested:
+            yield from held.unbind()
+        else:
+            yield held.to_dense() if held.layout is not torch.strided else held
+
+
+def _held_in(tensor: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a wrapper, whose own storage has its whole size and no memory (``DTensor``); any other tensor."""
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             if isinstance(inner := getattr(tensor, name), torch.Tensor):
-                yield from _plain_in(inner)
-    elif tensor.is_nested:
-        yield from tensor.unbind()
+                yield from _held_in(inner)
     else:
-        yield tensor.to_dense() if tensor.layout is not torch.strided else tensor
+        yield tensor
 
 
 def _same_plain(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -190,8 +197,9 @@ class LiveBytes(TorchDispatchMode):
         results = func(*args, **(kwargs or {}))
         for result in tree_leaves(results):
             if isinstance(result, torch.Tensor):
-                for tensor in _in(result):
-                    self._count(tensor.untyped_storage())
+                for held in _held_in(result):
+                    if held.layout is torch.strided:
+                        self._count(held.untyped_storage())
         return results
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -207,17 +215,6 @@ class LiveBytes(TorchDispatchMode):
     def _freed(self, key: int, size: int) -> None:
         self._seen.discard(key)
         self.now -= size
-
-
-def _in(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The strided tensors in ``tensor``: a wrapper (``DTensor``) has a storage of its whole size, without memory."""
-    if is_traceable_wrapper_subclass(tensor):
-        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        for one in inner:
-            if isinstance(one, torch.Tensor):
-                yield from _in(one)
-    elif tensor.layout is torch.strided:
-        yield tensor
 
 
 class Peak:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests import net
-from tests.mutation.seeding import SOURCE, copied, require_failing
+from tests.mutation.seeding import PACKAGES, SOURCE, copied, require_failing
 
 ONE_DEVICE = "tests/accelerator/test_one_device.py"
 # Methods of torch.Stream cannot be replaced: its type is immutable. So the source calls one that changes nothing.
@@ -13,7 +13,8 @@ NOTHING = ".__eq__("
 
 
 def _calls(name: str, source: Path) -> list[Path]:
-    return [file for file in source.rglob("*.py") if f".{name}(" in file.read_text(encoding="utf-8")]
+    files = (file for package in PACKAGES for file in (source / package).rglob("*.py"))
+    return [file for file in files if f".{name}(" in file.read_text(encoding="utf-8")]
 
 
 @pytest.mark.accelerator
