@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Question: torch.distributed.checkpoint takes objects with state_dict() and load_state_dict(). A model and its AdamW are
-# saved so, and loaded into new ones. Does training go on with AdamW's moments?
+# Question: torch.distributed.checkpoint takes objects with state_dict() and load_state_dict(). A model and its AdamW
+# are saved so, and loaded into new ones. Does training go on with AdamW's moments?
 # A good guess: yes. Both are such objects, the moments are in the file, and nothing raises.
-# What happens: the weights are loaded, and of AdamW the learning rate and other options; no moments, no number of steps.
+# What happens: the weights are loaded, and of AdamW the learning rate and other options; no moments, no count of steps.
 # load() asks the new optimizer's state_dict() what there is to read, and without a step it has no state.
 # get_optimizer_state_dict() in a wrapper, which makes the state first, reads all.
 # Version: torch 2.13.0, CPU, one process.
