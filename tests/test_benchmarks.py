@@ -69,7 +69,7 @@ def test_the_model_of_pipelines() -> None:
         ("step_placement.py", [*SMALL, "--bucket-mib", "1"], 2),
         ("safety.py", SMALL, 2),
         ("zero.py", SMALL, 2),
-        ("gradient_memory.py", [], 1),
+        ("gradient_memory.py", ["--rounds", "2"], 1),
         ("micro_batches.py", ["--mib", "1", "--rounds", "1"], 1),
         ("memory.py", [*ONCE, "--parts", "one-batch", "micro-batches"], 1),
         ("memory.py", [*ONCE, "--parts", "ranks", "ranks-micro-batches"], 1),
