@@ -17,7 +17,6 @@ import argparse
 import inspect
 import multiprocessing
 import os
-import statistics
 import sys
 import tempfile
 import weakref
@@ -29,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from measure import ratio
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -227,11 +227,6 @@ def in_turns(builds: dict[str, Callable[[], Loop]], rounds: int) -> dict[str, li
     return {name: found[2:] for name, found in seconds.items()}
 
 
-def ratio_in_words(plain: list[float], other: list[float]) -> str:
-    low, middle, high = statistics.quantiles([a / b for a, b in zip(plain, other, strict=True)], n=4)
-    return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
-
-
 def rank_main(rank: int, ranks: int, rendezvous: str, bucket_mib: float, rounds: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
@@ -250,9 +245,8 @@ def rank_main(rank: int, ranks: int, rendezvous: str, bucket_mib: float, rounds:
         )
         print("rounding where a rank steps rows alone, or three ranks sum in another order\n")
         print("| | MiB, beside weights and state | with them | plain DDP's time / time |\n|---|---|---|---|")
-        times = {
-            name: ratio_in_words(seconds["`DistributedDataParallel(model)`"], found) for name, found in seconds.items()
-        }
+        first = seconds["`DistributedDataParallel(model)`"]
+        times = {name: ratio(first, of_this) for name, of_this in seconds.items()}
         for name in {**lines, **times}:
             found = lines.get(name)
             memory = " | " if found is None else f"{(found.all - found.own) / MIB:.1f} | {found.all / MIB:.1f}"

@@ -124,15 +124,15 @@ def _state_has_other_owners(tensors: Sequence[torch.Tensor]) -> list[bool]:
 
 
 def have_owners_beside_known(
-    tensors: Sequence[torch.Tensor], are_views: Sequence[bool], owners: OwnerCount
+    tensors: Sequence[torch.Tensor], are_kept: Sequence[bool], owners: OwnerCount
 ) -> list[bool]:
-    """As ``have_other_owners``, for tensors of which some are views of what torch or instep keeps: of these ``owners``
-    says how many owners they have by themselves, and the others have one."""
-    if not any(are_views):
+    """As ``have_other_owners``, for tensors of which some are kept by torch or instep, too, themselves or as views:
+    of these ``owners`` says how many owners that makes; the others have one."""
+    if not any(are_kept):
         return have_other_owners(tensors)
-    whole = iter(have_other_owners([t for t, is_view in zip(tensors, are_views, strict=True) if not is_view]))
-    views = iter(have_other_owners([t for t, is_view in zip(tensors, are_views, strict=True) if is_view], owners))
-    return [next(views if is_view else whole) for is_view in are_views]
+    usual = iter(have_other_owners([t for t, is_kept in zip(tensors, are_kept, strict=True) if not is_kept]))
+    kept = iter(have_other_owners([t for t, is_kept in zip(tensors, are_kept, strict=True) if is_kept], owners))
+    return [next(kept if is_kept else usual) for is_kept in are_kept]
 
 
 def _references_to_state(optimizer: Any) -> int:
