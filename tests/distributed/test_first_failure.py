@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from instep._ranks import step_ranks
+from instep._ranks import step_ranks, vote
 from instep._ranks.process_groups import communicating, is_lost
 from instep.errors import TornStepError
 from instep.sources.zero.shards import GatheredShards
@@ -140,7 +140,7 @@ def vote_is_lost() -> None:
         overlap.synchronize()
 
     with (
-        patch.object(step_ranks._CastVote, "verdict", Lost.wait),
+        patch.object(vote.Vote, "verdict", Lost.wait),
         patch.object(dist, "all_gather", lambda *args, **kwargs: sent.append(args)),
         pytest.raises(TornStepError) as torn,
     ):
@@ -184,17 +184,17 @@ def at_exit() -> tuple[int, int]:
     assert neighbours is not None
     ranks = step_ranks.StepRanks(neighbours, [{}, {}], "model", waits=True, matters=True)
     ranks.open()
-    beside, vote = ranks._vote_group(), Unanswered()
+    beside, unanswered = ranks._vote_group(), Unanswered()
     counts = []
     for is_gone in (False, True):
         if is_gone:
             with suppress(LostError), communicating(group):
                 raise LostError("gone")
-        with patch.object(beside, "_last", vote):
+        with patch.object(beside, "_last", unanswered):
             references = sys.getrefcount(beside._gloo)
-            step_ranks._finish_sending()
+            vote._finish_sending()
             assert sys.getrefcount(beside._gloo) == references + 1  # its own end would wait, too
-        counts.append(vote.waits)
+        counts.append(unanswered.waits)
     return counts[0], counts[1]
 
 

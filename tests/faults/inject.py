@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from instep._optim.parameters import calls_of
 from instep._optim.stepper import Stepper
-from instep._ranks import step_ranks
+from instep._ranks import vote
 from instep._step import deferred_buckets as pending
 from instep.sources.ddp.buckets import Reduction
 from instep.sources.ddp.reducer import ReducerGroup, work_of
@@ -179,7 +179,7 @@ def _collectives(trigger: Trigger, run: "Run") -> Iterator[None]:
 @contextmanager
 def _vote(trigger: Trigger, run: "Run") -> Iterator[None]:
     """Before the ranks' vote is sent, and while it is on its way."""
-    real = step_ranks._VoteGroup.minimum
+    real = vote.VoteGroup.minimum
 
     def minimum(group: Any, box: torch.Tensor) -> Any:
         trigger.hit()
@@ -187,7 +187,7 @@ def _vote(trigger: Trigger, run: "Run") -> Iterator[None]:
         trigger.hit()
         return work
 
-    with patch.object(step_ranks._VoteGroup, "minimum", minimum):
+    with patch.object(vote.VoteGroup, "minimum", minimum):
         yield
 
 

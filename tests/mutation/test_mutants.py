@@ -30,6 +30,8 @@ FSDP2 = "tests/distributed/test_fsdp2.py"
 FSDP_ERRORS = "tests/distributed/test_fsdp_errors.py"
 FSDP_INTERRUPTS = "tests/distributed/test_fsdp_interrupts.py"
 CALLS = "tests/unit/test_calls.py"
+INTERRUPTS = "tests/unit/test_interrupts.py"
+INTERRUPTED_LINES = "tests/parity/test_interrupted_lines.py"
 ZERO = "tests/distributed/test_zero.py"
 CHECKPOINT = "tests/checkpoint/"
 CROSSING = "tests/distributed/test_crossing.py"
@@ -280,8 +282,8 @@ MUTANTS = [
     Mutant(
         "beside backward: a fork waits for no update",
         "BucketSink._hand_over",
-        "                owe(self)  # after",
-        "                pass  # after",
+        "                owe(self)\n",
+        "",
         BESIDE,
     ),
     Mutant(
@@ -331,14 +333,6 @@ MUTANTS = [
         "BackwardHooks._failed",
         "        self._schedule.backward_failed()\n",
         "",
-        "tests/parity/test_interrupted_lines.py",
-        "needs_care",
-    ),
-    Mutant(
-        "end a step that was interrupted at the next use alone",
-        "StepHooks.after_step",
-        "                    self._schedule.calls.returned(stepper)\n                    raise\n",
-        "                    raise\n",
         "tests/parity/test_interrupted_lines.py",
         "needs_care",
     ),
@@ -449,13 +443,6 @@ MUTANTS = [
         "any thread puts a trial back",
         "TrialWrites._require_loops_thread",
         "if not self._step.backwards.is_loops():",
-        "if False:",
-        "tests/unit/test_threads.py",
-    ),
-    Mutant(
-        "any thread takes note of a call that runs",
-        "Round.end",
-        "if self.thread != get_ident() and not self.was_stopped:",
         "if False:",
         "tests/unit/test_threads.py",
     ),
@@ -1451,24 +1438,10 @@ MUTANTS = [
         "tests/parity/test_compiled_steps.py",
     ),
     Mutant(
-        "a rollback that Ctrl-C has ended at its last line runs for ever",
-        "TrialWrites.begin",
-        "        self._rollback.step_begins()\n",
-        "",
-        "tests/parity/test_interrupted_lines.py",
-    ),
-    Mutant(
         "a bucket that Ctrl-C has left on its way is being sent for ever",
         "DeferredBuckets._used",
         "if self.is_sending and round_.stepper is not None and not round_.was_stopped:",
         "if self.is_sending:",
-        "tests/parity/test_interrupted_lines.py",
-    ),
-    Mutant(
-        "a call that Ctrl-C has stopped at its last line is being ended for ever",
-        "Round.begins",
-        "        self.is_ending = False  #",
-        "        pass  #",
         "tests/parity/test_interrupted_lines.py",
     ),
     Mutant(
@@ -2541,17 +2514,10 @@ MUTANTS = [
         CALLS,
     ),
     Mutant(
-        "leave to Ctrl-C what a guard does",
-        "GuardedCall.__call__",
-        "                    around.failed()\n                    raise\n",
-        "                    raise\n",
-        CALLS,
-    ),
-    Mutant(
         "lose the loop's error to that of a guard",
         "GuardedCall.__call__",
-        "with suppress(Exception):",
-        "with suppress(ValueError):",
+        "with suppress(Exception), ",
+        "with suppress(ValueError), ",
         CALLS,
     ),
     Mutant(
@@ -3551,10 +3517,11 @@ MUTANTS = [
     Mutant(
         "forget a copy before it is put back",
         "Undo.restore",
-        "            self._saved[key].restore()\n            del self._saved[key]",
-        "            self._saved.pop(key).restore()",
+        "            self._saved[key].restore()  # first: where it raises, the copy is there for another call\n"
+        "            del self._saved[key]\n",
+        "            self._saved.pop(key).restore()\n",
         "tests/parity/test_undo.py",
-        "interrupted",
+        "second_call",
     ),
     Mutant(
         "hear of a backward after detach",
@@ -3897,13 +3864,6 @@ MUTANTS = [
         picks="refused_where_instep",
     ),
     Mutant(
-        "a bucket that Ctrl-C stopped half let go of stays due",
-        "DeferredBuckets._let_go",
-        "reversed(bucket.tensors)",
-        "bucket.tensors",
-        "tests/parity/test_interrupted_step.py",
-    ),
-    Mutant(
         "weights that began differently are compared",
         "_weights",
         "    if any(one != before[0] for one in before):\n",
@@ -4152,7 +4112,7 @@ MUTANTS = [
     ),
     Mutant(
         "first failure: the end of gloo's group waits for a vote that nobody answers",
-        "_VoteGroup.finish_sending",
+        "VoteGroup.finish_sending",
         "            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))\n",
         "            pass\n",
         FIRST_FAILURE,
@@ -4459,7 +4419,7 @@ MUTANTS = [
     ),
     Mutant(
         "a profiler that stops meets a vote",
-        "_VoteGroup.minimum",
+        "VoteGroup.minimum",
         "with unseen_by_profiler():",
         "with suppress():",
         RECORDING_RANKS,
@@ -4669,19 +4629,83 @@ MUTANTS = [
     ),
     Mutant(
         "signals: those that have come are lost",
-        "held",
-        "            signal.raise_signal(number)\n",
-        "            pass\n",
-        JUDGED_MORE,
-        "run_after_the_block",
+        "_Waiting.release",
+        "        if self._came:\n",
+        "        if False:\n",
+        INTERRUPTS,
     ),
     Mutant(
         "signals: an error leaves those that are held",
         "held",
-        "    try:\n        yield\n    finally:\n        for number, handler",
-        "    yield\n    if True:\n        for number, handler",
+        "    try:\n        yield\n    finally:\n        waiting",
+        "    yield\n    if True:\n        waiting",
         JUDGED_MORE,
         "run_after_the_block",
+    ),
+    Mutant(
+        "signals: one handler that raises loses the others",
+        "_Waiting.release",
+        "                for number in reversed(dict.fromkeys(self._came)):\n"
+        "                    stack.callback(signal.raise_signal, number)\n",
+        "                for number in dict.fromkeys(self._came):\n                    signal.raise_signal(number)\n",
+        INTERRUPTS,
+    ),
+    Mutant(
+        "signals: a second Ctrl-C waits, too",
+        "_Waiting._note",
+        "if self._waits and (number != signal.SIGINT or number not in self._came):",
+        "if self._waits:",
+        INTERRUPTS,
+    ),
+    Mutant(
+        "signals: those of a timer do not wait a second time",
+        "_Waiting._note",
+        "(number != signal.SIGINT or number not in self._came)",
+        "number not in self._came",
+        INTERRUPTS,
+    ),
+    Mutant(
+        "signals: one that comes while handlers are exchanged leaves some",
+        "_Waiting.__init__",
+        "            self.release()\n",
+        "",
+        INTERRUPTS,
+    ),
+    Mutant(
+        "signals: a handler that was set meanwhile is lost",
+        "_Waiting.release",
+        "                if _handler_of(number) == self._note:",
+        "                if True:",
+        INTERRUPTS,
+    ),
+    Mutant(
+        "interrupts: what ends the lines under a step's lock tears nothing",
+        "StepLock.__exit__",
+        "                self.torn_by(error)\n",
+        "                pass\n",
+        INTERRUPTED_LINES,
+        "sent",
+    ),
+    Mutant(
+        "interrupts: handlers do not wait for a step's lock",
+        "StepLock.__enter__",
+        "        waiting = _Waiting(self._numbers) if",
+        "        waiting = None if",
+        INTERRUPTED_LINES,
+    ),
+    Mutant(
+        "interrupts: the lock stays taken where tearing fails",
+        "StepLock.__exit__",
+        "        finally:\n            self._owner",
+        "        except ImportError:\n            pass\n        else:\n            self._owner",
+        INTERRUPTS,
+    ),
+    Mutant(
+        "interrupts: handlers are looked for once, at attach",
+        "StepLock.look_for_handlers",
+        "        self._numbers = heard()\n",
+        "        pass\n",
+        INTERRUPTS,
     ),
     Mutant(
         "signals: held on any thread",
@@ -5070,8 +5094,8 @@ MUTANTS = [
     Mutant(
         "judge: a verdict is not told to the other ranks",
         "BackwardCalls._committed",
-        "objects=judge is not None and judge.committed()",
-        "objects=False",
+        "            objects = step.judge is not None and step.judge.committed()\n",
+        "            objects = False\n",
         JUDGED_RANKS,
     ),
     Mutant(
@@ -5510,14 +5534,6 @@ MUTANTS = [
         "if False:",
         JUDGED_MORE,
         "first_used_later",
-    ),
-    Mutant(
-        "whoever takes note again asks the round, which is half forgotten",
-        "StepCalls._commit",
-        "not returned.is_owed",
-        "stepper not in round_.steppers_left",
-        "tests/parity/test_interrupted_step.py",
-        "test_the_end_of_a_step",
     ),
     Mutant(
         "what an optimizer refers to is looked for once",

@@ -2,8 +2,10 @@
 
 import copy
 import dis
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -31,6 +33,8 @@ def interrupting(install: Callable[[Any], None], tracer: Any) -> Iterator[None]:
     """With ``tracer`` installed, by ``sys.setprofile`` or ``sys.settrace``, which may raise ``KeyboardInterrupt``."""
     # A handler that runs while an object is freed raises into nothing.
     before, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    on_main = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler) if on_main else None
     grad = torch.is_grad_enabled()  # where torch.no_grad() is interrupted while it is entered it stays, as in any loop
     install(tracer)
     try:
@@ -38,13 +42,26 @@ def interrupting(install: Callable[[Any], None], tracer: Any) -> Iterator[None]:
     finally:
         install(None)
         sys.unraisablehook = before
+        if on_main:
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the handler is not back"
+            signal.signal(signal.SIGINT, handler)
         torch.set_grad_enabled(grad)
         # Else no weight is watched any more in this process, and the tests behind this one would fail.
         assert torch._C._is_torch_function_enabled(), "a context has stayed"
 
 
+def press_ctrl_c() -> None:
+    """As the operating system does: the handler runs here, unless it is to wait."""
+    signal.raise_signal(signal.SIGINT)
+
+
+def send_an_exception() -> None:
+    """As another thread does (``PyThreadState_SetAsyncExc``): nothing makes it wait."""
+    raise KeyboardInterrupt
+
+
 class Interrupter:
-    """Raises ``KeyboardInterrupt`` at the ``where``-th point. Counts the points it passes."""
+    """Presses Ctrl-C at the ``where``-th point. Counts the points it passes."""
 
     def __init__(self, where: int | None = None) -> None:
         self.points = 0
@@ -57,21 +74,28 @@ class Interrupter:
         self.points += 1
         if self.points - 1 == self._where:
             self.place = frame.f_code
-            raise KeyboardInterrupt
+            press_ctrl_c()
 
     def watching(self) -> AbstractContextManager[None]:
         return interrupting(sys.setprofile, self)
 
 
 class LineInterrupter:
-    """Raises ``KeyboardInterrupt`` before the ``where``-th line of instep's that runs. Counts those that it passes.
+    """Presses Ctrl-C before the ``where``-th line of instep's that runs. Counts those that it passes.
 
     Args:
         function: count the lines of this one alone, without those of what it calls.
+        interrupt: in place of Ctrl-C.
     """
 
-    def __init__(self, where: int | None = None, function: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self,
+        where: int | None = None,
+        function: Callable[..., Any] | None = None,
+        interrupt: Callable[[], None] = press_ctrl_c,
+    ) -> None:
         self.lines = 0
+        self._interrupt = interrupt
         self.place: str | None = None
         self._where = where
         self._code = None if function is None else function.__code__
@@ -86,7 +110,7 @@ class LineInterrupter:
             if self.lines - 1 == self._where:
                 self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                self._interrupt()
         return self.at_line
 
     def watching(self) -> AbstractContextManager[None]:
@@ -140,6 +164,8 @@ def run_interrupted(program: Program, number: int, share: float, way_out: WayOut
     The step is then not taken, or taken as a whole; or an ``InstepError`` says that it is torn, and the documented
     way out of that works.
     """
+    if way_out == "load":
+        number = max(number, 1)  # torch makes the state of an optimizer that has none, to save it
     where = int(share * _points(program, number))
     loop = Loop(program, True)
     assert loop.overlap is not None

@@ -18,7 +18,7 @@ from instep._optim.kernels import Kernel, KernelCall
 from instep._optim.stepper import Stepper
 from instep._step.beside_backward import MOST, UpdatesBeside
 from instep._step.deferral import WARM_UP, DeferralTrial
-from instep._step.in_backward import BucketSink
+from instep._torch.interrupts import StepLock
 from instep._torch.worker import NAME, Task, Worker
 from instep.errors import AttachError, HyperparameterChangedError, TornStepError, UncommittedStepError
 from instep.sources.local import WritingBackwards
@@ -28,7 +28,7 @@ from tests.cases import Blocks, batch
 from tests.devices import on_cpu_only
 from tests.inside import trial_of
 from tests.late import late_updates
-from tests.parity.interrupts import LineInterrupter
+from tests.parity.interrupts import LineInterrupter, send_an_exception
 
 pytestmark = on_cpu_only
 BUCKET = 4_000
@@ -298,11 +298,11 @@ def test_backward_that_raises_waits_for_what_was_handed_over(handed: list[int]) 
 
 
 @pytest.mark.parametrize("where", [0, 1])
-def test_what_was_given_to_the_worker_is_done_though_ctrl_c_came_in_between(where: int) -> None:
+def test_what_was_given_to_the_worker_is_done_though_an_exception_came_in_between(where: int) -> None:
     """A task may be in the worker's heap, and its token lost."""
     loop = beside()
     loop.train(2)
-    interrupter = LineInterrupter(where, Worker._give)
+    interrupter = LineInterrupter(where, Worker._give, send_an_exception)
 
     def go() -> None:
         assert interrupter.interrupt(lambda: loop.backward(2)) is None
@@ -479,7 +479,8 @@ def test_code_that_the_worker_comes_to_does_not_wait_for_it(monkeypatch: pytest.
 
     monkeypatch.setattr(KernelCall, "run", asks)
     monkeypatch.setattr(Task, "wait", waits)
-    monkeypatch.setattr(schedule._step, "lock", nullcontext())  # at which it would stop before
+    monkeypatch.setattr(StepLock, "__enter__", lambda _: None)  # at which it would stop before
+    monkeypatch.setattr(StepLock, "__exit__", lambda *_: None)
     try:
         loop.train(1, 2)
     finally:
@@ -565,28 +566,6 @@ def test_a_setting_that_changes_where_the_worker_has_read_it(monkeypatch: pytest
         loop.backward(2)
     group["lr"] = 1e-2
     loop.overlap.accept_torn()
-
-
-def test_ctrl_c_before_a_failure_is_noted_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = beside()
-    loop.train(2)
-    last = [p.name for p in loop.overlap.plan.buckets[-1].parameters]
-    failing(monkeypatch, len(loop.overlap.plan.buckets))
-    note, armed = BucketSink._note_update, [True]
-
-    def interrupted(self: Any, beside: UpdatesBeside, handed: Any) -> None:
-        if not handed.is_applied and armed:
-            armed.clear()
-            raise KeyboardInterrupt
-        note(self, beside, handed)
-
-    monkeypatch.setattr(BucketSink, "_note_update", interrupted)
-    with pytest.raises((KeyboardInterrupt, ZeroDivisionError)):
-        loop.backward(2)
-    with pytest.raises(TornStepError) as raised:
-        loop.step()
-    assert list(raised.value.unsure) == last
-    assert not set(last) & set(raised.value.applied)
 
 
 def test_an_update_that_has_raised_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

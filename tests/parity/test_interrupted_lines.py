@@ -1,12 +1,9 @@
 """Ctrl-C at a line of instep's, anywhere in an iteration: then the loop clears its gradients and goes on, as if the
 step had been taken or left out; or an error says that it is torn. Nothing waits for ever.
 
-Python runs a signal's handler at fewer places.
+Python runs a signal's handler at fewer places. An exception that another thread sends may come at any of them.
 """
 
-import copy
-import linecache
-import sys
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -16,20 +13,16 @@ import torch
 from torch import nn
 
 import instep
-from instep._step.state import Round
 from instep._torch.hooks import last_of_pre_hooks
 from instep._wiring import build as connect
 from instep._wiring.hooks import SteppingItself
 from instep.attaching import attach_stepping_itself
-from instep.attachment import Attachment
 from instep.errors import TornStepError, UncommittedStepError
-from instep.sources.local import WritingBackwards
 from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch
 from tests.devices import on_cpu_only
 from tests.inside import schedule_of
-from tests.late import late_updates
-from tests.parity.interrupts import LineInterrupter, once
+from tests.parity.interrupts import LineInterrupter, once, press_ctrl_c, send_an_exception
 
 WAYS: dict[str, dict[str, Any]] = {
     "forward": {"defer": True, "bucket_bytes": 4_000},
@@ -88,8 +81,12 @@ def lines_of(way: str) -> int:
     return interrupter.lines
 
 
-def interrupted(way: str, where: int) -> None:
-    loop, interrupter = Loop(way), LineInterrupter(where)
+FINAL = ("backward", "beside")
+"""Where half of a backward is half of a step, which is torn."""
+
+
+def interrupted(way: str, where: int, interrupt: Callable[[], None] = press_ctrl_c) -> None:
+    loop, interrupter = Loop(way), LineInterrupter(where, interrupt=interrupt)
     assert loop.overlap is not None
     with loop.overlap:
         for i in range(BEFORE):
@@ -106,7 +103,10 @@ def interrupted(way: str, where: int) -> None:
             raise AssertionError(f"interrupted at {interrupter.place}: {error!r}") from error
         if told is not None:
             assert isinstance(told, (TornStepError, UncommittedStepError)), (interrupter.place, told)
+            assert way in FINAL or interrupt is send_an_exception, (interrupter.place, told)
             loop.overlap.accept_torn()
+            loop.step(BEFORE)
+            loop.overlap.synchronize()
             return
         found = loop.state()
         ends = [plain(clips=way == "clipped", skips=skips) for skips in (True, False)]
@@ -121,12 +121,20 @@ def test_some_lines(way: str) -> None:
         interrupted(way, (2 * number + 1) * count // (2 * SOME))
 
 
+@pytest.mark.parametrize("way", list(WAYS))
+def test_an_exception_is_sent_at_some_lines(way: str) -> None:
+    count = lines_of(way)
+    for number in range(SOME):
+        interrupted(way, (2 * number + 1) * count // (2 * SOME), send_an_exception)
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("interrupt", [press_ctrl_c, send_an_exception])
 @pytest.mark.parametrize("way", list(WAYS))
-def test_every_line(way: str) -> None:
+def test_every_line(way: str, interrupt: Callable[[], None]) -> None:
     for where in range(lines_of(way)):
-        interrupted(way, where)
+        interrupted(way, where, interrupt)
 
 
 def test_every_line_where_the_default_rests() -> None:
@@ -199,42 +207,6 @@ def test_every_line_of_what_comes_before_and_after(way: str, act: Callable[[Loop
         interrupted_around(way, act, where)
 
 
-@pytest.mark.parametrize("way", ["forward", "backward", "undo", "default"])
-def test_each_line_of_detach_itself(way: str) -> None:
-    """Before and after each of the things that it gives back."""
-    for where in range(interrupted_around(way, detach, None, Attachment._detach)):
-        interrupted_around(way, detach, where, Attachment._detach)
-
-
-@pytest.mark.parametrize("way", ["backward", "undo"])
-@pytest.mark.parametrize(
-    ("owner", "name", "skips"),
-    [
-        # A gradient was offered, and nobody has asked for the end of backward.
-        (WritingBackwards, "accepts_update", True),
-        # step() has returned, and its gradients are not back.
-        (Round, "show", False),
-    ],
-)
-def test_at_a_line_that_needs_care(
-    owner: Any, name: str, skips: bool, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop = Loop(way)
-    assert loop.overlap is not None
-    with loop.overlap:
-        for i in range(BEFORE):
-            loop.step(i)
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, once(getattr(owner, name)))
-            with pytest.raises(KeyboardInterrupt):
-                loop.step(BEFORE)
-        loop.optimizer.zero_grad()
-        for i in range(BEFORE + 1, BEFORE + 1 + AFTER):
-            loop.step(i)
-        difference = first_difference(iter(plain(clips=False, skips=skips)), iter(loop.state()))
-        assert difference is None, difference
-
-
 @on_cpu_only  # a thread of the engine's asks elsewhere, which is not traced
 @pytest.mark.parametrize("where", range(3))
 def test_where_a_loop_that_steps_itself_asks_for_the_end_of_backward(where: int) -> None:
@@ -256,38 +228,6 @@ def test_where_a_loop_that_steps_itself_asks_for_the_end_of_backward(where: int)
     assert overlap.step_count == 2
 
 
-@pytest.mark.parametrize("way", ["forward", "clipped"])
-@pytest.mark.parametrize("flag", ["is_ending", "is_sending", "_runs"])
-def test_at_the_line_that_takes_a_flag_back(flag: str, way: str) -> None:
-    """What it says is over."""
-
-    class AtFlag(LineInterrupter):
-        def at_line(self, frame: Any, event: str, arg: object) -> Any:
-            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-            if event == "line" and self.place is None and line.strip().endswith(f".{flag} = False"):
-                self.place = line
-                sys.settrace(None)
-                raise KeyboardInterrupt
-            return self.at_line
-
-    loop, interrupter = Loop(way), AtFlag()
-    assert loop.overlap is not None
-    with late_updates(), loop.overlap:
-        for i in range(BEFORE):
-            loop.step(i)
-        assert interrupter.interrupt(lambda: loop.step(BEFORE)) is None
-        loop.optimizer.zero_grad()
-        read = [p.detach().clone() for p in loop.model.parameters()]
-        loop.overlap.synchronize()
-        assert all(map(torch.equal, read, loop.model.parameters()))  # whoever reads waits for what is due
-        for i in range(BEFORE + 1, BEFORE + 1 + AFTER):
-            loop.step(i)
-        loop.overlap.synchronize()
-        ends = [plain(clips=way == "clipped", skips=skips) for skips in (True, False)]
-        assert None in [first_difference(iter(end), iter(loop.state())) for end in ends]
-        assert loop.overlap.state == "idle"
-
-
 @pytest.mark.parametrize("way", ["forward", "backward", "undo", "default"])
 def test_attach_is_interrupted_where_its_last_hook_is_not_noted_yet(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connect, "last_of_pre_hooks", once(last_of_pre_hooks))
@@ -297,33 +237,3 @@ def test_attach_is_interrupted_where_its_last_hook_is_not_noted_yet(way: str, mo
     for i in range(BEFORE + 1 + AFTER):
         loop.step(i)
     assert first_difference(iter(plain(clips=False, skips=False)), iter(loop.state())) is None
-
-
-def test_a_rollback_that_ends_at_its_last_line_is_over() -> None:
-    """Later steps are put back, too."""
-
-    class AtEnd(LineInterrupter):
-        def at_line(self, frame: Any, event: str, arg: object) -> Any:
-            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-            ends = frame.f_code.co_name == "__call__" and line.strip() == "self._runs = False"
-            if event == "line" and self.place is None and ends:
-                self.place = line
-                sys.settrace(None)
-                raise KeyboardInterrupt
-            return self.at_line
-
-    loop, interrupter, reference = Loop("clipped"), AtEnd(), Loop(None)
-    assert loop.overlap is not None
-    with loop.overlap:
-        for i in range(BEFORE):
-            loop.step(i)
-        assert interrupter.interrupt(lambda: loop.step(BEFORE)) is None
-        assert interrupter.place is not None
-        loop.optimizer.zero_grad()
-        reference.model.load_state_dict(loop.model.state_dict())
-        reference.optimizer.load_state_dict(copy.deepcopy(loop.optimizer.state_dict()))
-        for i in [*range(BEFORE), BEFORE] * 3:
-            loop.step(i)
-            reference.step(i, clips=True)
-            assert first_difference(iter(reference.state()), iter(loop.state())) is None, i
-        assert loop.overlap.redo_count == 4

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import instep
-from instep._step.state import Round
 from instep.errors import InstepError
 from tests.parity.interrupts import Interrupter, LineInterrupter
 
@@ -258,19 +257,6 @@ def check(monkeypatch: pytest.MonkeyPatch, way: str, optimizer: str, then: Then,
 @pytest.mark.parametrize("way", WAYS)
 def test_some_points(monkeypatch: pytest.MonkeyPatch, way: str, optimizer: str, then: Then) -> None:
     check(monkeypatch, way, optimizer, then, every=41)
-
-
-@pytest.mark.parametrize("way", ["undo, left out", "undo", "backward"])
-def test_the_end_of_a_step(way: str) -> None:
-    """Whoever takes note of a call of ``step()`` may be stopped when half of the step is forgotten."""
-    allowed = expected(way, "SGD", clear)
-    passed = LineInterrupter(function=Round.forget)
-    interrupted(way, "SGD", passed, clear, late=False)
-    assert passed.lines
-    for where in range(passed.lines):
-        interrupter = LineInterrupter(where, Round.forget)
-        found = interrupted(way, "SGD", interrupter, clear, late=False)
-        assert found is None or any(same(found, one) for one in allowed), interrupter.place
 
 
 @pytest.mark.nightly

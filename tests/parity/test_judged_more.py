@@ -19,7 +19,7 @@ import instep
 from instep._optim import proved
 from instep._optim.stepper import Stepper
 from instep._step import judging
-from instep._torch.held_signals import heard, held
+from instep._torch.interrupts import heard, held
 from instep.errors import HyperparameterChangedError, TornStepError, UnsupportedOptimizerError
 from instep_tools.harness import first_difference, training_state
 from tests.devices import here, on_cpu_only

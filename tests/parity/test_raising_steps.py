@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import instep
-from instep._ranks.votes import Verdict
+from instep._ranks.vote import Verdict
 from instep.errors import TornStepError
 from instep_tools.harness import first_difference, training_state
 
@@ -194,7 +194,8 @@ def test_other_ranks_are_told(case: str) -> None:
     make, mistake, held = CASES[case]
     loop = Loop(make, {"defer": True}, held=held)
     assert loop.overlap is not None
-    other = loop.overlap._parts.votes.voting = Agreeing()
+    other: Any = Agreeing()
+    loop.overlap._parts.votes.voting = other
     with loop.overlap:
         for number in range(RAISES_IN + 1):
             loop.prepare(number, mistake)

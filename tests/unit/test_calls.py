@@ -65,21 +65,6 @@ def test_every_way_out(error: BaseException) -> None:
     assert told.words == ["begin", "failed"]
 
 
-def test_ctrl_c_where_the_guard_says_that_it_failed() -> None:
-    """It is said once more, and Ctrl-C reaches the loop."""
-    module, said = Raising(ValueError()), []
-
-    def failed() -> None:
-        said.append("failed")
-        if len(said) == 1:
-            raise KeyboardInterrupt
-
-    GuardedCall(module, lambda _: Around(lambda: None, lambda: None, failed))
-    with pytest.raises(KeyboardInterrupt):
-        module(torch.ones(2))
-    assert said == ["failed", "failed"]
-
-
 def test_an_error_of_the_guard_is_not_the_loops() -> None:
     module = Raising(ValueError("the loop's"))
 

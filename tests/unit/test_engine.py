@@ -1,13 +1,9 @@
 """The private parts of torch that instep stands on. A failure here says which one has changed."""
 
-import _thread
 import gc
-import signal
-import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +13,7 @@ from torch._dynamo import compiled_autograd
 from torch.nn.parallel import DistributedDataParallel
 
 from instep._optim.kinds import undecorated_step
-from instep._torch import engine
 from instep._torch.engine import Backward, EndOfBackward, Phase, call_at_end, current, graph_task, is_compiled, runs
-from tests import net
 
 
 def test_graph_task_numbers_the_running_backward() -> None:
@@ -293,41 +287,3 @@ def test_an_end_that_is_interrupted_may_have_noted_nothing(error: type[BaseExcep
     with pytest.raises(error):
         backward_asking(lambda: current().at(Phase.AFTER_DDP, end, lambda: calls.append("failed")))
     assert calls == (["end", "failed"] if error is KeyboardInterrupt else ["end"])
-
-
-def start_and_let_run(function: Any, arguments: tuple[Any, ...]) -> None:
-    _thread.start_new_thread(function, arguments)
-    time.sleep(0.05)
-
-
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """A shell has its background jobs ignore Ctrl-C."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("ctrl_c")
-@pytest.mark.parametrize("start", [_thread.start_new_thread, start_and_let_run])
-def test_an_interrupt_of_what_a_failed_backward_is_owed_is_not_lost(
-    start: Callable[..., object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However soon another thread runs."""
-    threads = SimpleNamespace(start_new_thread=start, interrupt_main=_thread.interrupt_main)
-    monkeypatch.setattr(engine, "_thread", threads)
-    calls: list[int] = []
-
-    def failed() -> None:
-        calls.append(len(calls))
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):  # noqa: PT012  # wherever Python asks next
-        end = EndOfBackward(lambda: None, failed)
-        del end
-        patience = time.monotonic() + net.SECONDS
-        # Python 3.13 may raise Ctrl-C at the jump back of an idle loop, where no clause catches it.
-        while time.monotonic() < patience:
-            time.sleep(0.001)
-    assert calls == [0, 1]

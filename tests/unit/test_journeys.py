@@ -1,7 +1,8 @@
 """How far a bucket, an iteration and ``attach`` travel through instep: files and calls, in the regular case.
 
 Every file on the way is one that a reader has to open, and so is every file of the core that names an option. The
-bounds are what was counted last: they only ever go down.
+bounds are what was counted last: they only ever go down. Once they went up, by the lock of a step: what it says of
+Ctrl-C in one file had been said in thirty.
 """
 
 import io
@@ -17,13 +18,13 @@ from tests.journeys import WAYS, Loop, Road, of_a_bucket, of_an_iteration
 
 BOUNDS = {
     # Files, calls.
-    "bucket": (15, 80),
-    "backward": (26, 376),
-    "forward": (29, 733),
-    "default": (10, 31),
-    "undo": (30, 871),
+    "bucket": (16, 86),
+    "backward": (27, 384),
+    "forward": (30, 738),
+    "default": (10, 30),
+    "undo": (31, 861),
 }
-ATTACH = {"backward": 39, "forward": 42, "default": 43, "undo": 40}
+ATTACH = {"backward": 40, "forward": 42, "default": 42, "undo": 41}
 
 
 def require_within(road: Road, files: int, calls: int, *, at_rest: bool = False) -> None:

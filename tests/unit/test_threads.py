@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 import instep
-from instep._step.state import Returned, Round
+from instep._torch.interrupts import StepLock
 from instep._torch.worker import NAME, Task, Worker
 from instep.errors import ConcurrentBackwardError, UncommittedStepError
 from tests import net
@@ -139,19 +138,6 @@ def test_another_thread_evaluates(way: str, when: str) -> None:
     overlap.detach()
 
 
-def test_a_call_is_taken_note_of_on_its_own_thread() -> None:
-    """While it runs there; who finds that it has been stopped does so for it."""
-    stepper: Any = SimpleNamespace(was_stopped=False)
-    round_, noted = Round(), list[Any]()
-    returned = Returned(stepper, step_count=1, skip_count=0, is_owed=True, takes_step=True)
-    round_._returned, round_.thread = returned, threading.get_ident() + 1
-    round_.end(noted.append)
-    assert not noted
-    stepper.was_stopped = True
-    round_.end(noted.append)
-    assert noted == [returned]
-
-
 @on_cpu_only
 @pytest.mark.parametrize("way", ["undo", "backward", "forward", "default"])
 def test_another_thread_evaluates_all_the_time(way: str) -> None:
@@ -198,36 +184,18 @@ def test_models_of_their_own(way: str, threads: int) -> None:
         assert all(map(torch.equal, weights(plain), weights(model)))
 
 
-class Held:
-    """A lock that knows how often it is held."""
-
-    def __init__(self) -> None:
-        self.times = 0
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self.times += 1
-
-    def __exit__(self, *_: object) -> None:
-        self.times -= 1
-        self._lock.release()
-
-
 def test_gradients_are_counted_under_the_lock_that_applies_them() -> None:
     """The engine has a thread for each accelerator, and the gradients of one model may arrive on several: what the
     hooks count must not change between two lines of theirs. Here there is one thread, and the lock tells."""
     model, optimizer = make()
     overlap = instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward")
     sink = source_of(overlap)._sink
-    held = Held()
-    sink.lock = sink._step.lock = held
     seen: list[int] = []
     arrive, apply = type(sink).arrive, type(sink).apply
 
     def look(call: Callable[..., Any]) -> Callable[..., Any]:
         def looked(*args: Any, **kwargs: Any) -> Any:
-            seen.append(held.times)
+            seen.append(sink._step.lock._depth)
             return call(*args, **kwargs)
 
         return looked
@@ -239,18 +207,12 @@ def test_gradients_are_counted_under_the_lock_that_applies_them() -> None:
     assert min(seen) == 1
 
 
-class NotForTheWorker:
+class NotForTheWorker(StepLock):
     """A lock that the thread of the step must not wait for: who waits for that thread has the lock."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
 
     def __enter__(self) -> None:
         assert threading.current_thread().name != NAME, "an update waits for itself"
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        super().__enter__()
 
 
 @on_cpu_only  # on an accelerator it has no thread

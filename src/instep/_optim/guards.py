@@ -348,7 +348,7 @@ class StateGuard(Stage):
 
     def note(self, read: Entries) -> None:
         """An update has left these entries as they are now."""
-        self.left.append(EntriesAsLeft.of(read))  # all at once: Ctrl-C may come anywhere
+        self.left.append(EntriesAsLeft.of(read))
 
     def is_as_left(self, optimizer: Optimizer) -> bool:
         # Of all buckets together: each question is one pass.

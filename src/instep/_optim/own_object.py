@@ -63,7 +63,7 @@ from instep._optim.values import (
     storage_of,
     unlike,
 )
-from instep._torch.held_signals import heard, held
+from instep._torch.interrupts import heard, held
 from instep._torch.versions import memory_of, versions_of
 from instep.errors import HyperparameterChangedError, UnsupportedOptimizerError
 

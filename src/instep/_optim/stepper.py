@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import repeat
 from operator import is_
@@ -493,14 +494,10 @@ def _scales_of(optimizer: Optimizer) -> tuple[Any, ...]:
 
 def _through(stages: Iterator[Stage], update: Update, run: Callable[[], None]) -> None:
     """Enter the stages, ``run``, and leave them."""
-    # One ``with`` in one frame for each, not an ``ExitStack``: where Ctrl-C comes between two of its exits, the stages
-    # that are left would be left late, when the traceback is freed, and write what was put back since.
-    stage = next(stages, None)
-    if stage is None:
+    with ExitStack() as entered:
+        for stage in stages:
+            entered.enter_context(stage.around(update))
         run()
-        return
-    with stage.around(update):
-        _through(stages, update, run)
 
 
 def writes_state_without_gradient(optimizer: str) -> UnsupportedOptimizerError:

@@ -255,7 +255,6 @@ class BeforeUpdate:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Whoever is interrupted here does it again."""
         for saved in reversed(self._saved):
             saved.restore()
         self._others.restore()
@@ -440,11 +439,10 @@ class Undo:
 
     @torch.no_grad()
     def restore(self, device: torch.device) -> None:
-        """Put back all that was saved of ``device``, on the current stream, and forget its copies. Who is interrupted
-        here does it again."""
+        """Put back all that was saved of ``device``, on the current stream, and forget its copies."""
         # The last first: an object that entries of several parameters refer to comes back as the first has found it.
         for key in reversed([key for key, saved in self._saved.items() if saved.device == device]):
-            self._saved[key].restore()
+            self._saved[key].restore()  # first: where it raises, the copy is there for another call
             del self._saved[key]
 
     def forget(self, parameters: Iterable[torch.Tensor]) -> None:

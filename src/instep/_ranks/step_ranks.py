@@ -8,22 +8,13 @@ The life of ``StepRanks``: in its first forward a rank tells the others what it 
 backward it has met them (``meet``). From then on it casts a vote on each step (``cast``). What must not be waited for
 at all goes through the store over which process groups find their ranks (``say``, ``all_found``).
 
-A vote is one all-reduce of a few integers, on a process group of its own: a rank whose backward failed has sent fewer
-collectives than the others, and a vote must never meet one of theirs. The group is gloo's, in host memory, so that no
-accelerator is waited for.
 """
 
-import atexit
-import ctypes
 import json
 import logging
-import threading
 import time
-import weakref
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -31,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 from instep._ranks.comparison import Comparison, Heard, Words, digest_of
-from instep._ranks.process_groups import is_lost, store_of_world, timeout_of, world
-from instep._ranks.votes import Verdict, Vote
-from instep._torch.engine import profiled, unseen_by_profiler
-from instep.errors import InstepError, StepMismatchError
+from instep._ranks.process_groups import store_of_world, timeout_of
+from instep._ranks.vote import NOBODY, Vote, VoteGroup, vote_group
+from instep._torch.engine import profiled
+from instep.errors import StepMismatchError
 
 _logger = logging.getLogger("instep")
 
@@ -286,23 +277,19 @@ class StepRanks:
         """Make ready to vote. All ranks must call this, once for each backward; it costs nothing later."""
         self._vote_group()
 
-    def cast(self, step: int, *, failed: bool = False, nonfinite: bool = False) -> Vote | None:
+    def cast(self, step: int, *, failed: bool = False, nonfinite: bool = False) -> Vote:
         """Say how ``step`` went here, without waiting."""
         rank, one = dist.get_rank(), self._number
-        said = [rank if failed else _NOBODY, rank if nonfinite else _NOBODY, step, -step, one, -one]
-        return _CastVote(self._vote_group(), said)
+        said = [rank if failed else NOBODY, rank if nonfinite else NOBODY, step, -step, one, -one]
+        return Vote(self._vote_group(), said)
 
     def abstain(self) -> Vote:
         """Take part in a vote of the others, on a step that this rank has no part in."""
-        return _CastVote(self._vote_group(), [_NOBODY] * 6)
+        return Vote(self._vote_group(), [NOBODY] * 6)
 
-    def _vote_group(self) -> "_VoteGroup":
+    def _vote_group(self) -> VoteGroup:
         assert self._ranks is not None, "only ranks that have met vote"
-        beside = _vote_groups.setdefault(self._neighbours.anchor, {})
-        found = beside.get(self._ranks)
-        if found is None:
-            found = beside[self._ranks] = _VoteGroup(self._ranks, timeout_of(self._neighbours.anchor))
-        return found
+        return vote_group(self._neighbours.anchor, self._ranks)
 
     # What each rank finds out by itself, and tells the others without waiting for them: they need not come to it at the
     # same point of their loops, nor at all.
@@ -326,108 +313,3 @@ class StepRanks:
 
 def _ranks_in_words(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
-
-
-_NOBODY = 2**62
-"""No rank, and no step: in a minimum everything else comes before it."""
-
-
-class _CastVote:
-    """A vote that was cast: the minimum of what all ranks said. All threads that wait for it hear the same verdict."""
-
-    def __init__(self, group: "_VoteGroup", said: Sequence[int]) -> None:
-        self._lock = threading.Lock()
-        self._verdict: Verdict | None = None
-        self._lost: str | None = None  # what the communication raised
-        self._box = torch.tensor(said, dtype=torch.int64, device="cpu")
-        self._group = group
-        self._work: Any = group.minimum(self._box)
-
-    def done(self) -> bool:
-        return self._work is None or bool(self._work.is_completed())
-
-    def verdict(self) -> Verdict:
-        with self._lock:
-            if self._lost is not None:
-                raise RuntimeError(self._lost)
-            if self._verdict is None:
-                try:
-                    with profiled("wait for votes"):
-                        self._work.wait()
-                except Exception as error:
-                    self._lost, self._work = str(error), None
-                    self._group.close()
-                    raise
-                failed, nonfinite, first, last, one, other = self._box.tolist()
-                self._verdict = Verdict(
-                    failed_on=None if failed == _NOBODY else failed,
-                    nonfinite_on=None if nonfinite == _NOBODY else nonfinite,
-                    first=first,
-                    last=-last,
-                    same=one == -other,
-                )
-                self._work = None
-            return self._verdict
-
-
-# By a process group of the model's, as long as that is kept; then by the ranks of the step.
-_vote_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _VoteGroup]]" = (
-    weakref.WeakKeyDictionary()
-)
-# By the world: how many groups these ranks have voted in. Each finds its ranks under a name of its own.
-_groups_made: "weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]]" = weakref.WeakKeyDictionary()
-
-_SECONDS_AT_EXIT = 5.0
-"""A process that ends takes what it was about to send with it, and the others would take that for a failure. So it
-waits for its last vote, but no longer than this."""
-
-
-class _VoteGroup:
-    """gloo's process group between the ranks of a step, in which they vote."""
-
-    def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
-        c10d: Any = dist.distributed_c10d
-        generations = _groups_made.setdefault(world(), Counter())
-        ranks = tuple(ranks)
-        generations[ranks] += 1
-        store = store_of_world(f"votes/{digest_of(ranks)}/{generations[ranks]}")
-        self._gloo: Any = c10d.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), timeout)
-        self._minimum: Any = c10d.AllreduceOptions()
-        self._minimum.reduceOp = dist.ReduceOp.MIN
-        self._last: Any = None
-
-    def minimum(self, box: torch.Tensor) -> Any:
-        """Start an all-reduce of ``box``, in place.
-
-        Raises:
-            InstepError: an earlier one was lost.
-        """
-        if self._gloo is None:
-            raise InstepError("an earlier vote of these ranks was lost: attach again on all ranks, in new processes")
-        with unseen_by_profiler():  # nobody waits for it before the next step
-            self._last = self._gloo.allreduce([box], self._minimum)
-        return self._last
-
-    def close(self) -> None:
-        """A vote was lost: drop all of gloo's objects, which closes its connections. Ranks that wait for this one hear
-        it now. Those that are not neighbours of the rank that is gone would wait until their time is over."""
-        self._gloo = self._last = None
-
-    def finish_sending(self, *, waits: bool) -> None:
-        """The process ends: have this rank's last vote reach the others, if that takes a few seconds at most."""
-        if self._last is None or self._last.is_completed():
-            return
-        if waits:
-            with suppress(Exception):
-                self._last.wait(timedelta(seconds=_SECONDS_AT_EXIT))
-        if not self._last.is_completed():
-            # Some rank does not answer. The end of gloo's group would wait for it as long as for any communication: so
-            # it is kept for as long as the process.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
-
-
-@atexit.register
-def _finish_sending() -> None:
-    for anchor, groups in list(_vote_groups.items()):
-        for group in groups.values():
-            group.finish_sending(waits=not is_lost(anchor))

@@ -1,110 +1,10 @@
-"""What ranks tell each other about a step: a small vote, of which all of them hear the same outcome.
-
-``StepVotes`` is what a step sees of its ranks. The ranks themselves (``StepRanks``) are behind the protocols
-``Meeting`` and ``Voting``, so that the step knows nothing of how they communicate.
-"""
+"""What a step sees of its ranks, if there are others: when this one votes, and when it hears what they have said."""
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Protocol
 
-from instep.errors import InstepError, StepMismatchError
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The outcome of a vote: what all ranks said together.
-
-    Attributes:
-        failed_on: the first rank on which the step failed, ``None`` if it did on none.
-        nonfinite_on: the first rank with a gradient that is not finite, ``None`` if all are. Of the vote on a commit:
-            the first rank that has found the step to be one that must be taken whole.
-        first: the lowest number of the step that a rank named.
-        last: the highest.
-        same: whether all ranks said it of the same attachment.
-    """
-
-    failed_on: int | None
-    nonfinite_on: int | None
-    first: int
-    last: int
-    same: bool
-
-    def error(self) -> InstepError | None:
-        """What is wrong with the step; ``None``: nothing. A gradient that is not finite is no error here."""
-        if self.failed_on is not None:
-            return InstepError(f"rank {self.failed_on} said that this step failed there: its own error says why")
-        if self.first != self.last:
-            return StepMismatchError(
-                f"ranks are at different steps, from {self.first} to {self.last}: some of them have left a step out, "
-                "or taken one more. Every rank must call optimizer.step() equally often. Load a checkpoint on all "
-                "ranks, or call overlap.resync_from(rank) on all"
-            )
-        if not self.same:
-            return StepMismatchError(
-                "ranks are at steps of different attachments: some of them have left out a backward of one model, or "
-                "run one more. Load a checkpoint on all ranks, and attach again on all of them"
-            )
-        return None
-
-
-class Vote(Protocol):
-    """A vote that was cast, and may still be under way."""
-
-    def done(self) -> bool:
-        """Whether ``verdict`` would not wait."""
-
-    def verdict(self) -> Verdict:
-        """Wait for all ranks. Safe to call twice, and from several threads.
-
-        Raises what the communication raised.
-        """
-
-
-class Meeting(Protocol):
-    """The ranks that step together, before their first step.
-
-    Attributes:
-        has_told: whether this rank has told the others what it trains.
-        has_met: whether this rank has been in a backward with them.
-        mismatch: what is not the same on all ranks, in words; ``None``: nothing, as far as is known.
-    """
-
-    has_told: bool
-    has_met: bool
-    mismatch: str | None
-
-    def tell(self) -> None:
-        """The first forward begins: tell the others what this rank trains, and in which way."""
-
-    def hear_soon(self) -> None:
-        """Wait a little for the others to tell the same."""
-
-    def meet(self) -> None:
-        """The first backward begins that communicates."""
-
-    def look(self) -> None:
-        """See what the others have told by now."""
-
-    def step_begins(self) -> None:
-        """``optimizer.step()`` is called: ``look``, now and then."""
-
-    def require_same(self) -> None:
-        """Raise ``StepMismatchError`` if the ranks train in different ways, as far as is known."""
-
-
-class Voting(Protocol):
-    """The ranks that step together. Every rank casts its votes in the same order."""
-
-    def open(self) -> None:
-        """Make ready. All ranks must call this; it is called once for each backward, and costs nothing later."""
-
-    def cast(self, step: int, *, failed: bool = False, nonfinite: bool = False) -> Vote | None:
-        """Say how ``step`` went here, without waiting. ``None`` where nobody is asked."""
-
-    def abstain(self) -> Vote:
-        """Take part in a vote of the others, on a step that this rank has no part in."""
+from instep._ranks.step_ranks import StepRanks
+from instep._ranks.vote import Vote, error_of
 
 
 class StepVotes:
@@ -130,8 +30,8 @@ class StepVotes:
 
     def __init__(self, rank: Callable[[], int]) -> None:
         self.rank = rank
-        self.ranks: Meeting | None = None
-        self.voting: Voting | None = None
+        self.ranks: StepRanks | None = None
+        self.voting: StepRanks | None = None
         self.count = 0
         self.objected_on: int | None = None
         self.asks_first = False
@@ -187,7 +87,7 @@ class StepVotes:
                 self.committed(step)
             self._owes = True
 
-    def _meet(self, ranks: Meeting) -> None:
+    def _meet(self, ranks: StepRanks) -> None:
         if not ranks.has_met:
             ranks.meet()
             if ranks.mismatch is not None:
@@ -299,11 +199,3 @@ class StepVotes:
     def joined(self, step: int) -> None:
         """``join()`` is over on all ranks, which have taken unequally many steps: from now on as many."""
         self._before = step
-
-
-def error_of(vote: Vote) -> Exception | None:
-    """What the ranks found wrong, or what kept this one from hearing it. Waits for all ranks."""
-    try:
-        return vote.verdict().error()
-    except Exception as lost:
-        return lost

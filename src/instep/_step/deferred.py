@@ -13,7 +13,7 @@ from instep._optim.owners import OwnerCount
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, all_there, calls_of, none_there
 from instep._optim.shadow import begin_state, is_copied_whole
 from instep._optim.stepper import Stepper
-from instep._ranks.votes import Vote, error_of
+from instep._ranks.vote import Vote, error_of
 from instep._step.deferrable import InFlight, ReadHook, ReadOrder, which_can_defer
 from instep._step.deferral import PUT_OFF, Deferring, Gains, Observed
 from instep._step.deferred_buckets import (
@@ -283,7 +283,7 @@ class UpdateDeferral:
         try:
             deferred.begin()
             buckets = self._take_over(stepper, parameters, in_flight, clip)
-        except BaseException:  # such as Ctrl-C: nothing has been handed over
+        except Exception:  # nothing has been handed over
             if step.round.stepper is not None:
                 step.round.refuse(step.ledger)
             deferred.watch_in_step.stop(tensors)
@@ -295,9 +295,6 @@ class UpdateDeferral:
         try:
             deferred.is_sending = True
             self._begin(buckets, parameters)
-        except BaseException:
-            self._begin(buckets, parameters)  # handed over is handed over, and other ranks wait for what is sent
-            raise
         finally:
             deferred.is_sending = False
 
@@ -353,8 +350,6 @@ class UpdateDeferral:
         for bucket in buckets:  # once all are sent: the side stream waits for those of other ranks
             if bucket.device.type != "cpu" and bucket.mark is None:
                 bucket.mark = deferred.finished(bucket)
-        for bucket in buckets:
-            bucket.step.raise_interrupt()
 
 
 def _nothing() -> None: ...
@@ -471,7 +466,7 @@ class ForwardCalls(StepCalls):
         round_.hidden, self._update_deferral.left_to_step = [], []
         self._update_deferral.clipped.discard(stepper)
 
-    def _committed(self, step_count: int, *, taken: bool) -> None:
+    def _committed(self, *, taken: bool) -> None:
         self._update_deferral.vote = None
         self._step.has_gradients = False
 
@@ -492,8 +487,7 @@ class ForwardCalls(StepCalls):
         stepper.abort()
         self._give_stand_ins()
         round_.restore_settings()
-        round_.note_return(stepper, ledger)
-        self.end_commit()
+        self._commit(stepper)
         if rest and ledger.torn is None:
             self._deferred.finish(self._deferred.all())
             error = InstepError(f"{stepper.name}.step() raised")
@@ -504,7 +498,8 @@ class ForwardCalls(StepCalls):
         """A forward begins. Unless a closure of ``step()`` runs it, a ``step()`` that runs still has raised."""
         round_ = self._step.round
         if round_.stepper is not None and not round_.evaluates_again:
-            self._end_raised(round_.stepper)
+            with self._step.lock:
+                self._end_raised(round_.stepper)
 
 
 # ``schedule="forward"``: ``optimizer.step()`` hands over, and returns; weights are written by the time they are read.
@@ -543,6 +538,7 @@ class ForwardSchedule(Schedule):
         deferring: Deferring,
     ) -> None:
         super().__init__(step)
+        step.lock.torn_by = weakly(self._ended_anywhere)
         self.measuring = MeasuringSink(step.accumulation, step.passes.clipping, step.times)
         self._deferred = DeferredBuckets(self._step, self)
         self._reading = reading
@@ -564,6 +560,12 @@ class ForwardSchedule(Schedule):
         """Whether it must know of parameters that are replaced or added, and of threads: not where no step is put off,
         and nothing is done to gradients."""
         return self._update_deferral.acts_in_each_step or not self._deferring.never
+
+    def _ended_anywhere(self, error: BaseException) -> None:
+        ledger, members = self._step.ledger, self._step.members
+        if ledger.torn is None:
+            ledger.tear(self._step.number, [], [], error, unsure=[a.spec.name for a in members.all])
+            ledger.votes.say_failed(self._step.number)
 
     @property
     def deferral(self) -> str:
@@ -605,11 +607,10 @@ class ForwardSchedule(Schedule):
         never = self._deferring.never  # and so for good
         if not never:
             self._reading.forward_begins()
-        self.calls.end_commit()
         self.calls.end_unless_it_evaluates_again()
         self.before_read(())  # of no module yet: order this forward's stream, and raise if the last step is torn
         if never and not self._deferred and not self._readers_rest:
-            self._readers_rest = True  # first, for Ctrl-C: hooks too many do nothing
+            self._readers_rest = True
             for reader in self._all_readers:
                 reader.rest()
         self.rests = self.may_rest and self._readers_rest and self._is_left_alone
@@ -707,7 +708,7 @@ class ForwardSchedule(Schedule):
         self.observed.backward_ended()
 
     def end_stopped(self) -> None:
-        """An error or Ctrl-C may have ended ``optimizer.step()``: the buckets that it has handed over stand."""
+        """An error may have ended ``optimizer.step()``: the buckets that it has handed over stand."""
         self.calls.end_stopped()
 
     # What the user asks for.

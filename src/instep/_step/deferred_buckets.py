@@ -27,7 +27,8 @@ from instep._optim.kinds import fused_counts_writes, is_fused, multiplies_matric
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, OptimizerCall, calls_of
 from instep._optim.shadow import end_state, order_added, snapshot_of
 from instep._optim.stepper import Stepper
-from instep._ranks.votes import StepVotes, Vote, error_of
+from instep._ranks.vote import Vote, error_of
+from instep._ranks.votes import StepVotes
 from instep._step.schedule import InFlightBucket
 from instep._step.state import Gather, Gathered, StepTimes, without_frames
 from instep._step.step import RunningStep
@@ -106,7 +107,6 @@ class StepOutcome:
         failure: what stopped it.
         refused: whether that are the other ranks.
         lost: whether a communication with them has failed: none is waited for any more.
-        told: whether the loop has heard of it.
     """
 
     def __init__(self, parameters: AttachedParameters) -> None:
@@ -116,7 +116,6 @@ class StepOutcome:
         self.failure: BaseException | None = None
         self.refused = False
         self.lost = False
-        self.told = False
 
     @property
     def is_whole(self) -> bool:
@@ -197,8 +196,6 @@ class VotesOnStep:
             self._on_updates = votes.updated(self._number, failed=self._outcome.failure is not None)
         except BaseException as error:
             self._outcome.loses(error)
-            if not isinstance(error, Exception):
-                raise
 
     def hear_of_updates(self) -> None:
         """Wait until all ranks have updated their shards, before those of others are written here: of a rank that could
@@ -356,17 +353,6 @@ class DeferredStep:
             f"{what} was written after optimizer.step(), through {through}, while the update was due: in the plain "
             "loop it had been applied by then. Call overlap.synchronize() before such a write"
         )
-
-    def raise_interrupt(self) -> None:
-        """Ctrl-C in an update that the loop's own thread has run is for the loop, at once; and the step is torn."""
-        error = self.outcome.failure
-        try:
-            if error is not None and not isinstance(error, Exception):
-                self.outcome.failure = InstepError(f"{self.stepper.name}.step() was interrupted")
-                self.outcome.told = True
-                raise error
-        finally:
-            del error  # or it would refer to itself, by way of this frame, which has the gradients
 
     def stepped_here(self) -> list[torch.Tensor]:
         """Its parameters, without those that another rank updates."""
@@ -632,7 +618,7 @@ class DeferringSchedule(Unsettled, Compiles, Protocol):
     """The schedule that hands buckets over."""
 
     def end_stopped(self) -> None:
-        """Bring a ``step()`` that an error or Ctrl-C has ended to its end."""
+        """Bring a ``step()`` that an error has ended to its end."""
 
 
 class DeferredBuckets:
@@ -701,7 +687,7 @@ class DeferredBuckets:
         self._due.update(zip(map(id, bucket.tensors), repeat(bucket), strict=False))
 
     def take_back(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Ctrl-C, say, has come in the middle: nothing was handed over."""
+        """An error has come in the middle: nothing was handed over."""
         for parameter in parameters:
             self._due.pop(id(parameter), None)
         self._settle_if_none()
@@ -731,9 +717,12 @@ class DeferredBuckets:
         """Wait for these buckets. Raises what stopped one of them, once."""
         if self.worker.is_here:
             return  # an update that comes upon the model or its optimizer: who waits for it has the lock
+        due = [bucket for bucket in buckets if bucket is not None and id(bucket.tensors[0]) in self._due]
+        if not due:
+            return  # as mostly, and asked before each read
         with self._step.lock:
-            for bucket in buckets:
-                if bucket is not None and id(bucket.tensors[0]) in self._due:
+            for bucket in due:
+                if id(bucket.tensors[0]) in self._due:  # still: another thread may have been here
                     self._run(bucket)
                     if bucket.step.outcome.failure is not None and self._step.ledger.torn is None:
                         self._tear(bucket.step)
@@ -779,7 +768,7 @@ class DeferredBuckets:
     def _let_go(self, bucket: DeferredBucket) -> None:
         """It has been applied, or has failed."""
         self._watch.stop(bucket.tensors)
-        for tensor in reversed(bucket.tensors):  # the first one last: finish() asks for that one, if Ctrl-C comes here
+        for tensor in bucket.tensors:
             self._due.pop(id(tensor), None)
             gradient = tensor.grad
             if isinstance(gradient, HeldGradient):
@@ -825,7 +814,6 @@ class DeferredBuckets:
         ledger.tear(step.number, applied, pending, outcome.failure, accepted=accepted, in_part=in_part, unsure=unsure)
         if not outcome.refused and not (step.ranks.know and not outcome.lost):
             ledger.votes.say_failed(step.number + 1)  # the vote on this step was cast before it was handed over
-        # Not before: whoever is interrupted here comes to this step again by way of a bucket that is due.
         for bucket in buckets:
             self._let_go(bucket)
 
@@ -835,7 +823,7 @@ class DeferredBuckets:
         assert torn is not None
         failure, outcome.failure = outcome.failure, torn.cause
         others = outcome.refused or outcome.lost
-        is_news = not outcome.told and (not others or isinstance(failure, StepMismatchError))
+        is_news = not others or isinstance(failure, StepMismatchError)
         try:
             if failure is not None and is_news:
                 raise failure
@@ -849,7 +837,7 @@ class DeferredBuckets:
         """A parameter is about to be read or written in Python."""
         round_ = self._step.round
         if self.is_sending and round_.stepper is not None and not round_.was_stopped:
-            return  # by the update itself, which is sent; Ctrl-C may have left the flag behind that
+            return  # by the update itself, which is sent
         self._end_stopped()
         self.finish([self.of(parameter)])
         self._watch.stop([parameter])
@@ -892,7 +880,6 @@ class DeferredBuckets:
     def abandon(self) -> None:
         """The optimizers are gone. Others have the parameters, so the buckets that are due are applied, and without
         waiting: this may be called from anywhere."""
-        self._settle_if_none()  # Ctrl-C may have come between the last bucket and this
         if not self.worker.started:
             return  # whoever uses one of them waits for it, and so does the end of the process
         for bucket in self.all():

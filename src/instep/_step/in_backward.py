@@ -12,7 +12,7 @@ from instep._gradients.scaling import LossScale, Policy
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, all_there, require_in_place
 from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo
-from instep._ranks.votes import error_of
+from instep._ranks.vote import error_of
 from instep._step.beside_backward import MOST, HandedOver, UpdatesBeside
 from instep._step.deferral import Deferring
 from instep._step.judging import Judge
@@ -34,7 +34,7 @@ from instep._torch.engine import (
     profiled,
     set_default_device,
 )
-from instep._torch.lifetime import WeakMethod, owe, settled
+from instep._torch.lifetime import WeakMethod, owe, settled, weakly
 from instep._torch.placeholders import ACCUMULATE, CONVERSION, DETACH, NEW_LIKE, ZERO, ZeroedGradient
 from instep.buckets import ParameterSpec
 from instep.errors import AccumulationError, InstepError, UncommittedStepError
@@ -136,29 +136,33 @@ class BucketSink(Schedule):
                 one with the same values may differ in the last bit.
         """
         step, writes = self._step, self._writes
-        with step.lock:
-            if self._beside is not None and self._beside.steps:
-                self._note_updates()  # one thread at a time steps with an optimizer
-            if step.ledger.torn is not None or self._failure.error is not None or step.ledger.redoes:
-                return False
-            if step.judge is not None and step.judge.leaves(bucket):
-                return False
-            writes.begun = AttachedParameters()
-            try:
-                for stepper in step.members.steppers:
-                    stepper.optimizer()  # raises, before anything is written, if one is gone
-                device = bucket[0].spec.device
-                default = self._default_device if self._has_default_device else set_default_device()
-                with step.streams.on(device), as_default_device(default):
-                    if fetch is not None:
-                        fetch()
-                    with profiled("update", bucket[0].spec.name):
-                        return self._update(bucket, final=final)
-            except BaseException as error:
-                if not (isinstance(error, Exception) and writes.takes_back(error)):
-                    begun = (a for a in writes.begun if a.shard is None or not a.shard.is_empty)
-                    self.fail(error, [a.spec.name for a in begun])
-                return False
+        try:
+            with step.lock:
+                if self._beside is not None and self._beside.steps:
+                    self._note_updates()  # one thread at a time steps with an optimizer
+                if step.ledger.torn is not None or self._failure.error is not None or step.ledger.redoes:
+                    return False
+                if step.judge is not None and step.judge.leaves(bucket):
+                    return False
+                writes.begun = AttachedParameters()
+                try:
+                    for stepper in step.members.steppers:
+                        stepper.optimizer()  # raises, before anything is written, if one is gone
+                    device = bucket[0].spec.device
+                    default = self._default_device if self._has_default_device else set_default_device()
+                    with step.streams.on(device), as_default_device(default):
+                        if fetch is not None:
+                            fetch()
+                        with profiled("update", bucket[0].spec.name):
+                            return self._update(bucket, final=final)
+                except BaseException as error:
+                    if not (isinstance(error, Exception) and writes.takes_back(error)):
+                        begun = (a for a in writes.begun if a.shard is None or not a.shard.is_empty)
+                        self.fail(error, [a.spec.name for a in begun])
+                    return False
+        except BaseException as error:  # of a signal's handler, which has waited for the bucket
+            self.fail(error)
+            return False
 
     def _update(self, bucket: AttachedParameters, *, final: bool) -> bool:
         """Step those of ``bucket`` that have a gradient, on the stream that is current."""
@@ -172,7 +176,6 @@ class BucketSink(Schedule):
         started = perf_counter()
         if not writes.update(members, parameters, gradients, final=final):
             return False
-        # At once: Ctrl-C that comes before this is noted comes after a write.
         step.members.apply(members, parameters)
         writes.begun = AttachedParameters()
         writes.updated(members, gradients)
@@ -196,8 +199,8 @@ class BucketSink(Schedule):
     def _hand_over(self, beside: UpdatesBeside, bucket: AttachedParameters) -> bool:
         """Have the worker update ``bucket`` while backward goes on. ``False``: it is to be updated here."""
         step = self._step
-        with step.lock:
-            try:
+        try:
+            with step.lock:
                 self._note_updates(MOST - 1)
                 stopped = step.ledger.torn is not None or self._failure.error is not None or step.ledger.redoes
                 if stopped or not beside.takes(bucket):
@@ -205,12 +208,12 @@ class BucketSink(Schedule):
                 tensors = bucket.tensors()
                 require_in_place(bucket, tensors)
                 beside.hand_over(bucket)
-                owe(self)  # after it, for Ctrl-C: what was handed over is noted, and that is all that is owed
+                owe(self)
                 step.members.apply(bucket, tensors)
-            except BaseException as error:  # such as Ctrl-C: raised here, inside a hook, it would leave DDP unusable
-                self.fail(error)
-                return False
-            return True
+                return True
+        except BaseException as error:  # also of a signal's handler: raised in a hook, it would leave DDP unusable
+            self.fail(error)
+            return False
 
     def _note_updates(self, most: int = 0) -> None:
         """Wait for updates beside backward until ``most`` are left, and note what has become of the others. If one has
@@ -235,7 +238,6 @@ class BucketSink(Schedule):
                 beside.forget()
 
     def _note_update(self, beside: UpdatesBeside, handed: HandedOver) -> None:
-        """May be called twice for one, where Ctrl-C comes."""
         if handed.is_applied:
             self._step.members.apply(handed.members, handed.bucket.tensors)  # with the versions that it has left
             return
@@ -325,19 +327,19 @@ class BucketSink(Schedule):
         each of them must ask once in a backward, before it writes a part that another rank has updated. If one has
         failed, the step is torn here, too."""
         step, failed = self._step, self._failure.error is not None
-        with step.lock:
-            if step.ledger.torn is not None:
-                return False  # the others know it
-            try:
+        try:
+            with step.lock:
+                if step.ledger.torn is not None:
+                    return False  # the others know it
                 vote = step.ledger.votes.updated(step.number, failed=failed)
                 error = None if vote is None or failed else error_of(vote)
-            except BaseException as stopped:  # such as Ctrl-C: nothing may be raised before DDP's own end
-                self.fail(stopped)
-                return False
-            if error is not None:
-                self._writes.tear(error, is_known=True)
-                self._failure.keep(step.ledger.torn_error(error))
-            return not failed and error is None
+                if error is not None:
+                    self._writes.tear(error, is_known=True)
+                    self._failure.keep(step.ledger.torn_error(error))
+                return not failed and error is None
+        except BaseException as stopped:  # also of a signal's handler: nothing may be raised before DDP's own end
+            self.fail(stopped)
+            return False
 
     def received(self, parameters: AttachedParameters) -> None:
         """The parts of these that other ranks have updated were written."""
@@ -398,7 +400,12 @@ class BackwardSchedule(BucketSink):
         else:
             writes = TrialWrites(step, undo, scale, Agreement(nonfinite, step.ledger.votes), self)
         super().__init__(step, writes, deferring)
+        step.lock.torn_by = weakly(self._ended_anywhere)
         self.calls: BackwardCalls = BackwardCalls(step, writes, WeakMethod(self._note_updates))
+
+    def _ended_anywhere(self, error: BaseException) -> None:
+        if self._step.ledger.torn is None:
+            self._writes.tear(error, [a.spec.name for a in self._step.members.all])
 
     # What happens during backward.
 
@@ -445,8 +452,8 @@ class BackwardSchedule(BucketSink):
         self._begin_beside()
 
     def backward_failed(self) -> None:
-        """Ctrl-C may have come when a gradient was offered, and before its source had asked for the end of backward. If
-        an update was begun, the source has."""
+        """An error may have come when a gradient was offered, and before its source had asked for the end of backward.
+        If an update was begun, the source has."""
         members = self._step.members
         if members.offered and not members.applied and self._step.ledger.torn is None:
             self.backward_raised()
@@ -507,7 +514,6 @@ class BackwardSchedule(BucketSink):
             self._writes.before_forward()
             return
         step.backwards.drain_failed()
-        self.calls.end_commit()
         # A rank that has found parts to differ raises here, and a forward under FSDP would wait for it.
         step.hear(self._writes.release, wait=step.judge is not None and step.judge.has_compared)
         self.calls.require_not_torn()
@@ -527,7 +533,7 @@ class BackwardSchedule(BucketSink):
         self.calls.require_whole()
 
     def end_stopped(self) -> None:
-        """An error or Ctrl-C may have ended ``optimizer.step()`` before its gradients were back."""
+        """An error may have ended ``optimizer.step()`` before its gradients were back."""
         self.calls.end_stopped()
 
     # What the user asks for.
@@ -556,7 +562,6 @@ class BackwardSchedule(BucketSink):
         is none."""
         step = self._step
         step.backwards.drain_failed()
-        self.calls.end_commit()
         is_written = bool(step.members.applied) or step.round.stepper is not None
         if step.ledger.torn is None and self._writes.frees_gradients and is_written:
             self._writes.tear(InstepError("it was given up"))
@@ -583,7 +588,6 @@ class BackwardSchedule(BucketSink):
         """The interpreter is about to end, or to fork: a step on trial is not the plain loop's."""
         self._step.backwards.drain_failed()
         super().settle()
-        self.calls.end_commit()
         self._writes.settle()
 
     def abandon(self) -> None:
@@ -723,16 +727,16 @@ class BackwardCalls(StepCalls):
     def require_whole(self) -> None:
         """Raise ``TornStepError`` if the last step was not applied to all of its parameters."""
         self._step.backwards.drain_failed()
-        self.end_commit()
         self.require_not_torn()
 
     def require_not_torn(self) -> None:
         """The same, where no backward and no commit is under way."""
         round_ = self._step.round
-        if round_.stepper is not None and not round_.is_ending:
+        if round_.stepper is not None:
             if round_.evaluates_again:
                 return  # a line search: all of the step is left to step(), which goes on
-            self._end_raised(round_.stepper)
+            with self._step.lock:
+                self._end_raised(round_.stepper)
         self._step.ledger.require_whole()
 
     def leave_to_optimizer(self, stepper: Stepper, error: InstepError) -> None:
@@ -753,7 +757,6 @@ class BackwardCalls(StepCalls):
         self.require_not_torn()
         if writes.in_graph:
             self._require_one_graph()
-        writes.finish_rollback()
         left = step.members.left_by(stepper)
         for attached in left:
             if attached.spent is not None and attached.get().grad is attached.spent:
@@ -808,19 +811,20 @@ class BackwardCalls(StepCalls):
         # The plain loop still has its gradients here, until the user clears them.
         self._writes.committed(stepper, applied)
 
-    def _committed(self, step_count: int, *, taken: bool) -> None:
+    def _committed(self, *, taken: bool) -> None:
         self._writes.forget()
         if not taken:
             return
+        step = self._step
         try:
-            judge = self._step.judge
-            self._step.ledger.votes.committed(step_count, objects=judge is not None and judge.committed())
+            objects = step.judge is not None and step.judge.committed()
+            step.ledger.votes.committed(step.ledger.step_count, objects=objects)
         except Exception as error:
             self._writes.tear_last(error)
             raise
 
     def end_stopped(self) -> None:
-        if self._step.round.was_stopped and not self._step.round.is_ending:
+        if self._step.round.was_stopped:
             self.require_whole()
 
     def _end_raised(self, stepper: Stepper) -> None:

@@ -101,7 +101,7 @@ class TrialOwner(Unsettled, Protocol):
     """The schedule that writes on trial."""
 
     def end_stopped(self) -> None:
-        """Bring a ``step()`` that an error or Ctrl-C has ended to its end."""
+        """Bring a ``step()`` that an error has ended to its end."""
 
     def require_whole(self) -> None: ...
 
@@ -133,17 +133,10 @@ class Rollback:
         self._watches = tuple(watches)
         self._owner = owner
         self._runs = False  # whether one does: its own writes ask for no other one
-        # Once one has begun, until it is done: whose state, and which parameters, somebody had written.
-        self._found: tuple[str | None, list[str]] | None = None
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether one began, and was not finished: Ctrl-C has ended it."""
-        return self._found is not None
 
     def __call__(self) -> None:
         """Parameters and state are as they were before this step. Its gradients stay, and what is left of it is done
-        by ``optimizer.step()``, as in the plain loop. Who is interrupted in it does it again.
+        by ``optimizer.step()``, as in the plain loop.
 
         Raises:
             UncommittedStepError: a parameter was written meanwhile through another tensor of its memory.
@@ -164,10 +157,6 @@ class Rollback:
             finally:
                 del error  # or it would refer to itself, by way of this frame
 
-    def step_begins(self) -> None:
-        """None runs. Ctrl-C may have ended one at its last line, where it was about to say so."""
-        self._runs = False
-
     def if_applied(self) -> None:
         """Where backward has written anything."""
         if self._step.members.applied:
@@ -176,8 +165,7 @@ class Rollback:
     def _restore(self) -> InstepError | None:
         step = self._step
         self._kept.release(step.members.all)
-        if self._found is None:
-            self._found = _written_since(step.members)
+        state_of, overwritten = _written_since(step.members)
         for stepper in step.members.steppers:
             stepper.wait_for_state()
         for device in self.copies.devices:
@@ -195,9 +183,8 @@ class Rollback:
             step.judge.forget()
         step.ledger.happened(Event.ROLLED_BACK)
         self.stop_watching()
-        found, self._found = self._found, None
         step.ledger.redo_count += 1
-        return _lost(*found)
+        return _lost(state_of, overwritten)
 
     def settled(self) -> None:
         """Nothing stands on trial: nobody need see to it at exit."""
@@ -211,7 +198,6 @@ class Rollback:
 
     def forget(self) -> None:
         """The step is over."""
-        self._found = None
         self.copies.forget_all()
         self.settled()
 
@@ -411,7 +397,6 @@ class TrialWrites(Writes):
             self._step.passes.clipping.begin()  # more gradients: what was measured of the step so far is not all
 
     def begin(self) -> None:
-        self._rollback.step_begins()
         self._scales_in_kernel = False
         for stepper in self._step.members.steppers:
             self._scales_in_kernel |= tells_kernel(stepper.optimizer())
@@ -533,11 +518,7 @@ class TrialWrites(Writes):
 
     def rollback_if_any(self) -> None:
         self._step.backwards.drain_failed()
-        if self._rollback.copies.devices or self._rollback.has_begun:
-            self._rollback()
-
-    def finish_rollback(self) -> None:
-        if self._rollback.has_begun:
+        if self._rollback.copies.devices:
             self._rollback()
 
     def settle(self) -> None:
@@ -637,7 +618,7 @@ class TrialWrites(Writes):
         return rest
 
     def _save_rest(self, stepper: Stepper, left: Sequence[AttachedParameter]) -> None:
-        """What ``step()`` is about to write is rolled back too, if an error or Ctrl-C stops it half way."""
+        """What ``step()`` is about to write is rolled back too, if an error stops it half way."""
         if self._raises:
             return  # again, most likely: what it then leaves is the plain loop's
         try:
@@ -655,21 +636,17 @@ class TrialWrites(Writes):
         super()._hide(gradients)
 
     def step_stopped(self, stepper: Stepper) -> None:
-        """Who is interrupted here does it again."""
         step = self._step
-        try:
-            step.round.is_ending = True
-            step.round.show(where_none=True)
-            step.round.restore_settings(stopped=True)
-            if self._rollback.copies.devices:
-                self._rollback()
-            self.release()
-            step.passes.clipping.begin()  # what was clipped is what is measured, and clipped, if step() is called again
-            step.ledger.happened(Event.STEP_STOPPED)
-            step.round.takes_step = None
-            step.round.drop_call()
-        finally:
-            step.round.is_ending = False
+        step.round.stepper = None  # first: what is put back here is watched, and none is to be told of it
+        step.round.show(where_none=True)
+        step.round.restore_settings(stopped=True)
+        if self._rollback.copies.devices:
+            self._rollback()
+        self.release()
+        step.passes.clipping.begin()  # what was clipped is what is measured, and clipped, if step() is called again
+        step.ledger.happened(Event.STEP_STOPPED)
+        step.round.takes_step = None
+        step.round.drop_call()
 
     def committed(self, stepper: Stepper, applied: AttachedParameters) -> None:
         members = self._step.members

@@ -34,8 +34,8 @@ from instep._optim.values import address_of, held_in, is_immutable, is_of_torch,
 from instep._ranks.process_groups import count_of_collectives
 from instep._step.state import gradient_of
 from instep._torch.engine import count_of_runs, listen
-from instep._torch.held_signals import heard, held
 from instep._torch.hooks import has_global_step_hooks
+from instep._torch.interrupts import heard, held
 from instep._torch.versions import memory_of
 from instep._torch.watch import Watch
 from instep.errors import InstepError, UnsupportedOptimizerError

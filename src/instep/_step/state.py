@@ -5,9 +5,8 @@ The theory, before the table.
 A *step* is what the plain loop does between two calls of ``optimizer.zero_grad()``: gradients are accumulated, and
 ``optimizer.step()`` writes parameters and state. instep moves the writes: ahead, into backward, or behind, into the
 next forward. So a step is written by several hands, on several threads, over some time, and it may be ended in the
-middle: by an error in an update, by another rank, by Ctrl-C between any two lines. Everything here serves one
-promise: at each moment somebody can say which parameters hold the old values, which hold the new ones, and what the
-plain loop would have.
+middle: by an error in an update, by another rank, by Ctrl-C. Everything here serves one promise: at each moment
+somebody can say which parameters hold the old values, which hold the new ones, and what the plain loop would have.
 
 Three objects say how far a step has come. ``Machine`` has its *state*, one of six; ``TRANSITIONS`` is the whole of
 its behaviour. ``StepMembers`` has, for each parameter, whether its final gradient was *offered* by a source, whether
@@ -30,19 +29,15 @@ rank and is not known to stand on the others. ``Ledger.tear`` is the only place 
 parameters were updated, which were not, and of which nobody knows. From then on nothing is written, and every use
 says so, until the loop accepts the weights as they are, or loads others.
 
-Ctrl-C decides the order of lines. It may come between any two of them, and whoever comes next must find the truth or
-something that is safe to do again. So: an update is noted as *begun* before its first write, and as applied after its
-last one. Versions are noted before the parameters they are of count as applied. ``Round.note_return`` notes the
-numbers that the step will have before anything is counted, so that counting twice counts once. What takes note of a
-call says so with its last line (``mark_recorded``), and an event that leaves a state as it is may happen twice.
+An update is noted as *begun* before its first write, and as applied after its last one. Whoever changes any of this
+holds the step's lock, under which nothing is ended in the middle but by what tears the step (``_torch/interrupts.py``).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from threading import get_ident
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -96,8 +91,6 @@ class Event(Enum):
 
 _I, _O, _R, _S, _RS, _T = State.IDLE, State.OPEN, State.REDO, State.STEPPING, State.REDOING, State.TORN
 
-# Ctrl-C may come between any two statements of a change, which is then made once more: an event that ends in the state
-# that it finds is legal for that reason.
 TRANSITIONS: Mapping[Event, Mapping[State, State]] = {
     # A closure may run backward inside of step(), after a first evaluation.
     Event.OFFERED: {_I: _O, _O: _O, _R: _R, _S: _S, _RS: _RS},
@@ -357,7 +350,6 @@ class StepMembers:
 
     def apply(self, bucket: AttachedParameters, parameters: Sequence[torch.Tensor]) -> None:
         """Backward has just updated ``bucket``, which are these ``parameters``."""
-        # Versions first: Ctrl-C may come between the two, and each one that was applied is asked for its version.
         self._versions.update(zip(bucket.indices, versions_of(parameters), strict=True))
         self.applied.update(bucket.indices)
 
@@ -449,55 +441,28 @@ def first_written(members: AttachedParameters, versions: Sequence[int]) -> Attac
 # One round of ``optimizer.step()``: the calls, of all optimizers that have gradients, that make up one step.
 
 
-class Returned(NamedTuple):
-    """A call of ``optimizer.step()`` that has returned. Who takes note of it may be interrupted, and begin again, when
-    the round holds some of this no more.
-
-    Attributes:
-        step_count: of the step, if it is taken.
-        skip_count: if it is left out.
-        is_owed: whether the step waited for it.
-        takes_step: ``False``: it is left out.
-    """
-
-    stepper: Stepper
-    step_count: int
-    skip_count: int
-    is_owed: bool
-    takes_step: bool
-
-
 class Round:
     """The calls of ``optimizer.step()``, one for each optimizer with gradients, that make up one step.
 
     Attributes:
         steppers_left: the optimizers with gradients of this step whose ``step()`` has not returned.
         stepper: of the optimizer whose ``step()`` runs, or was ended by an error that nobody has noticed yet.
-        thread: on which that runs. Other threads may read parameters meanwhile.
         takes_step: whether the step is taken; ``None``: not known yet.
         hidden: parameters whose gradient the running ``step()`` is not to find, with the gradient. Parameters are held
             weakly: a loop that drops its model after a ``step()`` that has raised is to get it freed.
-        is_ending: whether a call that has returned, or was stopped, is being brought to its end.
     """
 
     def __init__(self) -> None:
         self.steppers_left: set[Stepper] = set()
         self.stepper: Stepper | None = None
-        self.thread: int | None = None
         self.takes_step: bool | None = None
         self.hidden: list[tuple[AttachedParameter, torch.Tensor]] = []
-        self.is_ending = False
-        # The call that has returned and is not counted yet, with the numbers of steps taken and left out that there are
-        # to be. They are computed once, so that counting again after Ctrl-C changes nothing: the step stands.
-        self._returned: Returned | None = None
         self._settings: Callable[[], None] | None = None  # puts back what a step that is left out writes
         self._settings_before: Callable[[], None] | None = None  # the same, of a step that is stopped
 
     def begins(self, stepper: Stepper, ledger: Ledger) -> None:
         """``step()`` is about to update."""
-        self.thread = get_ident()
-        self.is_ending = False  # Ctrl-C may have left it so at the last line of the call before
-        self.stepper = stepper  # before the event: who is interrupted in between is known to run
+        self.stepper = stepper
         ledger.happened(Event.STEP_BEGINS)
 
     def refuse(self, ledger: Ledger) -> None:
@@ -507,22 +472,13 @@ class Round:
 
     @property
     def was_stopped(self) -> bool:
-        """Whether an error or Ctrl-C has ended the ``step()`` that was begun last, before it was taken note of."""
-        stepper = self.stepper if self._returned is None else self._returned.stepper
-        return stepper is not None and stepper.was_stopped
+        """Whether an error has ended the ``step()`` that was begun last."""
+        return self.stepper is not None and self.stepper.was_stopped
 
     @property
     def evaluates_again(self) -> bool:
         """Whether a ``step()`` that has begun to update has called its closure once more."""
-        return self.stepper is not None and self._returned is None and self.stepper.runs
-
-    @property
-    def is_under_way(self) -> bool:
-        return self.stepper is not None or self._returned is not None
-
-    @property
-    def has_returned_unnoted(self) -> bool:
-        return self._returned is not None
+        return self.stepper is not None and self.stepper.runs
 
     # Gradients.
 
@@ -563,31 +519,9 @@ class Round:
 
     # How it ends.
 
-    def note_return(self, stepper: Stepper, ledger: Ledger) -> None:
-        if ledger.machine.state not in (State.STEPPING, State.REDOING, State.TORN):
-            ledger.happened(Event.STEP_BEGINS)  # Ctrl-C has come in ``begins``
-        is_owed, takes_step = stepper in self.steppers_left, self.takes_step is not False
-        self._returned = Returned(stepper, ledger.step_count + 1, ledger.skip_count + 1, is_owed, takes_step)
-
-    def end(self, take_note: Callable[[Returned], None]) -> None:
-        """Take note of a call that has returned, if there is one. ``take_note`` says ``mark_recorded`` when it has;
-        where Ctrl-C ends it before, it is called again at the next use."""
-        if self._returned is None or self.is_ending:
-            return
-        if self.thread != get_ident() and not self.was_stopped:
-            return  # another thread reads weights, while the one that has called step() is about to do this
-        try:
-            self.is_ending = True
-            take_note(self._returned)
-        finally:
-            self.is_ending = False
-
-    def mark_recorded(self) -> None:
-        self._returned = None
-
     def drop_call(self) -> None:
-        """No call runs any more, nor is one to be taken note of. Others may still be owed."""
-        self.stepper = self._returned = self._settings = self._settings_before = None
+        """No call runs any more. Others may still be owed."""
+        self.stepper = self._settings = self._settings_before = None
         self.hidden = []
 
     def forget(self) -> None:

@@ -1,6 +1,5 @@
 """The step that runs in one attachment, with those who take part in it."""
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -18,6 +17,7 @@ from instep._step.norms import Passes
 from instep._step.state import Gather, GradientOf, Ledger, Round, StepMembers, StepTimes
 from instep._step.streams import StepStreams
 from instep._torch.engine import Backwards
+from instep._torch.interrupts import StepLock
 from instep.errors import InstepError, StepMismatchError, UnsupportedOptimizerError
 
 # Whether a step is taken, where its gradients may hold NaN or infinity: all ranks give one answer.
@@ -83,8 +83,7 @@ class RunningStep:
         has_gradients: whether sources have offered gradients since the last step, or, with ``schedule="forward"``, a
             backward was seen to begin.
         gather: with ``shard_state``, where each rank steps its own shard of parameters: gets the others' shards.
-        lock: held while gradients are offered and applied. On accelerators the engine runs one thread per device, each
-            of which may complete a bucket.
+        lock: held by whoever changes any of this.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class RunningStep:
         self.freed_bytes = 0
         self.has_gradients = False
         self.gather: Gather | None = None
-        self.lock = threading.RLock()
+        self.lock = StepLock()
 
     @property
     def number(self) -> int:

@@ -3,19 +3,17 @@
     ``begin``          ``step()`` is called. A call that has raised before is brought to its end (``_end_raised``).
     ``before_update``  Its closure has run. ``_prepare`` steps, defers or leaves out what is the schedule's, and what
                        ``step()`` is not to find is hidden.
-    ``returned``       ``step()`` has returned (``_finish``).
-    ``end_commit``     The call is taken note of: ``_settle`` gives back what was hidden. With the last optimizer that
-                       has gradients the step is committed (``_committed``).
-    ``end_stopped``    An error or Ctrl-C has ended ``step()``, and somebody uses what it has left.
+    ``returned``       ``step()`` has returned (``_finish``). ``_settle`` gives back what was hidden. With the last
+                       optimizer that has gradients the step is committed (``_committed``).
+    ``end_stopped``    An error has ended ``step()``, and somebody uses what it has left.
 
-Ctrl-C may come at any line. ``Round`` keeps how far a call has come, so that whoever comes next goes on there: what
-stands before ``note_return`` may run twice, and what stands behind it runs until it has run to its end once.
+Each of them holds the step's lock. In between runs the optimizer's own ``step()``, which any error may end.
 
 Where the schedule rests, a call is ``begin_at_rest`` and ``returned`` alone: torch takes it, and it is counted.
 """
 
 from instep._optim.stepper import Stepper
-from instep._step.state import Event, Returned
+from instep._step.state import Event
 from instep._step.step import RunningStep, finds_gradient
 from instep.errors import InstepError
 
@@ -26,7 +24,7 @@ class StepCalls:
     def __init__(self, step: RunningStep) -> None:
         self._step = step
         # How many steps there are to be, once the call at rest has returned, or an error has ended it; ``None``: none
-        # was begun. Computed as it begins, so that counting again after Ctrl-C changes nothing.
+        # was begun. Computed as it begins: it is not under the lock, and counting again changes nothing.
         self._count_at_rest: int | None = None
 
     # Where the schedule rests.
@@ -34,7 +32,7 @@ class StepCalls:
     def begin_at_rest(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is called, without a closure: torch takes it, and nobody else has to do with it."""
         step, optimizer = self._step, stepper.optimizer()
-        if step.round.is_under_way or self._count_at_rest is not None:
+        if step.round.stepper is not None or self._count_at_rest is not None:
             self.begin(stepper)  # the call before, with a closure or at rest, has raised
         step.times.step_begins()
         # Of gradients and learning rates no value is asked for: the host would wait for an accelerator in each step. A
@@ -59,12 +57,14 @@ class StepCalls:
 
     def begin(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is called."""
+        step = self._step
         if self._count_at_rest is not None:
             self._note_at_rest(raised=True)
-        self._step.backwards.drain_failed()
-        self.end_commit()
-        if self._step.round.stepper is not None:
-            self._end_raised(self._step.round.stepper)  # another call
+        step.backwards.drain_failed()  # which waits for threads of the engine, that may wait for the lock
+        step.lock.look_for_handlers()
+        if step.round.stepper is not None:
+            with step.lock:
+                self._end_raised(step.round.stepper)  # another call
         stepper.called()
 
     def leave_to_optimizer(self, stepper: Stepper, error: InstepError) -> None:
@@ -72,17 +72,18 @@ class StepCalls:
 
     def before_update(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is about to update, after its closure."""
-        if self._step.round.stepper is stepper:
-            return  # a closure that is called more than once
-        if stepper.keyed is not None:
-            stepper.keyed.require_names(stepper.optimizer())  # nothing is written yet
-        try:
-            self._prepare(stepper)
+        with self._step.lock:
+            if self._step.round.stepper is stepper:
+                return  # a closure that is called more than once
             if stepper.keyed is not None:
-                stepper.keyed.keep({a.spec.device for a in self._step.members.of(stepper)})
-        except BaseException:
-            self._refused()
-            raise
+                stepper.keyed.require_names(stepper.optimizer())  # nothing is written yet
+            try:
+                self._prepare(stepper)
+                if stepper.keyed is not None:
+                    stepper.keyed.keep({a.spec.device for a in self._step.members.of(stepper)})
+            except Exception:
+                self._refused()
+                raise
 
     def _prepare(self, stepper: Stepper) -> None:
         """Do what is to be done before ``step()`` itself updates; ``Round.begins`` right before the first write."""
@@ -94,29 +95,24 @@ class StepCalls:
     # After it.
 
     def returned(self, stepper: Stepper) -> None:
-        """``optimizer.step()`` is about to return. Who is interrupted here begins again."""
+        """``optimizer.step()`` is about to return."""
         if self._count_at_rest is not None:
             self._note_at_rest(raised=False)
             return
-        round_ = self._step.round
-        if round_.stepper is stepper and not round_.has_returned_unnoted:
-            self._finish(stepper)
-            if stepper.draws is not None:
-                stepper.draws.give_back()
-            round_.note_return(stepper, self._step.ledger)
-        self.end_commit()
+        with self._step.lock:
+            if self._step.round.stepper is stepper:
+                self._finish(stepper)
+                if stepper.draws is not None:
+                    stepper.draws.give_back()
+                self._commit(stepper)
 
     def _finish(self, stepper: Stepper) -> None:
         """``step()`` has left alone what it was to leave alone: look, while that can still be seen."""
 
-    def end_commit(self) -> None:
-        """Take note of a call that has returned. Who is interrupted in it (Ctrl-C) does it again, at the next use: the
-        step stands."""
-        self._step.round.end(self._commit)
-
-    def _commit(self, returned: Returned) -> None:
-        step, stepper = self._step, returned.stepper
-        round_, ledger = step.round, step.ledger
+    def _commit(self, stepper: Stepper) -> None:
+        """Take note of a call that has returned: what it has stepped stands."""
+        step, round_, ledger = self._step, self._step.round, self._step.ledger
+        is_owed, takes_step = stepper in round_.steppers_left, round_.takes_step is not False
         round_.stepper = None
         try:
             self._settle(stepper)
@@ -124,27 +120,20 @@ class StepCalls:
             if step.passes.clipping.policy is not None:
                 step.passes.clipping.stepped(stepper)
             self._require_right(stepper)
-        except Exception:
+        finally:
             round_.steppers_left.discard(stepper)
-            round_.mark_recorded()
-            raise
-        others = round_.steppers_left - {stepper}
-        if others or not returned.is_owed:
-            ledger.happened(Event.STEP_RETURNS if others else Event.STEP_IN_VAIN)
-            round_.steppers_left.discard(stepper)
-            round_.mark_recorded()
+        if round_.steppers_left or not is_owed:
+            ledger.happened(Event.STEP_RETURNS if round_.steppers_left else Event.STEP_IN_VAIN)
             return
         ledger.happened(Event.COMMITTED)
-        if returned.takes_step:
-            ledger.step_count = returned.step_count
+        round_.takes_step = None
+        if takes_step:
+            ledger.step_count += 1
             step.times.step_returns()
             step.times.committed()
         else:
-            ledger.skip_count = returned.skip_count
-        self._committed(returned.step_count, taken=returned.takes_step)
-        round_.steppers_left.discard(stepper)
-        round_.mark_recorded()
-        round_.takes_step = None  # not before: who comes to this call again is to find what became of it
+            ledger.skip_count += 1
+        self._committed(taken=takes_step)
 
     def _settle(self, stepper: Stepper) -> None:
         """Give back what was hidden from ``step()``: gradients are as in the plain loop."""
@@ -153,22 +142,21 @@ class StepCalls:
     def _require_right(self, stepper: Stepper) -> None:
         """Raise, and tear the step, if ``step()`` has written what it was not to write."""
 
-    def _committed(self, step_count: int, *, taken: bool) -> None:
+    def _committed(self, *, taken: bool) -> None:
         """All optimizers have stepped."""
 
     # Calls that have raised.
 
     def end_stopped(self) -> None:
-        """An error or Ctrl-C may have ended ``optimizer.step()`` before it was taken note of."""
-        round_ = self._step.round
+        """An error may have ended ``optimizer.step()``."""
         if self._count_at_rest is not None and not any(one.is_stepping for one in self._step.members.steppers):
             self._note_at_rest(raised=True)
-        if round_.is_ending or not round_.was_stopped:
-            return
-        if round_.has_returned_unnoted:
-            self.end_commit()
-        elif round_.stepper is not None:
-            self._end_raised(round_.stepper)
+        round_ = self._step.round
+        if round_.stepper is None:
+            return  # as mostly, and asked before each read
+        with self._step.lock:
+            if round_.was_stopped:
+                self._end_raised(round_.stepper)
 
     def _end_raised(self, stepper: Stepper) -> None:
         """``step()`` has raised: put back what it has written, or tear the step."""

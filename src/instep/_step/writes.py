@@ -139,10 +139,6 @@ class Writes(ABC):
         """The loop wants parameters and state as they were before the step."""
 
     @abstractmethod
-    def finish_rollback(self) -> None:
-        """Ctrl-C may have ended a rollback before its end."""
-
-    @abstractmethod
     def settle(self) -> None:
         """The interpreter is about to end, or to fork."""
 
@@ -162,7 +158,7 @@ class Writes(ABC):
 
     @abstractmethod
     def step_stopped(self, stepper: Stepper) -> None:
-        """``step()`` has raised, or was interrupted."""
+        """``step()`` has raised."""
 
     @abstractmethod
     def committed(self, stepper: Stepper, applied: AttachedParameters) -> None:
@@ -298,7 +294,7 @@ class Writes(ABC):
 
     def _leave_alone(self, stepper: Stepper, applied: AttachedParameters) -> None:
         """``step()`` must not write parameters that backward has applied. torch's own do not."""
-        # Noted anew in every call: one that Ctrl-C has ended has not returned, and nobody has looked at its note.
+        # Noted anew in every call: one that has raised has not returned, and nobody has looked at its note.
         self._at_rest = (applied, versions_of(applied.tensors())) if applied and stepper.is_foreign else _NONE
 
     def _call(
@@ -489,8 +485,6 @@ class FinalWrites(Writes):
             "rollback() needs the copies of undo=True (or undo='host'), taken before a step writes: "
             "attach(…, undo=True)"
         )
-
-    def finish_rollback(self) -> None: ...
 
     def settle(self) -> None: ...
 

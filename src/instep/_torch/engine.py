@@ -1,6 +1,5 @@
 """Autograd's engine: the running backward, and the order in which everything that waits for its end is called."""
 
-import _thread
 import sys
 import threading
 import time
@@ -10,7 +9,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -19,6 +17,8 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _device
 from torch.utils._device import DeviceContext
+
+from instep._torch.interrupts import heard, held
 
 # What torch.compile sees of instep: it traces the hooks of modules and optimizers, and where a compiled function calls
 # ``backward()``, each function that autograd calls.
@@ -110,18 +110,9 @@ def on_stream(stream: torch.Stream) -> Iterator[None]:
         torch.accelerator.set_stream(stream)
         yield
     finally:
-        try:
-            _go_on(before, index)
-        except BaseException:  # Ctrl-C: the loop is to go on where it was
-            _go_on(before, index)
-            raise
-
-
-def _go_on(stream: torch.Stream, device_index: int) -> None:
-    """Make ``stream`` current on its device, and that device current."""
-    torch.accelerator.set_stream(stream)
-    if device_index != stream.device.index:
-        torch.accelerator.set_device_index(device_index)
+        torch.accelerator.set_stream(before)
+        if index != before.device.index:
+            torch.accelerator.set_device_index(index)
 
 
 class Compiles(Protocol):
@@ -201,11 +192,8 @@ class _FailureCallbacks:
     def run(self) -> None:
         while self.failed:
             failed = self.failed.pop(0)  # before: what is done may come to drain_failed() again
-            try:
+            with held(heard()):
                 failed()
-            except KeyboardInterrupt:
-                self.failed.insert(0, failed)  # what Ctrl-C has cut short is done again
-                raise
 
 
 _failure_callbacks: "weakref.WeakValueDictionary[int, _FailureCallbacks]" = weakref.WeakValueDictionary()
@@ -318,31 +306,14 @@ class EndOfBackward:
         failed = getattr(self, "_failed", None)  # Ctrl-C may have come while this was made
         if failed is None:
             return
-        try:
+        # Ctrl-C is lost in here, as in any ``__del__``, and ends nothing in the middle.
+        with held(heard()):
             unsaid = _failure_callbacks.get(_expected.get(id(self), _NO_GRAPH_TASK))
             if unsaid is not None and is_of_backward(threading.get_native_id()):
                 unsaid.failed.append(failed)
             else:
                 failed()
-        except KeyboardInterrupt:  # which is lost here, and would be in what is left of this call
-            failed()
-            _thread.start_new_thread(_interrupt, (sys._getframe().f_code,))
-        finally:
             _expected.pop(id(self), None)
-
-
-def _interrupt(dropping: CodeType) -> None:
-    """Ctrl-C again, in the main thread, once ``dropping`` runs there no more: in it, it would be lost again."""
-    main = threading.main_thread().ident
-    while main is not None and dropping in _codes(sys._current_frames().get(main)):
-        time.sleep(0.001)
-    _thread.interrupt_main()
-
-
-def _codes(frame: FrameType | None) -> Iterator[CodeType]:
-    while frame is not None:
-        yield frame.f_code
-        frame = frame.f_back
 
 
 def is_compiled() -> bool:

@@ -25,6 +25,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from instep._torch.engine import untraced
+from instep._torch.interrupts import heard, held
 
 # Hooks that stay with the model they were registered on, and where they stand among those of the user.
 
@@ -163,7 +164,7 @@ class Around:
         begin: before it, with all hooks of the module still to come.
         end: once it has returned.
         failed: if an exception of any kind has left it, or ``begin`` or ``end``. What is called must know whether it
-            comes to anything, and may be called twice.
+            comes to anything.
     """
 
     begin: Callable[[], None]
@@ -202,12 +203,8 @@ class GuardedCall(BoundHook):
             return result
         except BaseException:
             # An error of what is done here is told by what is done next: the loop's own goes to the loop.
-            with suppress(Exception):
-                try:
-                    around.failed()
-                except KeyboardInterrupt:  # Ctrl-C goes to the loop, once what it has cut short is done
-                    around.failed()
-                    raise
+            with suppress(Exception), held(heard()):
+                around.failed()
             raise
 
     def remove(self) -> None:

@@ -654,12 +654,7 @@ class StepHooks:
         """``optimizer.step()`` is about to return."""
         if self._handles and not is_called_by_step(optimizer):
             with profiled("after update"):
-                try:
-                    self._schedule.calls.returned(stepper)
-                except KeyboardInterrupt:
-                    # The step stands. It is brought to its end before the loop clears the gradients that it finds.
-                    self._schedule.calls.returned(stepper)
-                    raise
+                self._schedule.calls.returned(stepper)
             self._schedule.times.step_returns()
 
     def _before_update(self, stepper: Stepper) -> None:

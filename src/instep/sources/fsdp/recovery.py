@@ -30,8 +30,8 @@ class AfterErrors:
     """Rebuilds the FSDP state of ``model`` once a forward or backward of it was left by an exception, or a forward
     without gradients was run.
 
-    The attachment tells of a backward that raised (``backward_failed``). Of a forward that raised, or was interrupted,
-    nobody tells: torch calls hooks after an ``Exception`` only, and takes back what they raise. So the calls of the
+    The attachment tells of a backward that raised (``backward_failed``). Of a forward that raised nobody tells: torch
+    calls hooks after an ``Exception`` only, not after Ctrl-C, and takes back what they raise. So the calls of the
     modules are guarded themselves.
     """
 
@@ -72,7 +72,7 @@ class AfterErrors:
         if any(map(_is_in_backward, (ref() for ref in self._sharded))):
             self._rebuild(gradients=True)  # a backward was left, and nobody has told of it
         elif running is not None:
-            self._rebuild(gradients=False)  # a forward was left: by an interrupt, or its rebuilding was interrupted
+            self._rebuild(gradients=False)  # a forward was left, and its rebuilding has raised
         forward.awaited = frozenset(_awaiting_backward(ref() for ref in self._sharded))
         if not torch.is_grad_enabled():
             fsdp2 = (one for ref in self._sharded if (one := ref()) is not None and is_fsdp2(one))
@@ -87,7 +87,7 @@ class AfterErrors:
     def _end(self, forward: "_Forward") -> None:
         if self._running is forward:
             forget_forwards(forward.noted)
-            self._running = None  # last: who is interrupted before has left a forward, and not ended it
+            self._running = None
 
     def _failed(self, forward: "_Forward") -> None:
         if self._running is forward:
@@ -104,7 +104,7 @@ class AfterErrors:
             awaited = frozenset() if gradients or running is None else running.awaited
             rebuild_fsdp2(model, gradients=gradients)
             rebuild_fsdp1(model, gradients=gradients, awaited=awaited)
-        self._running = None  # last: what is interrupted here is done again before the next forward
+        self._running = None  # last: what raises here is done again before the next forward
 
 
 class _Forward:
