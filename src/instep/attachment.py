@@ -576,7 +576,7 @@ class Attachment:
         for handle in parts.handles:
             handle.remove()
         parts.handles.clear()
-        parts.accumulation.close()
+        parts.accumulation.communicate_again()
         if parts.zero is not None:
             parts.schedule.synchronize()
             parts.zero.close()

@@ -173,14 +173,14 @@ MUTANTS = [
     ),
     Mutant(
         "beside backward: the optimizer stays watched",
-        "UpdatesBeside.forget",
+        "UpdatesBeside.end_step",
         "                self._state_watch.stop(optimizer)\n",
         "                pass\n",
         BESIDE,
     ),
     Mutant(
         "beside backward: an error keeps what it was raised in",
-        "UpdatesBeside.forget",
+        "UpdatesBeside.end_step",
         "            step.outcome.failure = None\n",
         "",
         BESIDE,
@@ -258,7 +258,7 @@ MUTANTS = [
     ),
     Mutant(
         "beside backward: the optimizer is kept by what was handed over",
-        "UpdatesBeside.forget",
+        "UpdatesBeside.end_step",
         "            step.outstanding.clear()\n",
         "",
         BESIDE,
@@ -266,7 +266,7 @@ MUTANTS = [
     ),
     Mutant(
         "beside backward: the optimizer is kept from step to step",
-        "UpdatesBeside.forget",
+        "UpdatesBeside.end_step",
         "        self.steps.clear()  # last",
         "        pass  # last",
         BESIDE,
@@ -1733,7 +1733,7 @@ MUTANTS = [
     Mutant(
         "do not put zeros back behind backward",
         "LocalSource._forget",
-        "        self._earlier.forget()\n",
+        "        self._earlier.end_backward()\n",
         "",
         "tests/parity/test_cleared_in_place.py",
         "used_no_more",
@@ -1800,7 +1800,7 @@ MUTANTS = [
     ),
     Mutant(
         "begin the norm so far with that of the step before",
-        "Clipping.forget_norms",
+        "Clipping.drop_norms",
         "        self._so_far = None\n",
         "",
         CLIPPING,
@@ -1836,7 +1836,7 @@ MUTANTS = [
     Mutant(
         "keep the norm of a gradient that was changed",
         "MeasuringSink._used",
-        "        attached, _, _ = self._measured.pop(id(parameter))\n        self._clipping.forget(attached)\n",
+        "        attached, _, _ = self._measured.pop(id(parameter))\n        self._clipping.drop_norm(attached)\n",
         "        self._measured.pop(id(parameter))\n",
         FSDP2,
     ),
@@ -1879,7 +1879,7 @@ MUTANTS = [
     Mutant(
         "keep the norms of a step that was put back",
         "Rollback._restore",
-        "        step.passes.clipping.forget_norms()\n",
+        "        step.passes.clipping.drop_norms()\n",
         "",
         CLIPPING,
     ),
@@ -2669,14 +2669,14 @@ MUTANTS = [
     Mutant(
         "a load leaves a torn step torn",
         "load_state",
-        "    schedule.forget(gradients=True)\n",
+        "    schedule.give_up(gradients=True)\n",
         "",
         CHECKPOINT + "test_checkpoints.py",
     ),
     Mutant(
         "a load waits for what other ranks have said of the step before",
         "load_state",
-        "    parts.votes.forget()",
+        "    parts.votes.start_anew()",
         "    ()",
         CHECKPOINT + "test_checkpoints_on_ranks.py",
         "left_out",
@@ -3114,7 +3114,7 @@ MUTANTS = [
     ),
     Mutant(
         "keep norms of a backward before one that was not seen",
-        "MeasuringSink.close",
+        "MeasuringSink.end_measuring",
         "if parameter.grad is not gradient or version_of(gradient) != version:",
         "if False:",
         FSDP2,
@@ -3136,7 +3136,7 @@ MUTANTS = [
     Mutant(
         "do not hear in step() what another rank said",
         "BackwardCalls._prepare",
-        "        step.hear(writes.release, wait=True)  # for a backward that nobody has seen to begin\n",
+        "        step.hear(writes.stop_watching, wait=True)  # for a backward that nobody has seen to begin\n",
         "        pass\n",
         UNSEEN_RANKS,
     ),
@@ -3652,7 +3652,7 @@ MUTANTS = [
     Mutant(
         "norms of gradients that the loop mends are kept",
         "Writes.clip_rest",
-        "                passes.clipping.forget_norms()",
+        "                passes.clipping.drop_norms()",
         "                pass",
         KEEP,
     ),
@@ -4235,7 +4235,7 @@ MUTANTS = [
     ),
     Mutant(
         "what was looked at in an optimizer is kept, and with it the model",
-        "Beside.forget",
+        "Beside.end_step",
         "        self._groups, self._others, self.unseen, self._versions, self._shared = [], [], [], [], []\n",
         "        pass\n",
         "tests/unit/test_life.py",

@@ -157,7 +157,7 @@ class Clipping:
         self._steppers_left.clear()
         self.total = None
         self._previous = self.grad_norm
-        self.forget_norms()
+        self.drop_norms()
 
     def measure(self, parameters: Sequence[AttachedParameter], gradients: Sequence[torch.Tensor]) -> None:
         """Take the norms of final gradients."""
@@ -169,11 +169,11 @@ class Clipping:
         """Whether this gradient's norm was taken in the running step."""
         return attached.spec.index in self._norms
 
-    def forget(self, attached: AttachedParameter) -> None:
+    def drop_norm(self, attached: AttachedParameter) -> None:
         """A gradient was changed after it had been measured."""
         self._norms.pop(attached.spec.index, None)
 
-    def forget_norms(self) -> None:
+    def drop_norms(self) -> None:
         """Gradients may change from now on."""
         self._norms.clear()
         self._so_far = None

@@ -135,5 +135,5 @@ class BelongingsGuard(Stage):
                 "hook of this backward? Use schedule='forward', which steps after backward"
             )
 
-    def forget(self) -> None:
+    def end_step(self) -> None:
         self._found = None

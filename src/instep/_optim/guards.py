@@ -98,7 +98,7 @@ class SettingsGuard(Stage):
             require_same(self._name, where, before, now)
         self._on_device.require_none(looks)
 
-    def forget(self) -> None:
+    def end_step(self) -> None:
         self._groups = {}
 
 
@@ -367,7 +367,7 @@ class StateGuard(Stage):
         """Whether a parameter's state was written since its update, or replaced by one that holds something."""
         return any(one.written for one in self.left) or any(one.are_replaced_in(optimizer.state) for one in self.left)
 
-    def forget(self) -> None:
+    def end_step(self) -> None:
         self.left = []
 
 

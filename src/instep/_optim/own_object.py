@@ -244,10 +244,10 @@ class OwnObject:
         if groups.put_back():
             raise depends_on_buckets(self._name, "its list of param_groups")
 
-    def forget(self) -> None:
+    def end_step(self) -> None:
         """The step is over."""
-        self.beside.forget()
-        self.belongings.forget()
+        self.beside.end_step()
+        self.belongings.end_step()
         self.returned, self.gave_back, self._instead, self._reached, self._draws = None, False, {}, [], None
 
     def _call(self, optimizer: Optimizer, members: Sequence[Members], tensors: Sequence[Any], call: CallUpdate) -> Any:
@@ -430,9 +430,9 @@ class _Place:
         holdings = _Holdings(apart)
         self._put_back = {key: self._kept(holdings, key) for key in self._looks}
         self.large = holdings.large
-        self.forget_left()
+        self.reset_left()
 
-    def forget_left(self) -> None:
+    def reset_left(self) -> None:
         self._left: dict[Any, Any] | None = None  # what buckets have left, as ``fingerprint`` sees it
         self._put_left: dict[Any, Restore] = {}
         self._taken_out: list[Any] = []
@@ -645,7 +645,7 @@ class Beside:
         for place in self.places:
             place.commit()
 
-    def forget(self) -> None:
+    def end_step(self) -> None:
         # Attributes may refer to the model, which nothing here must keep.
         self._groups, self._others, self.unseen, self._versions, self._shared = [], [], [], [], []
 

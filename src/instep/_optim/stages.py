@@ -125,8 +125,8 @@ class Stage:
         """``optimizer.step()`` is called: raise ``HyperparameterChangedError`` if it would find other things than the
         updates of this step have found, or have left."""
 
-    def forget(self) -> None:
-        """The step is over."""
+    def end_step(self) -> None:
+        """The step is over, or was none."""
 
 
 Begins = Callable[[], None]

@@ -456,14 +456,14 @@ class Stepper:
     def stops(self) -> None:
         """The step is torn: nothing more is stepped of it."""
         self.wait_for_state()
-        (self.own_object or OwnObject(self.name)).forget()  # it refers to the optimizer, and so to its parameters
+        (self.own_object or OwnObject(self.name)).end_step()  # it refers to the optimizer, and so to its parameters
 
     def _forget(self) -> None:
         if self._running is not None:
             for stage in (*self.options, *self._running.stages):
-                stage.forget()
+                stage.end_step()
             if self.own_object is not None:
-                self.own_object.forget()
+                self.own_object.end_step()
         self._running = None
 
     def wait_for_state(self) -> None:

@@ -352,7 +352,7 @@ class UndoCopies(Stage):
         if not is_torchs_own(optimizer):
             self._reached, self._mappings = reached_by(optimizer, layout), mappings_of(optimizer)
 
-    def forget(self) -> None:
+    def end_step(self) -> None:
         self._reached, self._mappings = [], []
 
     @contextmanager
@@ -445,10 +445,10 @@ class Undo:
             self._saved[key].restore()  # first: where it raises, the copy is there for another call
             del self._saved[key]
 
-    def forget(self, parameters: Iterable[torch.Tensor]) -> None:
+    def drop(self, parameters: Iterable[torch.Tensor]) -> None:
         """These will not be put back any more."""
         for parameter in parameters:
             self._saved.pop(id(parameter), None)
 
-    def forget_all(self) -> None:
+    def drop_all(self) -> None:
         self._saved.clear()

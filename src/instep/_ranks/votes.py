@@ -165,7 +165,7 @@ class StepVotes:
         self.objected_on = None if error is not None else vote.verdict().nonfinite_on
         return error
 
-    def forget(self) -> None:
+    def start_anew(self) -> None:
         """All ranks start anew from one of them: what was said of the last step does not matter any more."""
         self._vote = None
         self._owes = False

@@ -126,7 +126,7 @@ class Accumulation:
     def decide(self) -> None:
         """Whether the next backward communicates. DDP asks in its forward; FSDP in backward, before which there may
         have been several forwards."""
-        self.close()
+        self.communicate_again()
         if self.steps == 1:
             return
         # Ranks that count in different ways would never meet. So each of them reduces the first backward, the least
@@ -182,7 +182,7 @@ class Accumulation:
         """``optimizer.step()`` came: the next backward is the first of its step."""
         self._backwards = 0
 
-    def close(self) -> None:
+    def communicate_again(self) -> None:
         """Every backward communicates again."""
         for ddp in self._held_back:
             ddp.require_backward_grad_sync = True

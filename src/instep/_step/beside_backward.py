@@ -156,7 +156,7 @@ class UpdatesBeside:
         """Whether this is the worker's thread, which may run anybody's code: that of an object that is freed."""
         return self._worker is not None and self._worker.is_here
 
-    def forget(self) -> None:
+    def end_step(self) -> None:
         """All were noted. What is left of them refers to one another, and to the optimizer and parameters: whoever
         drops these is to get them freed at once."""
         for step in self.steps.values():

@@ -79,9 +79,9 @@ class UpdateDeferral:
         self._can_wait = frozenset(can_wait)
         self._agreement = agreement
         self._deferring = deferring
-        self.forget_call()
+        self.drop_call()
 
-    def forget_call(self) -> None:
+    def drop_call(self) -> None:
         """``step()`` has raised, and handed nothing over. Gradients that it has clipped stay so."""
         self.vote: Vote | None = None
         self.left_to_step: list[str] = []
@@ -422,7 +422,7 @@ class ForwardCalls(StepCalls):
 
     def before_update(self, stepper: Stepper) -> None:
         if self._step.passes.clipping.policy is not None:
-            self._measuring.close()
+            self._measuring.end_measuring()
         self._observed.let_go()  # a closure has run backward in step(): what is watched is to be watched no more
         if not self._step.round.steppers_left:
             self._observed.step_begins()
@@ -437,9 +437,9 @@ class ForwardCalls(StepCalls):
             self.drop_round()
             step.round.takes_step = None
             step.round.drop_call()
-            self._update_deferral.forget_call()
+            self._update_deferral.drop_call()
             if step.judge is not None:
-                step.judge.forget()
+                step.judge.end_step()
 
     def returned(self, stepper: Stepper) -> None:
         super().returned(stepper)
@@ -481,7 +481,7 @@ class ForwardCalls(StepCalls):
         rest, round_, ledger = self._update_deferral.left_to_step, self._step.round, self._step.ledger
         handed_over = [attached.spec.name for attached, _ in round_.hidden]
         if self._step.judge is not None:
-            self._step.judge.forget()
+            self._step.judge.end_step()
         if stepper.draws is not None:
             stepper.draws.give_back()
         stepper.abort()
@@ -726,7 +726,7 @@ class ForwardSchedule(Schedule):
     def rollback(self) -> None:
         """Throw away the gradients since the last ``optimizer.step()``: nothing of them has been written."""
         self.synchronize()
-        self.forget(gradients=True)
+        self.give_up(gradients=True)
 
     def last_complete_step(self) -> int | None:
         """The number of the last step if all of it was applied here, else ``None``."""
@@ -742,10 +742,10 @@ class ForwardSchedule(Schedule):
         if self._step.ledger.torn is None:
             return False
         self._step.ledger.accept()
-        self.forget(gradients=True)
+        self.give_up(gradients=True)
         return True
 
-    def forget(self, *, gradients: bool) -> None:
+    def give_up(self, *, gradients: bool) -> None:
         """Let go of a torn step; with ``gradients``, clear all of them."""
         step, deferred = self._step, self._deferred
         step.backwards.drain_failed()
@@ -754,11 +754,11 @@ class ForwardSchedule(Schedule):
         for parameter in step.members.living() if gradients else ():
             parameter.grad = None
         deferred.watch_in_step.stop(p for attached, _ in step.round.hidden if (p := attached.peek()) is not None)
-        step.round.forget()
+        step.round.end_step()
         step.ledger.give_up()
         if step.judge is not None:
-            step.judge.forget()
-        self._update_deferral.forget_call()
+            step.judge.end_step()
+        self._update_deferral.drop_call()
         self._update_deferral.begin_norms()
         step.accumulation.stepped()
 
@@ -773,7 +773,7 @@ class ForwardSchedule(Schedule):
     def close(self) -> None:
         """Finish what is due, and end the thread."""
         try:
-            self.measuring.close()
+            self.measuring.end_measuring()
             self.observed.let_go()
             self.end_stopped()
             self._deferred.close()

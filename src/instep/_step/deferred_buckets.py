@@ -149,7 +149,7 @@ class StepOutcome:
         self.fails(error)
         self.applied = [name for name in self.applied if name not in names]
 
-    def close(self) -> None:
+    def drop_frames(self) -> None:
         """Nobody raises the error any more. The frames that it was raised in refer to the buckets, and these to it."""
         self.failure = without_frames(self.failure)
 
@@ -802,7 +802,7 @@ class DeferredBuckets:
         for bucket in buckets:
             self._run(bucket)
             if bucket.step is not step:
-                bucket.step.outcome.close()
+                bucket.step.outcome.drop_frames()
         step.stepper.wait_for_state()
         outcome, ledger = step.outcome, self._step.ledger
         outcomes = step.outcomes.values()

@@ -235,7 +235,7 @@ class BucketSink(Schedule):
                     self._writes.stopped(failure, beside.failed.outcome.in_doubt)
             if not most:
                 settled(self)
-                beside.forget()
+                beside.end_step()
 
     def _note_update(self, beside: UpdatesBeside, handed: HandedOver) -> None:
         if handed.is_applied:
@@ -258,7 +258,7 @@ class BucketSink(Schedule):
             try:
                 self.fail(error)
             except BaseException:  # of another one, while that waited: it comes out of backward itself
-                self._failure.forget()
+                self._failure.drop()
                 raise
 
     def count_freed(self, bucket: AttachedParameters) -> None:
@@ -348,7 +348,7 @@ class BucketSink(Schedule):
     def backward_raised(self) -> None:
         """Backward is ending with an exception of its own. Nothing of this step is written any more."""
         with self._step.lock:
-            self._failure.forget()
+            self._failure.drop()
             self._stop(None)
             self._step.streams.finish()
 
@@ -431,7 +431,7 @@ class BackwardSchedule(BucketSink):
 
     def hear_of_last_step(self) -> None:
         self.cast_owed()
-        self._step.hear(self._writes.release, wait=True)
+        self._step.hear(self._writes.stop_watching, wait=True)
 
     def run_failed(self) -> None:
         self.backward_raised()
@@ -441,7 +441,7 @@ class BackwardSchedule(BucketSink):
     def begin_final_backward(self) -> None:
         step = self._step
         step.ledger.votes.begin_backward(step.ledger.step_count)
-        step.hear(self._writes.release, wait=True)
+        step.hear(self._writes.stop_watching, wait=True)
         if step.members.applied:
             raise AccumulationError(
                 f"a second backward began before {owed_steps(step)}, but the first has already updated the weights. "
@@ -515,7 +515,7 @@ class BackwardSchedule(BucketSink):
             return
         step.backwards.drain_failed()
         # A rank that has found parts to differ raises here, and a forward under FSDP would wait for it.
-        step.hear(self._writes.release, wait=step.judge is not None and step.judge.has_compared)
+        step.hear(self._writes.stop_watching, wait=step.judge is not None and step.judge.has_compared)
         self.calls.require_not_torn()
         if step.judge is not None:
             step.judge.look(step.members.all)
@@ -526,7 +526,7 @@ class BackwardSchedule(BucketSink):
         if step.ledger.redoes and not step.members.with_gradient():
             # A step that was rolled back and never taken: zero_grad() has ended it.
             step.ledger.happened(Event.DROPPED)
-            self._writes.forget()
+            self._writes.end_step()
 
     def require_whole(self) -> None:
         """Raise ``TornStepError`` if the last step was not applied to all of its parameters."""
@@ -538,19 +538,19 @@ class BackwardSchedule(BucketSink):
 
     # What the user asks for.
 
-    def forget(self, *, gradients: bool) -> None:
+    def give_up(self, *, gradients: bool) -> None:
         """Go back to IDLE from any state, and take spent gradients, or all of them, off the parameters."""
         step = self._step
         step.backwards.drain_failed()
-        self._writes.release()
+        self._writes.stop_watching()
         for attached in step.members.all:
             parameter = attached.peek()
             if parameter is not None and (gradients or parameter.grad is attached.spent):
                 parameter.grad = None
-        self._failure.forget()
+        self._failure.drop()
         step.ledger.give_up()
         step.accumulation.stepped()
-        self._writes.forget()
+        self._writes.end_step()
 
     def last_complete_step(self) -> int | None:
         """The number of the last step if all of it was applied here, else ``None``."""
@@ -568,7 +568,7 @@ class BackwardSchedule(BucketSink):
         if step.ledger.torn is None:
             return False
         step.ledger.accept()
-        self.forget(gradients=True)
+        self.give_up(gradients=True)
         return True
 
     def close(self) -> None:
@@ -580,7 +580,7 @@ class BackwardSchedule(BucketSink):
             if self._step.ledger.torn is None and members.applied and graph_task() is None:
                 self._writes.clip_rest([a for a in members.all if not members.is_applied(a) and a.peek() is not None])
         finally:
-            self.forget(gradients=False)
+            self.give_up(gradients=False)
             if self._beside is not None:
                 self._beside.close()
 
@@ -603,7 +603,7 @@ class BackwardSchedule(BucketSink):
         self._step.streams.join_all()
         for stepper in self._step.members.steppers:
             stepper.wait_for_state()
-        self._step.hear(self._writes.release, wait=True)
+        self._step.hear(self._writes.stop_watching, wait=True)
 
     def before_state(self, stepper: Stepper, *, saving: bool) -> None:
         """The optimizer's state is about to be saved or loaded: the plain loop's is that of before this step. What is
@@ -618,7 +618,7 @@ class BackwardSchedule(BucketSink):
         """The model or its optimizer's state is about to be saved: not a step that is torn, here or on another rank."""
         self._step.backwards.drain_failed()
         self.end_stopped()
-        self._step.hear(self._writes.release, wait=True)
+        self._step.hear(self._writes.stop_watching, wait=True)
         self._step.ledger.require_whole()
 
     def before_load(self, model: str) -> None:
@@ -629,7 +629,7 @@ class BackwardSchedule(BucketSink):
     def rollback(self) -> None:
         """Put the step back, and clear its gradients: the loop is where it was after the last ``optimizer.step()``."""
         self._writes.rollback_if_any()
-        self.forget(gradients=True)
+        self.give_up(gradients=True)
 
     def error_for_use(self, spec: ParameterSpec, operation: str) -> InstepError | None:
         """The error for ``operation`` on a spent gradient; ``None`` lets it pass.
@@ -753,7 +753,7 @@ class BackwardCalls(StepCalls):
         if (note_updates := self._note_updates()) is not None:
             note_updates()
         step.accumulation.require_reduced()
-        step.hear(writes.release, wait=True)  # for a backward that nobody has seen to begin
+        step.hear(writes.stop_watching, wait=True)  # for a backward that nobody has seen to begin
         self.require_not_torn()
         if writes.in_graph:
             self._require_one_graph()
@@ -812,7 +812,7 @@ class BackwardCalls(StepCalls):
         self._writes.committed(stepper, applied)
 
     def _committed(self, *, taken: bool) -> None:
-        self._writes.forget()
+        self._writes.end_step()
         if not taken:
             return
         step = self._step

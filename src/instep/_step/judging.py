@@ -253,7 +253,7 @@ class Judge:
                 reason,
             )
 
-    def forget(self) -> None:
+    def end_step(self) -> None:
         """The running step was none, or is given up."""
         self._running.clear()
         self._met.arrivals.clear()

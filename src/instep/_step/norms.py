@@ -132,8 +132,8 @@ class Passes:
             return None
         return first
 
-    def forget(self) -> None:
-        """The step is over."""
+    def end_step(self) -> None:
+        """The step is over, or was none."""
         self._measured = None
         if self.clipping.policy is not None:
             self.clipping.begin()
@@ -254,24 +254,24 @@ class MeasuringSink:
     def received(self, parameters: object) -> None: ...
 
     def backward_raised(self) -> None:
-        self._failure.forget()
-        self.close()
+        self._failure.drop()
+        self.end_measuring()
         self._clipping.begin()
 
     def raise_failure(self) -> None:
         self._failure.raise_if_any()
 
-    def close(self) -> None:
+    def end_measuring(self) -> None:
         """``optimizer.step()`` is about to use the norms: those of gradients that have changed since are forgotten."""
         for attached, gradient, version in self._measured.values():
             parameter = attached.get()
             self._watch.stop([parameter])
             if parameter.grad is not gradient or version_of(gradient) != version:
-                self._clipping.forget(attached)
+                self._clipping.drop_norm(attached)
         self._measured.clear()
         self._open = False
 
     def _used(self, parameter: torch.Tensor, func: object) -> None:
         self._watch.stop([parameter])
         attached, _, _ = self._measured.pop(id(parameter))
-        self._clipping.forget(attached)
+        self._clipping.drop_norm(attached)

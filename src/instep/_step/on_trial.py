@@ -73,11 +73,11 @@ class KeptGradients:
         gradient, outcome = self._gradients[attached.spec.index][0], self._outcomes.get(attached.spec.index)
         return gradient if outcome is None else outcome.of(gradient)
 
-    def forget(self, attached: AttachedParameter) -> None:
+    def drop(self, attached: AttachedParameter) -> None:
         self._gradients.pop(attached.spec.index)
         self._outcomes.pop(attached.spec.index, None)
 
-    def release(self, members: Iterable[AttachedParameter]) -> None:
+    def put_back(self, members: Iterable[AttachedParameter]) -> None:
         """Put the gradients in the places of those that stand in for them, and forget them."""
         for attached in members:
             parameter = attached.peek()
@@ -86,10 +86,10 @@ class KeptGradients:
                 parameter.grad = kept[0]
         self._gradients.clear()
 
-    def forget_outcomes(self) -> None:
+    def drop_outcomes(self) -> None:
         self._outcomes.clear()
 
-    def forget_all(self) -> None:
+    def drop_all(self) -> None:
         self._gradients.clear()
         self._outcomes.clear()
 
@@ -164,7 +164,7 @@ class Rollback:
 
     def _restore(self) -> InstepError | None:
         step = self._step
-        self._kept.release(step.members.all)
+        self._kept.put_back(step.members.all)
         state_of, overwritten = _written_since(step.members)
         for stepper in step.members.steppers:
             stepper.wait_for_state()
@@ -177,10 +177,10 @@ class Rollback:
             stepper.abort()
         step.members.applied.clear()
         self.settled()
-        self._kept.forget_outcomes()
-        step.passes.clipping.forget_norms()
+        self._kept.drop_outcomes()
+        step.passes.clipping.drop_norms()
         if step.judge is not None:
-            step.judge.forget()
+            step.judge.end_step()
         step.ledger.happened(Event.ROLLED_BACK)
         self.stop_watching()
         step.ledger.redo_count += 1
@@ -196,9 +196,9 @@ class Rollback:
         for watch in self._watches:
             watch.stop(parameters)
 
-    def forget(self) -> None:
+    def end_step(self) -> None:
         """The step is over."""
-        self.copies.forget_all()
+        self.copies.drop_all()
         self.settled()
 
 
@@ -287,7 +287,7 @@ class TrialValidation:
         except Exception as error:
             self._rollback.if_applied()
             step.ledger.tear(step.number, [], [name for name, _ in gradients], error, in_part=bool(gradients))
-            self._kept.release(step.members.all)
+            self._kept.put_back(step.members.all)
             self._rollback.stop_watching()
             raise
         if not takes_step:
@@ -348,7 +348,7 @@ class TrialValidation:
             self._rollback.if_applied()
             clipping.clip([a.get() for a in members.all if gradient_of(a) is not None])
 
-    def forget(self) -> None:
+    def end_step(self) -> None:
         """The step is over."""
         self._asked_in_vain.clear()
 
@@ -531,9 +531,9 @@ class TrialWrites(Writes):
             owner.require_whole()
         self._rollback.if_applied()
 
-    def release(self) -> None:
+    def stop_watching(self) -> None:
         """Held gradients are the real ones again, too."""
-        self._kept.release(self._step.members.all)
+        self._kept.put_back(self._step.members.all)
         self._rollback.stop_watching()
 
     def _used(self, parameter: torch.Tensor, func: Any) -> None:
@@ -642,7 +642,7 @@ class TrialWrites(Writes):
         step.round.restore_settings(stopped=True)
         if self._rollback.copies.devices:
             self._rollback()
-        self.release()
+        self.stop_watching()
         step.passes.clipping.begin()  # what was clipped is what is measured, and clipped, if step() is called again
         step.ledger.happened(Event.STEP_STOPPED)
         step.round.takes_step = None
@@ -650,21 +650,21 @@ class TrialWrites(Writes):
 
     def committed(self, stepper: Stepper, applied: AttachedParameters) -> None:
         members = self._step.members
-        self._rollback.copies.forget(attached.get() for attached in members.of(stepper))
+        self._rollback.copies.drop(attached.get() for attached in members.of(stepper))
         for attached in applied:
             left = self._kept.after_step(attached)
             with torch._C.DisableTorchFunctionSubclass():
                 attached.get().grad = left
             members.applied.discard(attached.spec.index)
-            self._kept.forget(attached)
+            self._kept.drop(attached)
         self._watch_in_step.stop(attached.get() for attached in members.of(stepper))
 
-    def forget(self) -> None:
-        super().forget()
-        self._kept.forget_all()
-        self._validation.forget()
+    def end_step(self) -> None:
+        super().end_step()
+        self._kept.drop_all()
+        self._validation.end_step()
         self._raises = False
-        self._rollback.forget()
+        self._rollback.end_step()
 
 
 def _put_in_grad(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:

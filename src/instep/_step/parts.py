@@ -244,7 +244,7 @@ class _Around:
     def begin_again(self) -> None:
         """The next part is the first."""
         for place in self._beside.places:
-            place.forget_left()
+            place.reset_left()
 
 
 class _Compiles:

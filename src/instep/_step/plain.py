@@ -34,7 +34,7 @@ class PlainCalls(StepCalls):
         self._called: set[Stepper] = set()  # of a model that is left to torch, since the last backward
         self._watch = Watch(gradient=self._used)
 
-    def drop(self) -> None:
+    def drop_round(self) -> None:
         """A backward begins, or the step is given up: no optimizer owes anything any more."""
         self._restore()  # of a step() that raised
         self._step.round.stepper = None
@@ -175,7 +175,7 @@ class PlainSchedule(Schedule):
         if not self.backwards.is_new():
             return False
         self._step.accumulation.begin()
-        self.calls.drop()
+        self.calls.drop_round()
         if not self._step.accumulation.next_only_adds:
             self.begin_final_backward()
         return True
@@ -184,7 +184,7 @@ class PlainSchedule(Schedule):
         self._step.ledger.votes.begin_backward(self._step.ledger.step_count)
 
     def end_micro_batches(self) -> None:
-        self.calls.drop()
+        self.calls.drop_round()
         self.begin_final_backward()
 
     # Nothing is put off, and no step of its own is ever torn.
@@ -200,14 +200,14 @@ class PlainSchedule(Schedule):
 
     def rollback(self) -> None:
         """Clear the gradients: nothing of them has been written."""
-        self.forget(gradients=True)
+        self.give_up(gradients=True)
 
-    def forget(self, *, gradients: bool) -> None:
+    def give_up(self, *, gradients: bool) -> None:
         """Begin anew; with ``gradients``, clear all of them."""
-        self.calls.drop()
+        self.calls.drop_round()
         for parameter in self._step.members.living() if gradients else ():
             parameter.grad = None
         self._step.accumulation.stepped()
 
     def close(self) -> None:
-        self.forget(gradients=False)
+        self.give_up(gradients=False)

@@ -253,7 +253,7 @@ class Schedule:
         """Take a torn step as it is; ``False``: there is none."""
         return False
 
-    def forget(self, *, gradients: bool) -> None:
+    def give_up(self, *, gradients: bool) -> None:
         """Give up a step that is open or torn; with ``gradients``, clear all of them."""
         raise NotImplementedError
 

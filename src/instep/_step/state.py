@@ -167,7 +167,7 @@ class FirstError:
         """Something has gone wrong. Errors after the first one follow from it, and are dropped."""
         self.error = self.error or error
 
-    def forget(self) -> None:
+    def drop(self) -> None:
         self.error = None
 
     def raise_if_any(self) -> None:
@@ -408,8 +408,8 @@ class StepMembers:
     def name_of(self, parameter: torch.Tensor) -> str:
         return next(attached.spec.name for attached in self.all if attached.peek() is parameter)
 
-    def forget(self) -> None:
-        """The step is over."""
+    def end_step(self) -> None:
+        """The step is over, or was none."""
         self.offered.clear()
         self.applied.clear()
         self.received.clear()
@@ -524,8 +524,8 @@ class Round:
         self.stepper = self._settings = self._settings_before = None
         self.hidden = []
 
-    def forget(self) -> None:
-        """The step is over."""
+    def end_step(self) -> None:
+        """The step is over, or was none."""
         self.steppers_left.clear()
         self.takes_step = None
         self.drop_call()

@@ -194,13 +194,13 @@ class RunningStep:
                 "another schedule: overlap.detach(), and attach with pipeline= that one"
             )
 
-    def forget(self) -> None:
+    def end_step(self) -> None:
         """The step is over, or was none."""
-        self.members.forget()
-        self.round.forget()
+        self.members.end_step()
+        self.round.end_step()
         self.has_gradients = False
-        self.passes.forget()
+        self.passes.end_step()
         if self.judge is not None:
-            self.judge.forget()
+            self.judge.end_step()
         for stepper in self.members.steppers:
             stepper.abort()

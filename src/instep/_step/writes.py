@@ -143,7 +143,7 @@ class Writes(ABC):
         """The interpreter is about to end, or to fork."""
 
     @abstractmethod
-    def release(self) -> None:
+    def stop_watching(self) -> None:
         """Nobody is noticed any more who uses a parameter or its gradient."""
 
     # step() of an optimizer.
@@ -164,9 +164,9 @@ class Writes(ABC):
     def committed(self, stepper: Stepper, applied: AttachedParameters) -> None:
         """``step()`` has returned: what backward has applied stands, and ``.grad`` is as in the plain loop."""
 
-    def forget(self) -> None:
+    def end_step(self) -> None:
         """The step is over, or was none."""
-        self._step.forget()
+        self._step.end_step()
 
     # What both do.
 
@@ -184,11 +184,11 @@ class Writes(ABC):
         offered = (a for a in members.all if a.spec.index in members.offered)
         pending = [a.spec.name for a in offered if not members.is_whole(a) and a.spec.name not in mixed]
         step.ledger.tear(number, names, pending, cause, in_part=bool(pending), unsure=tuple(mixed))
-        self.release()
+        self.stop_watching()
         for stepper in members.steppers:
             stepper.stops()  # its state is there to be read
         if is_known:
-            step.ledger.votes.forget()
+            step.ledger.votes.start_anew()
         else:
             step.ledger.votes.say_failed(number)
 
@@ -202,7 +202,7 @@ class Writes(ABC):
     def tear_last(self, cause: BaseException) -> None:
         """The last step was committed here, and is not known to stand on the other ranks."""
         self._step.tear_last(cause)
-        self.release()
+        self.stop_watching()
 
     def clip_rest(self, left: Sequence[AttachedParameter]) -> None:
         """The gradients that backward has left to ``step()`` are a bucket of their own."""
@@ -215,7 +215,7 @@ class Writes(ABC):
             passes.clipping.compute_total_norm(self._step.members.all, gradient_of)
         except RuntimeError:
             if not self._step.members.applied:
-                passes.clipping.forget_norms()  # the loop may change these gradients, and call step() again
+                passes.clipping.drop_norms()  # the loop may change these gradients, and call step() again
             raise
         there = [a for a in left if gradient_of(a) is not None]
         if passes.clipping.clips_buckets and self._step.judge is not None and self._step.judge.leaves_all:
@@ -327,7 +327,7 @@ class Writes(ABC):
     def _drop(self) -> None:
         """Nothing of the step was written: it is as if it had never opened."""
         self._step.ledger.happened(Event.DROPPED)
-        self.forget()
+        self.end_step()
 
 
 def require_same_in_autocast(stepper: Stepper) -> None:
@@ -488,7 +488,7 @@ class FinalWrites(Writes):
 
     def settle(self) -> None: ...
 
-    def release(self) -> None:
+    def stop_watching(self) -> None:
         self._watch.stop(self._step.members.living())
 
     def before_load(self, model: str) -> None:

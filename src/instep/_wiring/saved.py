@@ -70,8 +70,8 @@ def load_state(parts: Parts, state: Mapping[str, Any], stages: int) -> None:
             "parts of the model. Load the model without instep and divide it anew"
         )
     schedule.cast_owed()  # others may wait for what this rank says of a step that it has left out
-    schedule.forget(gradients=True)
-    parts.votes.forget()  # all ranks begin again at the same step, whatever they have said of the last one
+    schedule.give_up(gradients=True)
+    parts.votes.start_anew()  # all ranks begin again at the same step, whatever they have said of the last one
     if draws is not None:
         draws.earlier = state[DRAWS] - state[STEPS]
     schedule.step_count = state[STEPS]

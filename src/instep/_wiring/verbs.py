@@ -89,8 +89,8 @@ def resync_from(parts: Parts, rank: int) -> None:
             f"resync_from({rank}): the last step was applied only in part on that rank. Name one where it was "
             "applied as a whole, or load a checkpoint"
         )
-    parts.schedule.forget(gradients=True)
-    parts.votes.forget()
+    parts.schedule.give_up(gradients=True)
+    parts.votes.start_anew()
     resync(model, parts.refs.optimizers(), group, ranks.index(rank))
     for stepper in parts.refs.steppers:
         if stepper.offloaded is not None:

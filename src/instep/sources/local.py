@@ -273,7 +273,7 @@ class LocalSource:
         self._began = None
         self._adds_up = False
         self._offered.clear()
-        self._earlier.forget()
+        self._earlier.end_backward()
 
     # Where backward raises.
 
@@ -348,7 +348,7 @@ class EarlierGradients:
         gradient = attached.get().grad
         return gradient is not None and not self._some_stay(AttachedParameters((attached,)), [gradient])
 
-    def forget(self) -> None:
+    def end_backward(self) -> None:
         """The backward is over: zeros to which nothing was added are there again."""
         self.versions.clear()
         self.zeroed = []

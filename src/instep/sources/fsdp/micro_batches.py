@@ -174,7 +174,7 @@ class OneBackward:
         for switches in self._switches:
             switches.restore()
         for apart in self._apart.values():
-            apart.forget()
+            apart.reset()
 
 
 class _Switches:
@@ -236,16 +236,16 @@ class ReducedApart:
         self._group = group
         self._module = module
         self._expected = [0] * count  # of each micro-batch, how many parameters it gives a gradient
-        self.forget()
+        self.reset()
 
     def takes(self, parameter: Any, uses: Sequence[int]) -> "Callable[[int, torch.Tensor | None], None]":
         """A parameter of the group, by FSDP2's notes of it, of which the micro-batches make ``uses``. Returns what
         takes its gradients."""
         self._expected = [expected + (each > 0) for expected, each in zip(self._expected, uses, strict=True)]
-        self.forget()
+        self.reset()
         return partial(self._keep, parameter)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """A backward begins, or has raised."""
         self._next = 0
         self._left = list(self._expected)
@@ -261,7 +261,7 @@ class ReducedApart:
             self._give(self._next)
             self._next += 1
         if self._next == len(self._left):
-            self.forget()
+            self.reset()
 
     def _give(self, number: int) -> None:
         """Give FSDP2 the gradients of a micro-batch. All are in ``.grad``, as autograd leaves them there."""
