@@ -17,6 +17,7 @@ from instep._micro_batches.run import micro_batches
 from instep._micro_batches.waiting import Waiting
 from instep._optim.parameters import AttachedParameter
 from instep._step.state import Recorder
+from instep._torch.interrupts import heard, held
 from instep._torch.pipelining import Pipeline
 from instep._wiring.advice import advice
 from instep._wiring.build import build, connect
@@ -561,11 +562,8 @@ class Attachment:
             optimizer.step()
             ```
         """
-        try:
+        with held(heard()):  # half of the hooks would step what the other half has stepped
             self._detach()
-        except KeyboardInterrupt:
-            self._detach()  # half of the hooks would step what the other half has stepped
-            raise
 
     def _detach(self) -> None:
         parts = self._parts

@@ -6,18 +6,22 @@ import signal
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import instep
+from instep.sources.fsdp import recovery as after_errors
 from instep.sources.fsdp.recovery import is_lazily_made
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import Loop
 from tests.distributed.sharded_failures import (
     PASSING,
+    BoomError,
     build,
+    failing,
     fsdp2_state,
     require_equal,
     values,
@@ -200,6 +204,36 @@ def test_what_fsdp2_makes_in_its_first_forward(two_ranks: RankPool) -> None:
     for before, after in two_ranks.run(made_in_the_first_forward):
         assert not before
         assert after
+
+
+def rebuilding_raises() -> None:
+    """Where FSDP's state is rebuilt: that is done before the next forward, then."""
+    plain, loop = build("nested"), attached("nested", "backward")
+    real, left = after_errors.rebuild_fsdp2, [ZeroDivisionError]
+
+    def rebuild(*args: Any, **kwargs: Any) -> None:
+        if left:
+            raise left.pop()
+        real(*args, **kwargs)
+
+    for i in range(3):
+        plain.learn(i)
+        loop.learn(i)
+        require_equal(plain, loop, f"iteration {i}")
+        patched = patch.object(after_errors, "rebuild_fsdp2", rebuild)
+        with patched, failing(loop.model, "forward"), pytest.raises(BoomError):
+            loop.loss(100 + i)
+        with torch.no_grad():
+            for one in (plain, loop):
+                for group in one.optimizer.param_groups:
+                    for p in group["params"]:
+                        p.mul_(0.9)  # with the gathered weights of before the next forward would be wrong
+    assert not left
+    loop.overlap.detach()
+
+
+def test_rebuilding_raises(two_ranks: RankPool) -> None:
+    two_ranks.run(rebuilding_raises)
 
 
 # A peer that is lost.

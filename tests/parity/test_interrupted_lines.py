@@ -17,7 +17,9 @@ from instep._torch.hooks import last_of_pre_hooks
 from instep._wiring import build as connect
 from instep._wiring.hooks import SteppingItself
 from instep.attaching import attach_stepping_itself
+from instep.attachment import Attachment
 from instep.errors import TornStepError, UncommittedStepError
+from instep.sources.local import WritingBackwards
 from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch
 from tests.devices import on_cpu_only
@@ -205,6 +207,40 @@ def test_some_lines_of_what_comes_before_and_after(way: str, act: Callable[[Loop
 def test_every_line_of_what_comes_before_and_after(way: str, act: Callable[[Loop], None]) -> None:
     for where in range(interrupted_around(way, act, None)):
         interrupted_around(way, act, where)
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_each_line_of_detach_itself(way: str) -> None:
+    """Before and after each of the things that it gives back."""
+    for where in range(interrupted_around(way, detach, None, Attachment._detach)):
+        interrupted_around(way, detach, where, Attachment._detach)
+
+
+@pytest.mark.parametrize("way", ["backward", "undo"])
+def test_an_error_where_a_gradient_was_offered(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nobody has asked for the end of backward yet: the step is none."""
+    loop, calls = Loop(way), list[None]()
+    accepts_update = WritingBackwards.accepts_update
+
+    def fails_once(self: Any, task: Any) -> bool:
+        calls.append(None)
+        if len(calls) == 1:
+            raise ZeroDivisionError
+        return accepts_update(self, task)
+
+    assert loop.overlap is not None
+    with loop.overlap:
+        for i in range(BEFORE):
+            loop.step(i)
+        with monkeypatch.context() as patch:
+            patch.setattr(WritingBackwards, "accepts_update", fails_once)
+            with pytest.raises(ZeroDivisionError):
+                loop.step(BEFORE)
+        loop.optimizer.zero_grad()
+        for i in range(BEFORE + 1, BEFORE + 1 + AFTER):
+            loop.step(i)
+        difference = first_difference(iter(plain(clips=False, skips=True)), iter(loop.state()))
+        assert difference is None, difference
 
 
 @on_cpu_only  # a thread of the engine's asks elsewhere, which is not traced

@@ -491,9 +491,6 @@ def require_contents(value: Any, known: torch.Tensor) -> None:
     questions.of(value)
 
 
-# Never empty in between, where that can be: Ctrl-C may come anywhere, and then this is done again.
-
-
 def put_dict(held: dict[Any, Any], items: dict[Any, Restore], but: tuple[type, ...] = ()) -> dict[Any, Any]:
     """
     Args:

@@ -367,8 +367,8 @@ class Stepper:
 
     @property
     def was_stopped(self) -> bool:
-        """Whether the ``step()`` that was begun last, and has not been committed, does not run any more: an error or
-        Ctrl-C has ended it. ``False`` also where torch.compile hides it."""
+        """Whether the ``step()`` that was begun last, and has not been committed, does not run any more: an error has
+        ended it. ``False`` also where torch.compile hides it."""
         return self._call_is_seen and not self.is_stepping
 
     @property

@@ -139,7 +139,7 @@ class UpdatesBeside:
         for stepper in bucket.steppers:
             mine = _of(stepper, bucket)
             handed = HandedOver(mine, DeferredBucket(mine, self._step_of(stepper), None, None))
-            self._under_way.append(handed)  # before the worker has it, for Ctrl-C: what is listed here is waited for
+            self._under_way.append(handed)  # before the worker has it: what is listed here is waited for
             handed.bucket.give_to(worker)
 
     def finished(self, most: int = 0) -> Iterator[HandedOver]:
@@ -149,7 +149,7 @@ class UpdatesBeside:
             handed.bucket.wait_for(self._worker)
             if self._under_way and self._under_way[0] is handed:  # else a signal's handler has noted it
                 yield handed
-                del self._under_way[0]  # once it is noted: where Ctrl-C comes before, it is noted again
+                del self._under_way[0]
 
     @property
     def is_here(self) -> bool:
@@ -165,7 +165,7 @@ class UpdatesBeside:
             step.outstanding.clear()
             step.outcome.failure = None
         self.failed = None
-        self.steps.clear()  # last, for Ctrl-C: while there is one, all this is done again
+        self.steps.clear()
 
     def close(self) -> None:
         """The attachment is detached."""

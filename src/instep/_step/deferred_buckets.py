@@ -835,8 +835,7 @@ class DeferredBuckets:
 
     def _used(self, parameter: torch.Tensor, func: object) -> None:
         """A parameter is about to be read or written in Python."""
-        round_ = self._step.round
-        if self.is_sending and round_.stepper is not None and not round_.was_stopped:
+        if self.is_sending:
             return  # by the update itself, which is sent
         self._end_stopped()
         self.finish([self.of(parameter)])

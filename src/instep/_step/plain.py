@@ -110,7 +110,6 @@ class PlainCalls(StepCalls):
             self._restore()
 
     def _restore(self) -> None:
-        """Who is interrupted here does it again, at the next use."""
         round_ = self._step.round
         round_.restore_settings()
         hidden = [parameter for attached, _ in round_.hidden if (parameter := attached.peek()) is not None]
