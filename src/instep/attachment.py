@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -448,7 +448,8 @@ class Attachment:
     def accept_torn(self) -> None:
         """Take the weights as they are after a step that was applied only in part, and train on.
 
-        Call it after loading model and optimizer from a checkpoint, or to go on from the torn weights; on all ranks.
+        Call it after loading model and optimizer from a checkpoint, or to go on from the torn weights; on all ranks,
+        which wait for what the others say of the last step.
         Clears the gradients, and counts the step if anything of it was written. A step that backward has written, and
         that no ``optimizer.step()`` has committed (after an interrupt), is given up in the same way: call it first
         then, and load after. Does nothing where no step is torn or written, nor with ``undo`` to one that is not torn.
@@ -465,6 +466,10 @@ class Attachment:
             optimizer.step()
             ```
         """
+        # Others may wait for what this rank says of a step that it has left out; and what they say of the last one
+        # would else be heard after this, where it tears the step anew.
+        with suppress(Exception):
+            self._parts.schedule.hear_of_last_step()
         if self._parts.schedule.accept():
             _logger.warning("step %d was taken as it is", self.step_count)
 

@@ -243,10 +243,10 @@ def test_a_step_that_one_rank_has_left_out(tmp_path: Path, options: Mapping[str,
         pool.stop()
 
 
-def loaded_at_once(options: Mapping[str, Any], directory: str) -> int:
+def loaded_at_once(options: Mapping[str, Any], by: Callable[[str], Any], directory: str) -> int:
     """The same, and nothing but the load after it: the step of rank 0 was never asked for."""
     loop = build("ddp", options)
-    to_file, from_file = by_torch(directory)
+    to_file, from_file = by(directory)
     learn(loop, range(1), "ddp")
     to_file(loop)
     step_on_one(loop)
@@ -258,11 +258,14 @@ def loaded_at_once(options: Mapping[str, Any], directory: str) -> int:
     return found
 
 
+@pytest.mark.parametrize("by", [by_dcp, by_torch], ids=lambda by: by.__name__)
 @pytest.mark.parametrize("options", [BACKWARD, UNDO, FORWARD, {}], ids=str)
-def test_a_load_at_once_after_a_step_that_one_rank_has_left_out(tmp_path: Path, options: Mapping[str, Any]) -> None:
+def test_a_load_at_once_after_a_step_that_one_rank_has_left_out(
+    tmp_path: Path, options: Mapping[str, Any], by: Any
+) -> None:
     pool = RankPool(2, group_seconds=10)
     try:
-        assert pool.run(loaded_at_once, options, str(tmp_path)) == [3, 3]
+        assert pool.run(loaded_at_once, options, by, str(tmp_path)) == [3, 3]
     finally:
         pool.stop()
 
