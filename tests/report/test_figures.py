@@ -112,7 +112,7 @@ BACKWARD = span("backward", 0.0, 0.5)
             {},
             {**DDP, "bucket_view": False},
             [
-                "communication outlasts backward by 200.0 ms, and "
+                "Attach: 200.0 ms of communication stay exposed, and "
                 "instep.attach(model, optimizer, schedule='backward') runs up to 100.0 ms",
                 "gradient_as_bucket_view=True",
             ],
