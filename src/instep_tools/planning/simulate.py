@@ -199,7 +199,7 @@ def iteration_seconds(schedule: ScheduleName, work: Work, link: Link, host: Host
 
 def exposed_seconds(schedule: ScheduleName, work: Work, link: Link, host: Host) -> float:
     """Return how many seconds of the step are left: by how much the iteration is longer than the plain one without an
-    optimizer. The number is negative where more than the step was hidden."""
+    optimizer."""
     return iteration_seconds(schedule, work, link, host) - iteration_seconds("no optimizer", work, link, host)
 
 
