@@ -19,7 +19,7 @@ BOUNDS = {
     # Files, calls.
     "bucket": (15, 80),
     "backward": (26, 376),
-    "forward": (29, 733),
+    "forward": (29, 724),
     "default": (10, 31),
     "undo": (30, 871),
 }
