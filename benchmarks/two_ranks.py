@@ -115,8 +115,6 @@ VARIANTS: dict[str, Callable[[Shape, float], Plain]] = {
     "backward": attached(schedule="backward"),
     "default": attached(),
     "forward": attached(schedule="forward", defer=True),
-    "cross_iteration": attached(schedule="forward", defer=True, cross_iteration=True),
-    "cross_iteration by default": attached(cross_iteration=True),
     "torch _register_fused_optim": Registered,
     "torch ZeroRedundancyOptimizer": Redundancy,
     BOUND: NoOptimizer,
@@ -133,7 +131,6 @@ def rank(options: argparse.Namespace) -> None:
     chosen = {name: make for name, make in VARIANTS.items() if not options.variants or name in options.variants}
     loops = {name: make(shape, options.bucket_mib) for name, make in {PLAIN: Plain, **chosen}.items()}
     tokens = batches(options.rows, options.tokens, dist.get_rank())
-    # cross_iteration tries out, in its first 64 iterations, whether it pays.
     times = interleave(loops, tokens, options.rounds, steps=options.steps, warmup=-(-72 // options.steps))
     require_equal(loops, PLAIN, [name for name in UNEQUAL if name in loops])
     quiet = times.quiet()
@@ -274,20 +271,15 @@ def main() -> None:
         bars.draw(options.picture, gained(results))
 
 
-DRAWN = {"backward": 'schedule="backward"', "cross_iteration by default": "cross_iteration=True"}
-"""What the picture calls the variants that are drawn."""
-
-
 def gained(results: dict[float, list[dict[str, Any]]]) -> bars.Panel:
-    """How much faster than plain DDP each variant is, by link, and how much faster any overlap could be."""
+    """How much faster than plain DDP ``schedule="backward"`` is, by link, and how much faster any overlap could be."""
     groups = {}
     for gbits in sorted(results):
         found = results[gbits][0]
         drawn = []
-        for name in DRAWN.keys() & found["ratio"].keys():
-            median, low, high = (100 * (found["ratio"][name][of] - 1) for of in ("median", "low", "high"))
-            drawn.append(bars.Bar(DRAWN[name], median, bars.OURS, (low, high)))
-        drawn.sort(reverse=True)
+        if "backward" in found["ratio"]:
+            median, low, high = (100 * (found["ratio"]["backward"][of] - 1) for of in ("median", "low", "high"))
+            drawn.append(bars.Bar('schedule="backward"', median, bars.OURS, (low, high)))
         if "parts" in found:
             most = found["seconds"][PLAIN]["median"] / max(alone(found))
             drawn.append(bars.Bar("the most that could be", 100 * (most - 1), bars.LIMIT))

@@ -51,7 +51,7 @@ def test_bars_are_a_picture(tmp_path: Path) -> None:
 
 
 def test_the_model_at_scale() -> None:
-    assert "cross_iteration" in run("simulate.py", "--ranks", "8", "--gbits", "10", "--parameters", "1")
+    assert "backward" in run("simulate.py", "--ranks", "8", "--gbits", "10", "--parameters", "1")
 
 
 def test_the_model_of_pipelines() -> None:

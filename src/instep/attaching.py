@@ -46,7 +46,6 @@ def attach(
     nonfinite: Policy = "allow",
     comm_hook: CommHook | None = None,
     mixed_precision: "MixedPrecisionPolicy | None" = None,
-    cross_iteration: bool = False,
     shard_state: bool = False,
     offload: Offload | None = None,
     random: Literal["keyed"] | None = None,
@@ -72,7 +71,7 @@ def attach(
 
     - When it steps: ``schedule``, ``defer``, ``bucket_bytes``, ``pipeline``.
     - What happens to gradients: ``clip``, ``accumulation_steps``, ``scaler``, ``undo``, ``nonfinite``.
-    - Ranks: ``comm_hook``, ``mixed_precision``, ``cross_iteration``, ``shard_state``.
+    - Ranks: ``comm_hook``, ``mixed_precision``, ``shard_state``.
     - Memory and safety: ``offload``, ``random``, ``seed``.
 
     Args:
@@ -122,10 +121,6 @@ def attach(
             computed and sent in ``reduce_dtype`` (else ``param_dtype``). Parameters, gradients and step stay as they
             are, usually float32; so do buffers and batch normalization. Floating-point inputs are cast to
             ``param_dtype`` unless ``cast_forward_inputs=False``, outputs to ``output_dtype`` if given.
-        cross_iteration: whether DDP's communication runs on behind the next forward; by default ``False``.
-            With ``schedule="forward"``: buckets are reduced and stepped before the modules that read them, in an order
-            that suits that. ``optimizer.step()`` takes over gradients still on their way; whoever uses one earlier
-            waits for all. Needs ``gradient_as_bucket_view=True``, and all ranks: they make a process group.
         shard_state: whether each of N ranks keeps 1/N of the state, and of the step (ZeRO-1); by default ``False``.
             Under DDP: a rank has the state of its rows of every parameter, steps these, and gets the others. Where the
             update is not known to be elementwise, each parameter is one rank's. All ranks must call
@@ -179,7 +174,7 @@ def attach(
         scaler,
         undo,
         nonfinite,
-        Communication(comm_hook, mixed_precision, cross_iteration, shard_state, pipeline_of(pipeline)),
+        Communication(comm_hook, mixed_precision, shard_state, pipeline_of(pipeline)),
         offload,
         Randomness(random, seed),
         left_to_torch=BY_ENVIRONMENT if os.environ.get("INSTEP_DISABLE", "") not in ("", "0") else None,

@@ -214,12 +214,12 @@ class Attachment:
     @property
     def advice(self) -> str:
         """With ``schedule="forward"``: whether steps are put off, and why; after a few steps also what this loop could
-        gain by ``schedule="backward"``, or under DDP by ``cross_iteration=True``, in bytes and milliseconds. One
-        sentence a line; empty where there is nothing to say."""
-        refs, crosses = self._parts.refs, self._options.communication.cross_iteration
+        gain by ``schedule="backward"``, and by how much DDP's communication outlasts backward. One sentence a line;
+        empty where there is nothing to say."""
+        refs = self._parts.refs
         ddps = [one for one in refs.living_wrappers() if isinstance(one, DistributedDataParallel)]
         divided = bool(refs.wrapped) or self._parts.sharding is not None
-        return advice(self._parts.schedule, self._options, ddps, divided=divided, crosses=crosses)
+        return advice(self._parts.schedule, self._options, ddps, divided=divided)
 
     @property
     def recorder(self) -> Recorder | None:

@@ -37,14 +37,8 @@ class Communication:
 
     comm_hook: CommHook | None = None
     mixed_precision: "MixedPrecisionPolicy | None" = None
-    cross_iteration: bool = False
     shard_state: bool = False
     pipeline: Pipeline | None = None
-
-    @property
-    def puts_off(self) -> bool:
-        """Whether these options put off every step of ``schedule="forward"``."""
-        return self.cross_iteration or self.shard_state
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
@@ -92,8 +86,8 @@ class Options:
     @property
     def puts_off_unasked(self) -> bool:
         """Whether steps are put off whatever ``defer`` says: when ``step()`` returns, shards of the step are still
-        sent, gradients still arrive, or state is still copied."""
-        return self.communication.puts_off or self.offload is not None
+        sent, or state is still copied."""
+        return self.communication.shard_state or self.offload is not None
 
     @property
     def always_puts_off(self) -> bool:
@@ -130,7 +124,7 @@ class Options:
         Args:
             without: more options to leave out.
         """
-        splitting = [name for name in ("cross_iteration", "shard_state") if getattr(self.communication, name)]
+        splitting = ["shard_state"] if self.communication.shard_state else []
         splitting += ["random"] if self.randomness.random is not None else []
         splitting += ["offload"] if self.offload is not None else []
         others = [*splitting, *without]

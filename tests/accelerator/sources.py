@@ -78,7 +78,6 @@ SOURCES: Mapping[str, tuple[Wrap, Mapping[str, Mapping[str, Any]]]] = {
     "ddp, copies": (lambda model: ddp(model, gradient_as_bucket_view=False), WAYS),
     "ddp, static graph": (lambda model: ddp(model, static_graph=True), WAYS),
     "ddp, unused": (lambda model: ddp(model, find_unused_parameters=True), WAYS),
-    "crossing": (ddp, {"forward": {**FORWARD, "cross_iteration": True}}),
     "shard_state": (
         ddp,
         {"backward": {"schedule": "backward", "shard_state": True}, "forward": {**FORWARD, "shard_state": True}},

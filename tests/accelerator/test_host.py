@@ -224,16 +224,6 @@ def test_divided_state(two_emulated_ranks: RankPool, schedule: str) -> None:
         assert all("zero/shards.py" in query for query in queries), "\n".join(queries)
 
 
-def test_across_the_iteration(two_emulated_ranks: RankPool) -> None:
-    """Where ranks exchange times, twice; in other steps never."""
-    options = {"schedule": "forward", "defer": True, "cross_iteration": True}
-    for first, last in ((10, 16), (18, 32)):
-        assert two_emulated_ranks.run(_ranks_body, "ddp", options, False, first, last) == [([], [])] * 2
-    for waits, queries in two_emulated_ranks.run(_ranks_body, "ddp", options, False, 3, 10):
-        assert queries == []
-        assert all("_adopt_exchanged" in wait or "exchange_times" in wait for wait in waits), "\n".join(waits)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="tells no thread's name")
 def test_the_engine_s_threads_are_known_by_their_name() -> None:
     """A failure says that torch has named them otherwise."""

@@ -68,7 +68,6 @@ def plain_on_ranks(pool: RankPool, wrapper: str, optimizer: str) -> Measured:
 DDP: Mapping[str, Mapping[str, Any]] = {
     "backward": {"schedule": "backward"},
     "forward": {"schedule": "forward", "defer": True},
-    "across the iteration": {"schedule": "forward", "defer": True, "cross_iteration": True},
 }
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C import _distributed_c10d
 
 from tests.cases import batch
 
@@ -23,6 +24,10 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 
 def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(map(torch.equal, a, b))
+
+
+work_of: Any = _distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
+"""A ``Work`` of a future. The reducer is not Python: of torch 2.6 it knows no ``Work`` that is."""
 
 
 class Fails(torch.optim.SGD):

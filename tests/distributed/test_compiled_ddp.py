@@ -19,7 +19,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
     "undo": {"schedule": "backward", "undo": True},
     "forward": {"schedule": "forward", "defer": True},
-    "crossing": {"schedule": "forward", "defer": True, "cross_iteration": True},
 }
 
 

@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep.errors import AccumulationError, AttachError, StaleAttachmentError, TornStepError
-from instep.sources.ddp.reducer import ReducerGroup, work_of
+from instep.sources.ddp.reducer import ReducerGroup
 from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch, weights
-from tests.distributed.loops import Fails, WithOwn, equal, loss_of, train
+from tests.distributed.loops import Fails, WithOwn, equal, loss_of, train, work_of
 from tests.distributed.pool import RankPool
 from tests.pace import Pace
 
@@ -419,13 +419,10 @@ CLEARED_LATE: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
     "forward": {"schedule": "forward", "defer": True},
     "undo": {"schedule": "backward", "undo": True},
-    "crossing": {"schedule": "forward", "defer": True, "cross_iteration": True},
 }
 
 
-@pytest.mark.parametrize(
-    ("how", "view"), [(how, view) for how in CLEARED_LATE for view in (True, False) if view or how != "crossing"]
-)
+@pytest.mark.parametrize(("how", "view"), [(how, view) for how in CLEARED_LATE for view in (True, False)])
 def test_gradients_cleared_after_the_forward(three_ranks: RankPool, how: str, view: bool) -> None:
     assert three_ranks.run(body_cleared_after_the_forward, CLEARED_LATE[how], view) == [None] * 3
 

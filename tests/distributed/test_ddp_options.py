@@ -16,7 +16,7 @@ import instep
 from instep.errors import AttachError
 from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, two_groups
-from tests.distributed import crossing, ddp_lockstep, zero
+from tests.distributed import ddp_lockstep, zero
 from tests.distributed.pool import RankPool
 
 SMALL: dict[str, Any] = {"bucket_cap_mb": 0.004}
@@ -141,21 +141,6 @@ def test_a_hook_that_the_loop_has_registered_is_the_reason(two_ranks: RankPool) 
     two_ranks.run(hooked)
 
 
-@batched
-def test_across_the_iteration(three_ranks: RankPool) -> None:
-    assert three_ranks.run(crossing.compare, ddp={"batched_grad_copy": True}) == [None] * 3
-
-
-def lazy_across_the_iteration() -> None:
-    with pytest.raises(AttachError, match="lazy_bucket_allocation=True"):
-        crossing.Loop(True, ddp={"lazy_bucket_allocation": True})
-
-
-@lazy
-def test_buckets_that_are_freed_do_not_cross(two_ranks: RankPool) -> None:
-    two_ranks.run(lazy_across_the_iteration)
-
-
 def sharded(way: str, option: dict[str, Any], view: bool) -> None:
     zero.both(way, wrap=partial(zero.ddp, gradient_as_bucket_view=view, **option))
 
@@ -243,7 +228,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "undo": {"schedule": "backward", "undo": True},
     "shard_state": {"schedule": "backward", "shard_state": True},
     "shard_state, forward": {"shard_state": True, "schedule": "forward", "defer": True},
-    "cross_iteration": {"cross_iteration": True, "schedule": "forward", "defer": True},
     "comm_hook, forward": {"comm_hook": (None, allreduce_hook), "schedule": "forward", "defer": True},
     "clip, forward": {"clip": instep.ClipNorm(1.0), "schedule": "forward", "defer": True},
 }

@@ -43,7 +43,6 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "undo": {"schedule": "backward", "undo": True},
     "forward": {"schedule": "forward"},
     "put off": {"schedule": "forward", "defer": True},
-    "crossing": {"schedule": "forward", "cross_iteration": True},
 }
 in_every_way = pytest.mark.parametrize("way", ["backward", "undo", "forward", "put off"])
 
@@ -116,11 +115,6 @@ def test_ddp_with_any_buckets(three_ranks: RankPool, bucket_cap_mb: float) -> No
 def _any_buckets(wrap: Callable[[nn.Module], nn.Module]) -> list[str]:
     """Three ranks add up in another order in other buckets: that ranks agree is what is left to say."""
     return against_the_hand(wrap, "Langevin", WAYS["backward"])[1]
-
-
-def test_crossing(two_ranks: RankPool) -> None:
-    wrap = partial(ddp, gradient_as_bucket_view=True)
-    assert two_ranks.run(against_the_hand, wrap, "Kron-like", WAYS["crossing"]) == [(None, [])] * 2
 
 
 @pytest.mark.parametrize("way", ["backward", "put off"])

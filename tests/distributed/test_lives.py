@@ -29,7 +29,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "undo": {"schedule": "backward", "undo": True},
     "forward": {"schedule": "forward", "defer": True},
     "clipped": {"schedule": "forward", "defer": True, "clip": instep.ClipNorm(1.0)},
-    "cross_iteration": {"schedule": "forward", "defer": True, "cross_iteration": True},
     "shard_state": {"schedule": "backward", "shard_state": True},
     "shard_state forward": {"shard_state": True, "schedule": "forward", "defer": True},
     "comm_hook": {"schedule": "backward", "comm_hook": None},

@@ -26,7 +26,6 @@ HOW: dict[str, dict[str, Any]] = {
     "plain": {},
     "backward": {"schedule": "backward"},
     "forward": {"schedule": "forward", "defer": True},
-    "crossing": {"schedule": "forward", "defer": True, "cross_iteration": True},
     "zero": {"schedule": "backward", "shard_state": True},
 }
 
@@ -79,32 +78,34 @@ def test_ddp(two_ranks: RankPool, how: str, tmp_path: Path) -> None:
         if how != "zero":
             assert len(sent) >= 3 * (BUCKETS - 1)
             assert all("all_reduce" in span.name for span in sent), sorted({span.name for span in sent})
-            assert how == "crossing" or all(float(span.name.split()[1]) > 1 for span in sent)
+            assert all(float(span.name.split()[1]) > 1 for span in sent)
     first, second = (rank.iterations[0][0] for rank in run.ranks)
     assert abs(first - second) < 20, "on one clock"
     found = figures(run)
     assert 0 <= found.communication.exposed <= found.communication.total
     assert found.communication.total > 0
     assert len(found.by_rank) == 2
-    if how in ("backward", "crossing"):
+    if how == "backward":
         assert len(found.buckets) >= BUCKETS - 1
         assert all(bucket.flight is not None and bucket.step > 0 for bucket in found.buckets)
 
 
-def slow_crossing() -> tuple[int, list[bool]]:
-    """The number of reductions of a recorded loop, and which of them had arrived when the profiler stopped."""
-    from instep.sources.cross_iteration import source
+def slow_gathers() -> tuple[int, list[bool]]:
+    """The number of gathers of a recorded loop that is put off, and which had arrived when the profiler stopped."""
+    from instep._step import deferred
     from instep_tools.recording import recording
 
     futures: list[torch.futures.Future[Any]] = []
     arrived: list[bool] = []
 
-    def start(buffer: torch.Tensor, *rest: Any) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        reduced = real(buffer, *rest)
-        Timer(0.2, lambda: future.set_result(reduced.wait())).start()
-        futures.append(future)
-        return future
+    class Slow:
+        def __init__(self, work: Any) -> None:
+            self.future: torch.futures.Future[Any] = torch.futures.Future()
+            Timer(0.2, lambda: self.future.set_result(work.wait())).start()
+            futures.append(self.future)
+
+        def wait(self) -> None:
+            self.future.wait()
 
     class Watched(torch.profiler.profile):
         def stop(self) -> None:
@@ -112,27 +113,24 @@ def slow_crossing() -> tuple[int, list[bool]]:
             super().stop()
 
     with pytest.MonkeyPatch.context() as patch:
-        real = source._start
-        patch.setattr(source, "_start", start)
+        real = dist.all_gather
+        patch.setattr(dist, "all_gather", lambda *args, **options: Slow(real(*args, **options)))
+        patch.setattr(deferred, "which_can_defer", lambda stepper, mine, *_, **__: dict.fromkeys(mine, True))
         patch.setattr(recording, "profile", Watched)
         torch.manual_seed(0)
         model = DistributedDataParallel(Blocks(), gradient_as_bucket_view=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        with instep.attach(model, optimizer, **HOW["crossing"]) as overlap:
-            for _ in range(2):  # the second time they cross
-                futures.clear()
-                arrived.clear()
-                with overlap.record(steps=2):
-                    for _ in range(3):
-                        model(torch.randn(8, 16)).square().mean().backward()
-                        optimizer.step()
-                        optimizer.zero_grad()
+        with instep.attach(model, optimizer, shard_state=True) as overlap, overlap.record(steps=2):
+            for _ in range(3):
+                model(torch.randn(8, 16)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
     return len(futures), arrived
 
 
 def test_a_recording_ends_when_nothing_communicates(two_ranks: RankPool) -> None:
-    """gloo writes down that a reduction has ended, in memory that the profiler frees when it stops."""
-    for count, arrived in two_ranks.run(slow_crossing):
+    """gloo writes down that a collective has ended, in memory that the profiler frees when it stops."""
+    for count, arrived in two_ranks.run(slow_gathers):
         assert 0 < len(arrived) < count
         assert all(arrived)
 

@@ -118,8 +118,7 @@ def body_kept_gradients(build: type[nn.Module]) -> str | None:
     for attached in (False, True):
         torch.manual_seed(0)
         model, optimizer = make(build(), gradient_as_bucket_view=True)
-        options: dict[str, Any] = {"schedule": "forward", "defer": True, "cross_iteration": True}
-        overlap = instep.attach(model, optimizer, **options) if attached else None
+        overlap = instep.attach(model, optimizer, schedule="backward", undo=True) if attached else None
         for i in range(4):
             loss_of(model, 2 * i).backward()
             loss_of(model, 2 * i + 1).backward()

@@ -365,7 +365,6 @@ DIFFERING: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "hook in backward": ({"comm_hook": (None, never), **BACKWARD}, BACKWARD, "comm_hook is (NoneType, tests."),
     "shards": ({"shard_state": True}, {}, "shard_state is True on rank 0 and False on rank 1"),
     "shards in backward": ({"shard_state": True, **BACKWARD}, BACKWARD, "shard_state is True on rank 0"),
-    "crossing": ({}, {"cross_iteration": True}, "cross_iteration is False on rank 0 and True on rank 1"),
     "disabled": ({}, {"disabled": True}, "INSTEP_DISABLE is not set on rank 0 and set on rank 1"),
     "disabled beside backward": (BACKWARD, {"disabled": True}, "INSTEP_DISABLE is not set on rank 0 and set"),
 }

@@ -45,7 +45,6 @@ FORWARD: dict[str, Any] = {"schedule": "forward", "defer": True}
 WAYS: Mapping[str, tuple[Callable[[nn.Module], nn.Module], dict[str, Any]]] = {
     "ddp, backward": (_ddp, BACKWARD),
     "ddp, forward": (_ddp, FORWARD),
-    "ddp, across": (_ddp, {**FORWARD, "cross_iteration": True}),
     "replicate, backward": (_replicated, BACKWARD),
     "shard_state, backward": (_ddp, {**BACKWARD, "shard_state": True}),
     "shard_state, forward": (_ddp, {**FORWARD, "shard_state": True}),

@@ -1,7 +1,7 @@
 """Backwards that nobody sees begin, on several ranks: the forward returns nothing in which a tensor is found, or is
 not the wrapper's ``__call__``."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest.mock import patch
 
@@ -17,10 +17,8 @@ from instep.errors import AccumulationError, TornStepError
 from instep.options import Schedules
 from instep_tools.harness import first_difference
 from tests.cases import batch, two_groups, weights
-from tests.distributed.crossing import late_arrivals
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import Loop, parameters_of
-from tests.inside import source_of
 from tests.late import late_updates
 from tests.parity.lockstep import loss_of
 from tests.parity.unseen import Keeps
@@ -38,13 +36,12 @@ SOURCES: Mapping[str, tuple[Callable[[nn.Module], nn.Module], Mapping[str, Any]]
     "ddp": (ddp, {"schedule": "backward"}),
     "undo": (ddp, {"schedule": "backward", "undo": True}),
     "forward": (ddp, {"schedule": "forward", "defer": True}),
-    "crossing": (ddp, {"schedule": "forward", "defer": True, "cross_iteration": True}),
     "replicate": (instep.replicate, {"schedule": "backward"}),
     "replicate, forward": (instep.replicate, {"schedule": "forward", "defer": True}),
     "shard_state": (ddp, {"schedule": "backward", "shard_state": True}),
     "shard_state, forward": (ddp, {"shard_state": True, "schedule": "forward", "defer": True}),
 }
-EXACT = [name for name in SOURCES if "undo" in name or "forward" in name or "crossing" in name]
+EXACT = [name for name in SOURCES if "undo" in name or "forward" in name]
 
 
 def sees_none(loop: Loop, i: int, how: str) -> torch.Tensor:
@@ -108,36 +105,6 @@ def test_a_step_that_is_left_out(two_ranks: RankPool, source: str, output: str, 
     two_ranks.run(train, source, output, how, sometimes_left_out, 6)
 
 
-def _on_their_way() -> None:
-    loops = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        model = ddp(Keeps("none"))
-        loops.append(Loop(model, adamw(model)))
-    loop = loops[1]
-    loop.overlap = instep.attach(loop.model, loop.optimizer, schedule="forward", defer=True, cross_iteration=True)
-
-    def learn(numbers: Sequence[int]) -> None:
-        for i in numbers:
-            losses = [sometimes_left_out(one, i, "call") for one in loops]
-            assert torch.equal(*losses), f"iteration {i}"
-        loop.overlap.synchronize()
-
-    learn(range(4))  # until DDP has made its buckets anew, and they were the same twice
-    with late_arrivals():
-        learn(range(4, 12))
-        assert source_of(loop.overlap).flights
-        source_of(loop.overlap)._drain()
-    states = [parameters_of(one.model, one.optimizer) for one in loops]
-    assert first_difference(*states) is None
-    loop.overlap.detach()
-
-
-def test_a_backward_after_one_whose_buckets_no_step_was_given(two_ranks: RankPool) -> None:
-    """They may be on their way while it writes their memory."""
-    two_ranks.run(_on_their_way)
-
-
 class FirstLeftOut(nn.Module):
     """Now and then its forward does not read the first layer."""
 
@@ -150,7 +117,7 @@ class FirstLeftOut(nn.Module):
         return found
 
 
-def _first_left_out(cross: bool) -> str | None:
+def _first_left_out() -> str | None:
     states = []
     for attached in (False, True):
         torch.manual_seed(0)
@@ -160,7 +127,7 @@ def _first_left_out(cross: bool) -> str | None:
         overlap = None
         if attached:
             with patch("instep.options.DEFAULT_BUCKET_BYTES", 1):
-                overlap = instep.attach(model, optimizer, schedule="forward", defer=True, cross_iteration=cross)
+                overlap = instep.attach(model, optimizer, schedule="forward", defer=True)
         with late_updates():
             for i in range(7):
                 x, y = batch(i * dist.get_world_size() + dist.get_rank())
@@ -169,16 +136,14 @@ def _first_left_out(cross: bool) -> str | None:
                 optimizer.zero_grad()
             if overlap is not None:
                 assert len(overlap.plan.buckets) > 1
-                assert not cross or source_of(overlap).flights
                 overlap.detach()
         states.append(parameters_of(model, optimizer))
     return first_difference(*states)
 
 
-@pytest.mark.parametrize("cross", [False, True])
-def test_a_forward_that_does_not_read_what_the_last_step_updates(two_ranks: RankPool, cross: bool) -> None:
+def test_a_forward_that_does_not_read_what_the_last_step_updates(two_ranks: RankPool) -> None:
     """Its backward writes the buckets of which the gradients of that step are views."""
-    assert two_ranks.run(_first_left_out, cross) == [None] * 2
+    assert two_ranks.run(_first_left_out) == [None] * 2
 
 
 def _another_rank_failed() -> None:

@@ -59,8 +59,8 @@ class Case:
         source: ``"local"``, ``"ddp"``, ``"zero"`` (DDP with ``shard_state=True``), ``"joined"`` (DDP, after a
             ``join()`` of unequally many iterations), ``"fsdp2"`` or ``"2d"`` (FSDP2 over tensor parallelism, on four
             ranks).
-        way: ``"backward"``, ``"forward"``, ``"undo"``, ``"default"``, ``"crossing"`` (``cross_iteration=True``),
-            ``"beside"`` (``"backward"`` with ``defer=True``); ``"plain"`` is the loop without instep, ``"torch"`` the
+        way: ``"backward"``, ``"forward"``, ``"undo"``, ``"default"``, ``"beside"`` (``"backward"`` with
+            ``defer=True``); ``"plain"`` is the loop without instep, ``"torch"`` the
             one with torch's own step in backward.
         point: a name in ``POINTS``; ``""`` for a run without a fault.
         kind: a name in ``KINDS``.

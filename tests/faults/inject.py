@@ -27,7 +27,8 @@ from instep._optim.stepper import Stepper
 from instep._ranks import vote
 from instep._step import deferred_buckets as pending
 from instep.sources.ddp.buckets import Reduction
-from instep.sources.ddp.reducer import ReducerGroup, work_of
+from instep.sources.ddp.reducer import ReducerGroup
+from tests.distributed.loops import work_of
 from tests.faults.cases import ALL, NONFINITE, RAISES, STAGED_SGD, TIMEOUT, TURNS, Case
 from tests.faults.program import Staged, staged_sgd
 
@@ -136,8 +137,7 @@ class _FailingWork(Work):
         raise InjectedError("the fault")
 
 
-def _failing_for_the_reducer(work: Any) -> Work:
-    """The reducer is not Python: of torch 2.6 it knows no ``Work`` that is."""
+def _failing_for_the_reducer(work: Any) -> Any:
     return work_of(work.get_future().then(_fail))
 
 

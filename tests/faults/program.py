@@ -111,7 +111,7 @@ def build(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = MODELS[case.model]().to(case.device)
     if case.source in ("ddp", "zero", "joined"):
-        model = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=case.way == "crossing")
+        model = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
     elif case.source == "fsdp2":
         for block in model.blocks if isinstance(model, Blocks) else model.children():
             fully_shard(block)
@@ -155,14 +155,14 @@ def _options(case: Case) -> dict[str, Any]:
     if case.way == "default":
         return {} if case.nonfinite is None else {"nonfinite": case.nonfinite}
     chosen: dict[str, Any] = {"schedule": "backward", "undo": case.way == "undo"}
-    if case.way in ("forward", "crossing"):
-        chosen = {"schedule": "forward", "defer": True, "cross_iteration": case.way == "crossing"}
+    if case.way == "forward":
+        chosen = {"schedule": "forward", "defer": True}
     if case.way == "beside":
         chosen["defer"] = True
     if case.source == "local":
         chosen["bucket_bytes"] = int(BUCKET_MB * 2**20)
     if case.source == "zero":
-        del chosen["undo" if case.way == "backward" else "cross_iteration"]
+        chosen.pop("undo", None)
         chosen["shard_state"] = True
     if case.nonfinite is not None:
         chosen["nonfinite"] = case.nonfinite

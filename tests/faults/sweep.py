@@ -169,28 +169,6 @@ def votes() -> Iterator[Case]:
         yield Case(source, way, "vote", kind, where, 1, then="leave", world=2)
 
 
-def ranks_that_cross() -> Iterator[Case]:
-    """Rows 1 to 4, with gradients on their way when backward has returned: they are from the third step on,
-    the one that has the fault. After an error in their communication DDP has to be built anew: nobody tries again."""
-    of_buckets = ("before launch", "in flight", "after completion", "in the update", "after write")
-    others = ("forward", "model", "end of backward", "before step", "in step", "after step", "vote")
-    for kind, point, where, rank in product(("raise", "kill", "stop", "hang"), of_buckets, (0, 2), (0, 1)):
-        if kind in ("raise", "kill") or rank == 1:
-            yield Case("ddp", "crossing", point, kind, where, rank, then="leave", world=2)
-    for kind, point in product(("raise", "interrupt", "kill", "stop", "hang"), others):
-        yield Case("ddp", "crossing", point, kind, 14 if point == "model" else 0, 1, then="leave", world=2)
-    for where, rank in product(range(5), (0, 1)):
-        yield Case("ddp", "crossing", "in flight", "error", where, rank, then="leave", world=2)
-    for point, where in product(("in flight", "after completion", "before step", "after step"), (0, 2)):
-        if where == 0 or point in of_buckets:
-            yield Case("ddp", "crossing", point, "partition", where, 1, then="leave", world=2)
-    for point, where in product(("in flight", "before step"), (0, 2)):
-        if where == 0 or point in of_buckets:
-            yield Case("ddp", "crossing", point, "kill", where, 2, then="leave", world=3)
-    for point in ("before step", "in step", "after step"):
-        yield Case("ddp", "crossing", point, "save", 0, ALL, world=2)
-
-
 def on_two_dimensions() -> Iterator[Case]:
     """Rows 1, 4 and 5, on four ranks: rank 3 is in no process group with rank 0."""
     for way, point, rank in product(("backward", "undo"), ("after completion", "after write"), (0, 3)):
@@ -257,7 +235,6 @@ def everything() -> list[Case]:
         *saves(),
         *votes(),
         *cut_networks(),
-        *ranks_that_cross(),
         *on_two_dimensions(),
         *after_join(),
         *attached_in_other_ways(),

@@ -753,10 +753,6 @@ def test_two_ranks_share_the_state(schedule: str, two_ranks: RankPool) -> None:
     )
 
 
-def test_two_ranks_across_the_iteration(two_ranks: RankPool) -> None:
-    two_ranks.run(_compare, {"schedule": "forward", "defer": True, "cross_iteration": True}, 2 * 4, VIEWS, {})
-
-
 def _save_and_resume(directory: Path) -> None:
     def strategy() -> Any:
         return DDPStrategy(process_group_backend="gloo", cluster_environment=PooledRanks(), **VIEWS)

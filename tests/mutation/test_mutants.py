@@ -34,8 +34,6 @@ INTERRUPTS = "tests/unit/test_interrupts.py"
 INTERRUPTED_LINES = "tests/parity/test_interrupted_lines.py"
 ZERO = "tests/distributed/test_zero.py"
 CHECKPOINT = "tests/checkpoint/"
-CROSSING = "tests/distributed/test_crossing.py"
-ORDER = "tests/unit/test_order.py"
 STEP_RANKS = "tests/distributed/test_step_ranks.py"
 VOTES = "tests/distributed/test_votes.py"
 NONFINITE = "tests/parity/test_nonfinite.py"
@@ -260,8 +258,8 @@ MUTANTS = [
     Mutant(
         "beside backward: the optimizer is kept from step to step",
         "UpdatesBeside.end_step",
-        "        self.steps.clear()  # last",
-        "        pass  # last",
+        "        self.steps.clear()\n",
+        "        pass\n",
         BESIDE,
         "dropped",
     ),
@@ -676,7 +674,7 @@ MUTANTS = [
     Mutant(
         "put off the update from a gradient that the loop has kept",
         "_reachable_by_others",
-        "            found = _any_of(found, are_kept(list(map(GRADIENT, tensors))))\n",
+        "        found = _any_of(found, are_kept(list(map(GRADIENT, tensors))))\n",
         "",
         ALIASES,
         marks="not full",
@@ -684,7 +682,7 @@ MUTANTS = [
     Mutant(
         "put off the update from a gradient of which the loop has an alias",
         "_reachable_by_others",
-        "            found = _any_of(found, _gradients_have_other_owners(tensors, everybody, in_views=in_views))\n",
+        "        found = _any_of(found, _gradients_have_other_owners(tensors, everybody, in_views=in_views))\n",
         "",
         ALIASES,
         marks="not full",
@@ -2720,55 +2718,6 @@ MUTANTS = [
         ODD_OPTIMIZERS,
     ),
     Mutant(
-        "step a bucket that has not arrived",
-        "DeferredBucket._arrive",
-        "            flight.wait()\n",
-        "",
-        CROSSING,
-    ),
-    Mutant(
-        "say that a bucket is reduced where DDP needs the mean",
-        "CrossingSource.communicate",
-        "if not crosses or buffer.is_sparse or any(p.grad is None for p in members):",
-        "if not crosses or buffer.is_sparse:",
-        CROSSING,
-    ),
-    Mutant(
-        "read a gradient that has not arrived",
-        "CrossingSource._used",
-        "        self.wait_into_grad()\n",
-        "        pass\n",
-        CROSSING,
-    ),
-    Mutant(
-        "go on after buckets were not all reduced",
-        "CrossingSource._begin",
-        "if last is not None and last.failure is not None:",
-        "if False:",
-        CROSSING,
-    ),
-    Mutant(
-        "leave the half of a gradient",
-        "HeldBucket.wait_into_grad",
-        "                parameter.grad = None  # the loop must not find half of a sum",
-        "                pass",
-        CROSSING,
-    ),
-    Mutant(
-        "keep an order that was made for other buckets",
-        "OrderedCollectives.keep_order",
-        "self._order = [*self._order[:turn], *before]",
-        "pass",
-        ORDER,
-    ),
-    Mutant(
-        "send as they come",
-        "OrderedCollectives._send",
-        "due := self._ready.pop(self._order[self._next], None)",
-        "due := self._ready.pop(min(self._ready, default=-1), None)",
-        ORDER,
-    ),
-    Mutant(
         "take a bucket for one that lay where it lies",
         "ReducerGroup.allreduce",
         "if known is None or known.storage.expired():",
@@ -3110,13 +3059,6 @@ MUTANTS = [
         "_after_wrapped",
         "found.synchronize()",
         "pass",
-        UNSEEN_RANKS,
-    ),
-    Mutant(
-        "leave buckets on their way when a forward has ended",
-        "CrossingSource._after_forward",
-        "        if torch.is_grad_enabled() and graph_task() is None and not torch.compiler.is_compiling():",
-        "        if False:",
         UNSEEN_RANKS,
     ),
     Mutant(
@@ -4083,13 +4025,6 @@ MUTANTS = [
         FIRST_FAILURE,
     ),
     Mutant(
-        "first failure: wait for all that crosses an iteration",
-        "OrderedCollectives.drain",
-        "                    break\n",
-        "                    pass\n",
-        ORDER,
-    ),
-    Mutant(
         "first failure: the end of the process waits for a vote that nobody answers",
         "_finish_sending",
         "waits=not is_lost(anchor)",
@@ -4386,22 +4321,6 @@ MUTANTS = [
         "        if False:\n",
         PIPELINES,
         "another_schedule",
-    ),
-    Mutant(
-        "a gain that may be chance changes how buckets are waited for",
-        "CrossingTrial.keep",
-        "if other < (1 - _LEAST_GAIN) * kept:",
-        "if other < kept:",
-        "tests/unit/test_trial.py",
-        "chance",
-    ),
-    Mutant(
-        "one way of crossing is tried at the beginning alone",
-        "CrossingTrial.first",
-        "return iteration // _TRIED_FOR % 2 == 0",
-        "return not _TRIED_FOR <= iteration < 2 * _TRIED_FOR",
-        "tests/unit/test_trial.py",
-        "both_are_tried",
     ),
     Mutant(
         "a profiler that stops meets a vote",

@@ -54,8 +54,7 @@ def run_or_refuse(program: Program, wrap: Any = unwrapped, rank: int = 0) -> str
 
 def run_or_refuse_on_this_rank(program: Program, view: bool) -> str:
     """The same under DistributedDataParallel, which looks for unused parameters only in outputs that it knows."""
-    found_by_ddp = program.output in FOUND_BY_DDP and program.way != "crossing"
-    program, wrap = on_this_rank(program, view or program.way == "crossing", find_unused=found_by_ddp)
+    program, wrap = on_this_rank(program, view, find_unused=program.output in FOUND_BY_DDP)
     return run_or_refuse(program, wrap, torch.distributed.get_rank())
 
 

@@ -110,7 +110,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "late beside": {"schedule": "backward", "defer": True},  # as "late"
     "forward": {"schedule": "forward", "defer": True},
     "late": {"schedule": "forward", "defer": True},  # no update runs before somebody waits for it
-    "crossing": {"schedule": "forward", "defer": True, "cross_iteration": True},
     "shard_state": {"schedule": "backward", "shard_state": True},
     "undo": {"schedule": "backward", "undo": True},
     "undo on the host": {"schedule": "backward", "undo": "host"},

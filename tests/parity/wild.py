@@ -109,7 +109,7 @@ everything = st.one_of(
     wild(names=no_names, recipe=recipes, edits=edits, calls=any_call, outputs=any_output).map(longer),
 )
 
-WAYS_ON_RANKS = ("backward", "forward", "undo", "crossing", "shard_state")
+WAYS_ON_RANKS = ("backward", "forward", "undo", "shard_state")
 
 
 @st.composite

@@ -91,7 +91,7 @@ def test_rates_that_are_given_are_not_measured(monkeypatch: pytest.MonkeyPatch) 
 def test_quiet_and_several_ranks() -> None:
     code, shown, _ = invoke(f"{HERE}:layers_and_rows", "--world-size", 4, "--gbits", 10, "-o", "lr=0.1", "-q")
     assert code == 0
-    for said in ("4 ranks", "backward, replicate", "cross_iteration", "communication"):
+    for said in ("4 ranks", "backward, replicate", "communication"):
         assert said in shown
     assert "attach refuses" not in shown
     assert "Assumed" not in shown

@@ -242,7 +242,6 @@ OPTIONS: dict[str, set[str]] = {
     "nonfinite": set(),
     "comm_hook": {"None"},
     "mixed_precision": {"None"},
-    "cross_iteration": set(),  # there is no DistributedDataParallel here
     "shard_state": set(),
 }
 VERBS |= {

@@ -1,6 +1,5 @@
 """The model of an iteration, by hand, against closed forms, and by what must hold of every loop."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -57,8 +56,6 @@ def test_with_nothing_to_wait_for_one_core_does_the_same_work_in_any_order(sched
         pytest.param("plain", 9 + 2 + 4, id="plain"),
         pytest.param("backward", 9 + 1 + 4, id="backward: the deep bucket is stepped before 9"),
         pytest.param("forward", 9 + 2 + 4, id="forward: on one core that is serial"),
-        # The shallow bucket first: there at 6, stepped at 7, its forward ends at 10, when the deep one arrives.
-        pytest.param("cross_iteration", 10 + 1 + 1, id="cross_iteration"),
     ],
 )
 def test_two_buckets_by_hand(schedule: ScheduleName, seconds: float) -> None:
@@ -85,7 +82,6 @@ def test_communication_that_takes_time_of_the_core(schedule: ScheduleName, secon
 
 
 def test_all_that_share_a_core_get_no_more_than_one() -> None:
-    # Across the iteration, the forward of one bucket, the step of the next and the sending of a third run together.
     # With a link that takes no time the core never waits: 3 s each of backward, communication, steps and forward.
     for schedule in STEPPING:
         assert iteration_seconds(schedule, ones(3), FREE, Host(communication_cpu=1.0)) == pytest.approx(12)
@@ -106,13 +102,12 @@ def test_with_a_core_of_its_own_communication_delays_nothing_else() -> None:
     assert iteration_seconds("plain", work, SECOND_PER_BYTE, Host(1, communication_cpu=3.0)) == pytest.approx(8 + 4)
 
 
-def test_a_slow_link_never_waits_across_the_iteration() -> None:
-    # What is left beside it: the backward of the bucket sent first, and step and forward from the one sent last on.
+def test_what_a_slow_link_waits_for() -> None:
+    # The backward of the bucket sent first, and the steps and the forward that come after the last one.
     slow = Link(1e-3, 0.0, ranks=2)
     extra = {name: iteration_seconds(name, ones(4), slow, ONE) - 4000 for name in STEPPING}
     assert extra["plain"] == pytest.approx(1 + 4 + 4)
     assert extra["backward"] == pytest.approx(1 + 1 + 4)
-    assert extra["cross_iteration"] == pytest.approx(1 + 1 + 2)
     assert bound(ones(4), slow, ONE) == pytest.approx(4000)
 
 
@@ -161,12 +156,10 @@ def works(draw: st.DrawFn, most: int = 5) -> Work:
     return Work(sizes, times[0], times[1], times[2], overhead=draw(quarters))
 
 
-def arrivals(work: Work, link: Link, order: Sequence[int]) -> dict[int, float]:
-    found: dict[int, float] = {}
-    free = 0.0
-    for number in order:
-        free = max(free, sum(work.backward[: number + 1])) + link.allreduce(work.gradient_bytes[number])
-        found[number] = free
+def arrivals(work: Work, link: Link) -> list[float]:
+    found: list[float] = []
+    for number, size in enumerate(work.gradient_bytes):
+        found.append(max(*found[-1:], sum(work.backward[: number + 1]), 0.0) + link.allreduce(size))
     return found
 
 
@@ -174,29 +167,13 @@ def closed_form(schedule: str, work: Work, link: Link) -> float:
     """On one core, where communication takes none of it."""
     count = len(work.step)
     backward, after = sum(work.backward), work.overhead + sum(work.forward)
-    arrived = arrivals(work, link, range(count))
+    arrived = arrivals(work, link)
     if schedule == "backward":
         now = backward
         for number in range(count):
             now = max(now, arrived[number]) + work.step[number]
         return now + after
-    if schedule != "cross_iteration":
-        return max(backward, arrived[count - 1]) + sum(work.step) + after
-    found = []
-    for first in range(count):
-        order = [*range(first), *reversed(range(first, count))]
-        arrived = arrivals(work, link, order)
-        latest = backward + sum(work.step) + after  # the core never waits
-        for place, number in enumerate(order):
-            # Or it waits for this one last: then this and those after it are left to step, and the layers to run from
-            # the first of them on.
-            left = order[place:]
-            latest = max(
-                latest,
-                arrived[number] + sum(work.step[i] for i in left) + sum(work.forward[: max(left) + 1]),
-            )
-        found.append(latest)
-    return min(found)
+    return max(backward, arrived[-1]) + sum(work.step) + after
 
 
 @settings(deadline=None)
@@ -215,11 +192,9 @@ def test_one_bucket_is_stepped_between_its_communication_and_its_forward(work: W
     at_once: tuple[ScheduleName, ...] = ("plain", "backward")
     for schedule in at_once:
         assert iteration_seconds(schedule, work, link, host) == pytest.approx(expected)
-    # The overhead may be spent while a worker steps, or the bucket is on its way.
-    deferred: tuple[ScheduleName, ...] = ("forward", "cross_iteration")
-    for schedule in deferred:
-        seconds = iteration_seconds(schedule, work, link, host)
-        assert expected - work.overhead - 1e-9 <= seconds <= expected + 1e-9
+    # The overhead may be spent while a worker steps.
+    seconds = iteration_seconds("forward", work, link, host)
+    assert expected - work.overhead - 1e-9 <= seconds <= expected + 1e-9
 
 
 @settings(deadline=None)

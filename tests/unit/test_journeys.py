@@ -20,7 +20,7 @@ BOUNDS = {
     # Files, calls.
     "bucket": (16, 86),
     "backward": (27, 384),
-    "forward": (30, 738),
+    "forward": (30, 729),
     "default": (10, 30),
     "undo": (31, 861),
 }

@@ -43,16 +43,6 @@ def ddp(**options: Any) -> nn.Module:
     return DistributedDataParallel(linear(), **options)
 
 
-views = partial(ddp, gradient_as_bucket_view=True)
-
-
-def lazy_buckets() -> nn.Module:
-    """As torch 2.15 makes it with ``lazy_bucket_allocation=True``."""
-    model = views()
-    model.lazy_bucket_allocation = True  # type: ignore[assignment]
-    return model
-
-
 def ddp_in_part() -> nn.Module:
     return nn.Sequential(ddp(), linear())
 
@@ -112,7 +102,7 @@ SCALER = {"scaler": GradScaler("cpu")}
 HOOK = {"comm_hook": (None, hook)}
 CAST = {"mixed_precision": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
 REDUCED = {"mixed_precision": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
-CROSSING, SHARDS = {"cross_iteration": True}, {"shard_state": True}
+SHARDS = {"shard_state": True}
 KEYED = {"random": "keyed", "seed": 1}
 PIPELINE = {"pipeline": "of the model"}
 Adafactor = torch.optim.Adafactor  # its update is not elementwise
@@ -146,15 +136,6 @@ CASES = {
     "PARAM_DTYPE_WITH_SPARSE_GRADIENTS": Case(CAST, {}, sparse),
     "REDUCE_DTYPE_ON_ONE_DEVICE": Case(REDUCED, {}),
     "REDUCE_DTYPE_WITH_COMM_HOOK": Case(REDUCED, HOOK, ddp),
-    "CROSS_ITERATION_WITH_BACKWARD": Case(CROSSING, BACKWARD, views),
-    "CROSS_ITERATION_WITHOUT_DDP": Case(CROSSING, {}),
-    "CROSS_ITERATION_WITHOUT_BUCKET_VIEWS": Case(CROSSING, {}, partial(ddp, gradient_as_bucket_view=False)),
-    "CROSS_ITERATION_WITH_LAZY_BUCKETS": Case(CROSSING, {}, lazy_buckets),
-    "CLIP_NORM_WITH_CROSS_ITERATION": Case(EXACT, CROSSING, views),
-    "SCALER_WITH_CROSS_ITERATION": Case(SCALER, CROSSING, views),
-    "NONFINITE_WITH_CROSS_ITERATION": Case({"nonfinite": "raise"}, CROSSING, views),
-    "COMM_HOOK_WITH_CROSS_ITERATION": Case(HOOK, CROSSING, views),
-    "SHARD_STATE_WITH_CROSS_ITERATION": Case(SHARDS, CROSSING, views),
     "SHARD_STATE_WITHOUT_DDP": Case(SHARDS, {}),
     "CLIP_VALUE_WITH_SHARDS_OF_WHOLE_PARAMETERS": Case(
         {"clip": ClipValue(1.0)}, {**SHARDS, **BACKWARD}, ddp, Adafactor

@@ -1,8 +1,6 @@
 """Process groups, and the stores over which they find their ranks: what torch has no public name for.
 
-``group_beside`` makes a group of instep's own between the ranks of a group that a model was built with. torch does not
-know of it: ``new_group`` names a group by how many a rank has made before, which would have to be the same on all
-ranks. ``communicating`` notes the groups in which a communication has failed: nobody waits for their ranks any more.
+``communicating`` notes the groups in which a communication has failed: nobody waits for their ranks any more.
 """
 
 import weakref
@@ -13,67 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from instep.errors import AttachError
-
-
-def require_another(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Ask whether ``group_beside`` can make another group like ``group``, before anything is sent.
-
-    Raises:
-        AttachError: ``group_beside`` cannot make another group like this one.
-    """
-    known = type(group._get_backend(device)).__name__ in ("ProcessGroupGloo", "ProcessGroupNCCL")
-    if not known and _plugin_of(group) is None:
-        raise AttachError(
-            "this needs a process group of gloo, of NCCL or of a backend that another package has registered, and "
-            f"that of the model is {group.name()}"
-        )
-
-
-def group_beside(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """A group whose collectives never meet those of ``group``, for tensors on ``device``. It is kept as long as
-    ``group`` is. All ranks of ``group`` must call this, and wait for one another the first time."""
-    found = _beside.get(group)
-    if found is None:
-        backend: Any = type(group._get_backend(device))  # the class alone says how it is made
-        store = store_of_world(f"buckets/{group.group_name}")
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        if backend.__name__ == "ProcessGroupGloo":
-            theirs: Any = group._get_backend(device).options
-            options: Any = type(theirs)()
-            # As the model's own group was made, but for the threads.
-            options._timeout, options._devices, options._threads = theirs._timeout, theirs._devices, _GLOO_THREADS
-            made = backend(store, rank, size, options)
-        elif backend.__name__ == "ProcessGroupNCCL":
-            options = backend.Options()
-            options._timeout = timeout_of(group)
-            made = backend(store, rank, size, options)
-        else:
-            made = _plugin_of(group).creator_fn(store, rank, size, timeout_of(group))
-        if isinstance(made, dist.ProcessGroup):  # of another package, which has made a whole group and no backend
-            _beside[group] = made
-            return made
-        found = dist.ProcessGroup(store, rank, size)
-        kind = getattr(dist.ProcessGroup.BackendType, backend.__name__.removeprefix("ProcessGroup").upper())
-        found._register_backend(torch.device(device.type), kind, made)
-        _beside[group] = found
-    return found
-
-
-_GLOO_THREADS = 4
-"""How many collectives gloo runs at once. Each waits for the other ranks between its two halves: with 2, torch's own
-number, a fast link is idle for a part of the time."""
-
-
-_beside: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
-
-
-def _plugin_of(group: dist.ProcessGroup) -> Any:
-    """A backend of another package, registered with ``dist.Backend.register_backend``, which was told how to make a
-    group; ``None``: the backend is torch's own, or is made in a way that is not known here."""
-    plugin: Any = dist.Backend._plugins.get(dist.get_backend(group).upper())
-    return None if plugin is None or plugin.extended_api else plugin
 
 
 def store_of_world(place: str) -> Any:

@@ -102,10 +102,6 @@ def mixed_precision_without_floats(target: Target, options: Options) -> None:
             raise AttachError(f"mixed_precision: {name}={dtype} is not a floating-point dtype")
 
 
-def invalid_cross_iteration(target: Target, options: Options) -> None:
-    require_flag("cross_iteration", options.communication.cross_iteration, AttachError)
-
-
 def invalid_shard_state(target: Target, options: Options) -> None:
     require_flag("shard_state", options.communication.shard_state, AttachError)
 

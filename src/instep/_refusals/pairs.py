@@ -60,22 +60,18 @@ class Pair:
 # Choices of several rows. Here and in the table, ``t`` is the ``Target`` and ``o`` the ``Options``.
 
 _FORWARD = Choice('`schedule="forward"`', lambda t, o: o.schedule == "forward")
-_BACKWARD = Choice('`schedule="backward"`', lambda t, o: o.schedule == "backward")
 _BACKWARD_WITHOUT_UNDO = Choice(
     '`schedule="backward"` without `undo`', lambda t, o: o.schedule == "backward" and not o.undo
 )
 _BUCKET_BYTES = Choice("`bucket_bytes`", lambda t, o: o.bucket_bytes is not None)
-_CLIP_NORM = Choice("`clip=ClipNorm(…)`", lambda t, o: isinstance(o.clip, ClipNorm))
 _NOT_EXACT = Choice('`ClipNorm(mode=…)` other than `"exact"`', lambda t, o: _mode(o) not in (None, "exact"))
 _TWO_PASS = Choice('`ClipNorm(mode="two_pass")`', lambda t, o: _mode(o) == "two_pass")
 _PER_BUCKET = Choice('`ClipNorm(mode="per_bucket")`', lambda t, o: Clipping(o.clip).clips_buckets)
-_SCALER = Choice("`scaler`", lambda t, o: o.scaler is not None)
 _UNDO = Choice("`undo`", lambda t, o: bool(o.undo))
 _SKIP = Choice('`nonfinite="skip"`', lambda t, o: o.nonfinite == "skip")
 _COMM_HOOK = Choice("`comm_hook`", lambda t, o: o.communication.comm_hook is not None)
 _MIXED_PRECISION = Choice("`mixed_precision`", lambda t, o: o.communication.mixed_precision is not None)
 _REDUCE_DTYPE = Choice("`mixed_precision` with `reduce_dtype`", lambda t, o: _dtype(o, "reduce_dtype") is not None)
-_CROSS_ITERATION = Choice("`cross_iteration=True`", lambda t, o: o.communication.cross_iteration)
 _SHARD_STATE = Choice("`shard_state=True`", lambda t, o: o.communication.shard_state)
 _OFFLOAD = Choice('`offload="host"`', lambda t, o: o.offload is not None)
 _KEYED = Choice('`random="keyed"` and an optimizer that is not torch\'s own', lambda t, o: bool(drawing_by_key(t, o)))
@@ -136,7 +132,7 @@ UNDO_WITH_FORWARD = Pair(
     ),
 )
 SCALER_WITH_BACKWARD = Pair(
-    _SCALER,
+    Choice("`scaler`", lambda t, o: o.scaler is not None),
     _BACKWARD_WITHOUT_UNDO,
     "weights are updated before the scaler has seen whether a gradient is infinite",
     lambda t, o: (
@@ -335,7 +331,7 @@ PIPELINE_WITH_TWO_PASS = Pair(
 )
 PIPELINE_WITH_COMMUNICATION = Pair(
     Choice(
-        "`comm_hook`, `mixed_precision`, `cross_iteration` or `shard_state`",
+        "`comm_hook`, `mixed_precision` or `shard_state`",
         lambda t, o: bool(_of_communication(o)),
     ),
     _PIPELINE,
@@ -391,7 +387,7 @@ MIXED_PRECISION_WITH_FSDP = Pair(
     ),
 )
 CLIP_NORM_WITH_FSDP1 = Pair(
-    _CLIP_NORM,
+    Choice("`clip=ClipNorm(…)`", lambda t, o: isinstance(o.clip, ClipNorm)),
     _FSDP1,
     "its shards have a norm of their own: call `model.clip_grad_norm_(…)`",
     "clip=ClipNorm(…) does not go with FullyShardedDataParallel, whose shards have a norm of their own: call "
@@ -462,83 +458,6 @@ def _sparse_modules(target: Target) -> list[str]:
     """The names of the modules that ask autograd for sparse gradients, as ``nn.Embedding(sparse=True)`` does."""
     return [name for name, module in target.model.named_modules() if getattr(module, "sparse", False)]
 
-
-# Gradients that are still on their way after backward.
-
-CROSS_ITERATION_WITH_BACKWARD = Pair(
-    _CROSS_ITERATION,
-    _BACKWARD,
-    "backward steps what has arrived",
-    lambda t, o: (
-        f"cross_iteration=True does not go with schedule={o.schedule!r}, which steps what has arrived in backward. Use "
-        "schedule='forward'"
-    ),
-)
-CROSS_ITERATION_WITHOUT_DDP = Pair(
-    _CROSS_ITERATION,
-    Choice("a model without `DistributedDataParallel`", lambda t, o: not t.ddps),
-    "it is DDP's communication that is hidden",
-    "cross_iteration=True hides the communication of DistributedDataParallel, of which there is none in model. Leave "
-    "it out, or wrap the model",
-)
-CROSS_ITERATION_WITHOUT_BUCKET_VIEWS = Pair(
-    _CROSS_ITERATION,
-    Choice("`gradient_as_bucket_view=False`", lambda t, o: not all(ddp.gradient_as_bucket_view for ddp in t.ddps)),
-    "DDP copies gradients at the end of backward, before they are reduced",
-    "cross_iteration=True needs DistributedDataParallel(gradient_as_bucket_view=True): else DDP copies the gradients "
-    "at the end of backward, before they are reduced",
-)
-CROSS_ITERATION_WITH_LAZY_BUCKETS = Pair(
-    _CROSS_ITERATION,
-    Choice(
-        "`lazy_bucket_allocation=True`",  # an argument of DDP since torch 2.15
-        lambda t, o: any(getattr(ddp, "lazy_bucket_allocation", False) for ddp in t.ddps),
-    ),
-    "DDP frees its buckets at the end of backward",
-    "cross_iteration=True needs DDP's buckets after backward, and DistributedDataParallel(lazy_bucket_allocation=True) "
-    "frees them. Leave out one of the two",
-)
-
-
-def _needs_all_gradients(name: str, value: object) -> str:
-    return (
-        f"{name}={value!r} needs all gradients before the first update, and cross_iteration=True updates each bucket "
-        "when it has arrived. Leave out one of the two"
-    )
-
-
-CLIP_NORM_WITH_CROSS_ITERATION = Pair(
-    _CLIP_NORM,
-    _CROSS_ITERATION,
-    "all gradients are needed before the first update",
-    lambda t, o: _needs_all_gradients("clip", o.clip),
-)
-SCALER_WITH_CROSS_ITERATION = Pair(
-    _SCALER,
-    _CROSS_ITERATION,
-    "all gradients are needed before the first update",
-    lambda t, o: _needs_all_gradients("scaler", o.scaler),
-)
-NONFINITE_WITH_CROSS_ITERATION = Pair(
-    Choice('`nonfinite="skip"` or `"raise"`', lambda t, o: o.nonfinite != "allow"),
-    _CROSS_ITERATION,
-    "all gradients are needed before the first update",
-    lambda t, o: _needs_all_gradients("nonfinite", o.nonfinite),
-)
-COMM_HOOK_WITH_CROSS_ITERATION = Pair(
-    _COMM_HOOK,
-    _CROSS_ITERATION,
-    "DDP's buckets are sent in another way",
-    "comm_hook does not go with cross_iteration=True, which sends DDP's buckets in its own way. Leave out one of the "
-    "two",
-)
-SHARD_STATE_WITH_CROSS_ITERATION = Pair(
-    _SHARD_STATE,
-    _CROSS_ITERATION,
-    "DDP's buckets are sent in another way",
-    "shard_state does not go with cross_iteration=True, which sends DDP's buckets in its own way. Leave out one of the "
-    "two",
-)
 
 # Optimizer state that is divided among the ranks.
 

@@ -138,7 +138,7 @@ class UpdatesBeside:
         worker = self._worker = self._worker or Worker()
         for stepper in bucket.steppers:
             mine = _of(stepper, bucket)
-            handed = HandedOver(mine, DeferredBucket(mine, self._step_of(stepper), None, None))
+            handed = HandedOver(mine, DeferredBucket(mine, self._step_of(stepper), None))
             self._under_way.append(handed)  # before the worker has it: what is listed here is waited for
             handed.bucket.give_to(worker)
 

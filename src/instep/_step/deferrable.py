@@ -1,7 +1,7 @@
 """``schedule="forward"``: which parameters can wait, and in which order the model reads them."""
 
 import weakref
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter
 from typing import Any
@@ -24,7 +24,6 @@ from instep._optim.owners import (
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, shard_of_gradient
 from instep._optim.stepper import Stepper
 from instep._step.deferred_buckets import gradients_in, in_grad
-from instep._step.schedule import InFlightBucket
 from instep._torch.engine import graph_task
 from instep._torch.hooks import BoundHook
 from instep._torch.lifetime import WeakMethod
@@ -159,14 +158,12 @@ class ReadOrder:
 
 _LAYOUT = attrgetter("layout")
 _IN_GRAPH = attrgetter("requires_grad")  # made by backward(create_graph=True)
-InFlight = Mapping[AttachedParameter, InFlightBucket]
 
 
 def which_can_defer(
     stepper: Stepper,
     mine: AttachedParameters,
     everybody: AttachedParameters,
-    in_flight: InFlight,
     unseen: Container[int],
     *,
     in_views: OwnerCount | None,
@@ -176,14 +173,13 @@ def which_can_defer(
     Args:
         mine: parameters of one optimizer with a gradient.
         everybody: all attached parameters.
-        in_flight: those whose gradient may still be on its way.
         unseen: the indices of those whose readers do not wait.
         in_views: the owners of the buckets of which gradients are views; ``None``: they are none.
     """
-    seen = _reachable_by_others(stepper.optimizer(), mine, everybody, in_flight, in_views=in_views)
-    if not in_flight and not unseen and are_usual(mine):
+    seen = _reachable_by_others(stepper.optimizer(), mine, everybody, in_views=in_views)
+    if not unseen and are_usual(mine):
         return {**dict.fromkeys(mine, True), **dict.fromkeys(seen, False)}
-    return {a: a not in seen and _can_wait_alone(a, in_flight.get(a), unseen) for a in mine}
+    return {a: a not in seen and _can_wait_alone(a, unseen) for a in mine}
 
 
 def are_usual(mine: AttachedParameters) -> bool:
@@ -194,8 +190,8 @@ def are_usual(mine: AttachedParameters) -> bool:
     return strided and are_plain(tensors) and are_plain(gradients) and not any(map(_IN_GRAPH, gradients))
 
 
-def _can_wait_alone(attached: AttachedParameter, flight: InFlightBucket | None, unseen: Container[int]) -> bool:
-    gradient = in_grad(attached, flight)
+def _can_wait_alone(attached: AttachedParameter, unseen: Container[int]) -> bool:
+    gradient = in_grad(attached)
     return (
         # Some optimizers treat parameters of a class of their own in their own way. Steps that communicate must not
         # come when one rank waits for them and another does not.
@@ -213,7 +209,6 @@ def _reachable_by_others(
     optimizer: Optimizer,
     mine: AttachedParameters,
     everybody: AttachedParameters,
-    on_their_way: Collection[AttachedParameter],
     *,
     in_views: OwnerCount | None,
 ) -> set[AttachedParameter]:
@@ -228,9 +223,8 @@ def _reachable_by_others(
         tensors = mine.tensors()
         found = entries_are_kept(list(map(optimizer.state.get, tensors)))
         found = _any_of(found, _have_other_owners(mine, tensors))
-        if not on_their_way:
-            found = _any_of(found, _gradients_have_other_owners(tensors, everybody, in_views=in_views))
-            found = _any_of(found, are_kept(list(map(GRADIENT, tensors))))
+        found = _any_of(found, _gradients_have_other_owners(tensors, everybody, in_views=in_views))
+        found = _any_of(found, are_kept(list(map(GRADIENT, tensors))))
     return {attached for attached, one in zip(mine, found, strict=True) if one}
 
 

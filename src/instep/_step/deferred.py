@@ -1,6 +1,6 @@
 """``schedule="forward"``: ``optimizer.step()`` hands buckets over and returns; they are written by the next forward."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 import torch
@@ -14,7 +14,7 @@ from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParame
 from instep._optim.shadow import begin_state, is_copied_whole
 from instep._optim.stepper import Stepper
 from instep._ranks.vote import Vote, error_of
-from instep._step.deferrable import InFlight, ReadHook, ReadOrder, which_can_defer
+from instep._step.deferrable import ReadHook, ReadOrder, which_can_defer
 from instep._step.deferral import PUT_OFF, Deferring, Gains, Observed
 from instep._step.deferred_buckets import (
     DeferredBucket,
@@ -24,7 +24,7 @@ from instep._step.deferred_buckets import (
     in_grad_if_any,
 )
 from instep._step.norms import MeasuringSink
-from instep._step.schedule import InFlightBucket, Schedule
+from instep._step.schedule import Schedule
 from instep._step.state import Event, State
 from instep._step.step import Agreement, RunningStep, finds_gradient, gradients_in
 from instep._step.step_calls import StepCalls
@@ -50,9 +50,7 @@ class UpdateDeferral:
         deferring: whether it is put off.
 
     Attributes:
-        in_flight: the buckets that may still be on their way.
         owners_in_views: of the buckets of which gradients are views; ``None``: they are none.
-        would_lose: whether nothing is to be put off at present: it would take more time than it saves.
         takes_at_once: whether nothing of the running call is to be put off: it does otherwise than a plain update.
         left_to_step: names of the parameters that are left to ``step()`` itself, beside those that are handed over.
         vote: that on the step that is being handed over.
@@ -68,9 +66,7 @@ class UpdateDeferral:
         agreement: Agreement,
         deferring: Deferring,
     ) -> None:
-        self.in_flight: Callable[[], Sequence[InFlightBucket]] = lambda: ()
         self.owners_in_views: OwnerCount | None = None
-        self.would_lose: Callable[[], bool] = lambda: False
         self.takes_at_once = False
         self.clipped: set[Stepper] = set()
         self._step = step
@@ -138,17 +134,15 @@ class UpdateDeferral:
 
     def _take(self, stepper: Stepper, with_gradient: AttachedParameters, clip: Clip | None, *, in_loop: bool) -> None:
         """The step is taken: put off all that can wait, and leave the rest to ``optimizer.step()``."""
-        step, mine = self._step, self._step.members.of(stepper)
+        step = self._step
         if stepper.steps_every_parameter or (not with_gradient.are_plain and any(a.is_divided for a in with_gradient)):
             require_same_in_autocast(stepper)  # these are updated by instep, put off or not
             step.before_update(stepper, with_gradient)
-        in_flight = _in_flight_of(mine, self.in_flight())
         may_wait = in_loop and self._can_be_put_off(stepper)
         waiting = dict.fromkeys(with_gradient, False)
         if may_wait:
             unseen, in_views = self._reading.unseen(), self.owners_in_views
-            waiting = which_can_defer(stepper, with_gradient, step.members.all, in_flight, unseen, in_views=in_views)
-        in_flight = _without_landed(in_flight, waiting)
+            waiting = which_can_defer(stepper, with_gradient, step.members.all, unseen, in_views=in_views)
         later, here = with_gradient, AttachedParameters()
         if not all(waiting.values()):
             later = AttachedParameters(a for a, wait in waiting.items() if wait or a.is_divided)
@@ -168,7 +162,7 @@ class UpdateDeferral:
             return
         self.left_to_step = here.names
         at_once = [] if later is with_gradient else [a for a, wait in waiting.items() if not wait]
-        self._put_off(stepper, later, in_flight, clip)
+        self._put_off(stepper, later, clip)
         self._deferred.finish([self._deferred.of(attached.get()) for attached in at_once])
         if here:
             self._step_here(stepper, here)
@@ -237,7 +231,6 @@ class UpdateDeferral:
             self._deferring.puts_off
             and not self.takes_at_once
             and stepper in self._can_wait
-            and not self.would_lose()
             and not ending()
             # State that was made in it can be written in it alone, and whoever updates later is not in the loop's.
             and not torch.is_inference_mode_enabled()
@@ -274,15 +267,13 @@ class UpdateDeferral:
 
     # Handing over.
 
-    def _put_off(
-        self, stepper: Stepper, parameters: AttachedParameters, in_flight: InFlight, clip: Clip | None
-    ) -> None:
+    def _put_off(self, stepper: Stepper, parameters: AttachedParameters, clip: Clip | None) -> None:
         tensors = parameters.tensors()
         gradients = list(map(GRADIENT, tensors))
         step, deferred = self._step, self._deferred
         try:
             deferred.begin()
-            buckets = self._take_over(stepper, parameters, in_flight, clip)
+            buckets = self._take_over(stepper, parameters, clip)
         except Exception:  # nothing has been handed over
             if step.round.stepper is not None:
                 step.round.refuse(step.ledger)
@@ -298,18 +289,17 @@ class UpdateDeferral:
         finally:
             deferred.is_sending = False
 
-    def _take_over(
-        self, stepper: Stepper, parameters: AttachedParameters, in_flight: InFlight, clip: Clip | None
-    ) -> list[DeferredBucket]:
+    def _take_over(self, stepper: Stepper, parameters: AttachedParameters, clip: Clip | None) -> list[DeferredBucket]:
         """Take the gradients off."""
         step, deferred, optimizer = self._step, self._deferred, stepper.optimizer()
         outcomes = deferred.outcomes_of(step.number)
         deferred_step = DeferredStep(stepper, parameters, step.number, self.vote, step.times, outcomes)
         begin_state(optimizer, parameters.tensors())
         buckets = []
-        for members, flight in self._buckets_of(parameters, in_flight):
-            bucket = DeferredBucket(members, deferred_step, clip, flight)
-            if flight is None and step.gather is None:
+        as_read = step.gather is None  # shards are sent in the same order on all ranks
+        for members in self._reading.members_of_buckets(parameters, as_read=as_read):
+            bucket = DeferredBucket(members, deferred_step, clip)
+            if as_read:
                 bucket.place = self._reading.place_of(members)
             deferred.add(bucket)
             self._hide(list(zip(members, bucket.gradients, strict=True)))
@@ -318,18 +308,7 @@ class UpdateDeferral:
         step.round.begins(stepper, step.ledger)
         return buckets
 
-    def _buckets_of(
-        self, parameters: AttachedParameters, in_flight: InFlight
-    ) -> Iterator[tuple[AttachedParameters, InFlightBucket | None]]:
-        """As the next forward reads them; those that are in flight in the order in which they arrive."""
-        there = AttachedParameters(a for a in parameters if a not in in_flight) if in_flight else parameters
-        for members in self._reading.members_of_buckets(there, as_read=self._step.gather is None):
-            yield members, None
-        for flight in dict.fromkeys(in_flight.values()):
-            yield AttachedParameters(a for a in flight.parameters if in_flight.get(a) is flight), flight
-
     def buckets_of(self, parameters: Iterable[AttachedParameter]) -> tuple[Bucket, ...]:
-        # Shards are sent in the same order on all ranks.
         return self._reading.buckets_of(parameters, as_read=self._step.gather is None)
 
     def _begin(self, buckets: Sequence[DeferredBucket], parameters: Sequence[AttachedParameter]) -> None:
@@ -359,23 +338,6 @@ def _with_gradient(parameters: AttachedParameters) -> AttachedParameters:
     if all_there(map(GRADIENT, parameters.tensors())):
         return parameters
     return AttachedParameters(a for a in parameters if a.get().grad is not None)
-
-
-def _in_flight_of(mine: Iterable[AttachedParameter], buckets: Iterable[InFlightBucket]) -> InFlight:
-    """Those of ``mine`` whose gradient may still be on its way."""
-    wanted = set(mine)
-    return {
-        a: bucket for bucket in buckets for a in bucket.parameters if a in wanted and bucket.gradient(a) is not None
-    }
-
-
-def _without_landed(in_flight: InFlight, waiting: Mapping[AttachedParameter, bool]) -> InFlight:
-    """A bucket with a parameter that cannot wait is waited for now; the others stay in flight."""
-    for attached, bucket in list(in_flight.items()):
-        if not waiting[attached]:
-            bucket.wait_into_grad()
-            in_flight = {a: other for a, other in in_flight.items() if other is not bucket}
-    return in_flight
 
 
 # The calls of ``optimizer.step()``: each hands buckets over, and the last one commits the step.
@@ -808,14 +770,10 @@ class ForwardSchedule(Schedule):
 
     # What the attachment asks.
 
-    def planned(self, sent: Sequence[Bucket]) -> tuple[Bucket, ...]:
-        """The buckets of the plan: those that cross the iteration (``sent``), then all other trainable parameters in
-        the order in which forwards read them."""
-        inside = {spec.index for bucket in sent for spec in bucket.parameters}
-        others = (
-            a for a in self.parameters if a.spec.index not in inside and (p := a.peek()) is not None and p.requires_grad
-        )
-        return *sent, *self._update_deferral.buckets_of(others)
+    def planned(self, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
+        """The buckets of the plan: all trainable parameters, in the order in which forwards read them."""
+        trainable = (a for a in self.parameters if (p := a.peek()) is not None and p.requires_grad)
+        return self._update_deferral.buckets_of(trainable)
 
     def divides(self, owners_in_views: OwnerCount) -> None:
         """Gradients may be views of buckets, whose memory has so many owners."""
@@ -824,11 +782,6 @@ class ForwardSchedule(Schedule):
     def read_by(self, streams: Callable[[], Iterable[torch.Stream]]) -> None:
         """``streams``: on which parameters are read, beside the one that is current."""
         self.streams.readers = streams
-
-    def crosses(self, in_flight: Callable[[], Sequence[InFlightBucket]], at_once: Callable[[], bool]) -> None:
-        """With ``cross_iteration``: the buckets that may still be on their way, and whether nothing is to be put off at
-        present, since that would take more time than it saves."""
-        self._update_deferral.in_flight, self._update_deferral.would_lose = in_flight, at_once
 
     def after_forward(self) -> None:
         """The model's forward has returned: wait for the buckets that this forward did not read. DDP's next backward

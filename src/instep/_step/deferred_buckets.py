@@ -29,7 +29,6 @@ from instep._optim.shadow import end_state, order_added, snapshot_of
 from instep._optim.stepper import Stepper
 from instep._ranks.vote import Vote, error_of
 from instep._ranks.votes import StepVotes
-from instep._step.schedule import InFlightBucket
 from instep._step.state import Gather, Gathered, StepTimes, without_frames
 from instep._step.step import RunningStep
 from instep._step.streams import Mark
@@ -381,11 +380,8 @@ class _VersionsAtStep:
 
     def look(self, state: Mapping[Any, Any]) -> None:
         """They are to stay as they are now."""
-        self.look_at_versions()
-        self._entries = EntriesAsLeft.of(Entries.of(self._tensors, state))
-
-    def look_at_versions(self) -> None:
         self._versions = self._found()
+        self._entries = EntriesAsLeft.of(Entries.of(self._tensors, state))
 
     def require(self, names: Sequence[str], state: Mapping[Any, Any], why: Callable[[str, str], str]) -> None:
         """Raise ``UncommittedStepError`` if somebody has written one of them.
@@ -418,28 +414,21 @@ class DeferredBucket:
         step: that it is of.
         done: the task of the worker that applies it; ``None``: none was given.
         place: of its parameters in the order in which forwards read them; ``None``: buckets are applied in the order in
-            which they were handed over, since their gradients arrive so, or all ranks send them so.
+            which they were handed over, since all ranks send them so.
         sent: whether this rank's shards are on their way to the others.
         mark: on the side stream, after the update; ``None``: not there yet.
     """
 
-    def __init__(
-        self,
-        parameters: AttachedParameters,
-        step: DeferredStep,
-        clip: Clip | None,
-        flight: InFlightBucket | None,
-    ) -> None:
+    def __init__(self, parameters: AttachedParameters, step: DeferredStep, clip: Clip | None) -> None:
         self.names = parameters.names
         self.tensors = parameters.tensors()
-        self.gradients = gradients_in(parameters, self.tensors, flight)
+        self.gradients = gradients_in(parameters, self.tensors)
         self.device = self.tensors[0].device
         self.step = step
         self.done: Task | None = None
         self.place: int | None = None
         self.sent = False
         self.mark: Mark | None = None
-        self._flight = flight
         self._shards = Shards(parameters)
         self._clip = clip
         # Aliases: the parameters' own .grad, flags and attributes are the user's, to be read and changed meanwhile.
@@ -467,7 +456,6 @@ class DeferredBucket:
         if outcome.failure is not None:
             return
         try:
-            self._arrive()
             started = perf_counter()
             # Whoever watches a parameter waits for this thread.
             with torch._C.DisableTorchFunctionSubclass(), profiled("update", self.names[0]):
@@ -481,13 +469,6 @@ class DeferredBucket:
         # Else the side stream still reads them: they stay until it was waited for, and who writes them races with it.
         outcome.applied += self._shards.whole
         step.times.ran(self, started)
-
-    def _arrive(self) -> None:
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            flight.wait()
-            assert self._as_left is not None
-            self._as_left.look_at_versions()  # it has been written since
 
     def send(self, parameters: Sequence[AttachedParameter], gather: Gather) -> None:
         """Update this rank's shards now, and send them. It is left to wait for those of the others."""
@@ -581,24 +562,19 @@ class DeferredBucket:
         self.step.outcome.begun.update(dict.fromkeys(self._shards.updated_here))
 
 
-def gradients_in(
-    parameters: AttachedParameters, tensors: Sequence[torch.Tensor], flight: InFlightBucket | None = None
-) -> list[torch.Tensor]:
+def gradients_in(parameters: AttachedParameters, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """``in_grad`` of all of ``parameters``, which are these ``tensors``."""
     gradients = list(map(GRADIENT, tensors))
-    if flight is None and _PLAIN.issuperset(map(type, gradients)):
+    if _PLAIN.issuperset(map(type, gradients)):
         return cast(list[torch.Tensor], gradients)
-    return [in_grad(attached, flight) for attached in parameters]
+    return list(map(in_grad, parameters))
 
 
 _PLAIN = frozenset({torch.Tensor})
 
 
-def in_grad(attached: AttachedParameter, flight: InFlightBucket | None = None) -> torch.Tensor:
-    """The gradient in ``.grad``: the real one, where somebody put back a stand-in of an earlier step. With ``flight``,
-    the tensor that will hold it."""
-    if flight is not None and (arriving := flight.gradient(attached)) is not None:
-        return arriving
+def in_grad(attached: AttachedParameter) -> torch.Tensor:
+    """The gradient in ``.grad``: the real one, where somebody put back a stand-in of an earlier step."""
     parameter = attached.get()
     gradient = parameter.grad
     assert gradient is not None

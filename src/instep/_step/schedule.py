@@ -3,7 +3,7 @@ iteration. ``BackwardSchedule``, ``ForwardSchedule`` and ``PlainSchedule`` say w
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,22 +17,6 @@ from instep._step.step import RunningStep, finds_gradient
 from instep._step.step_calls import StepCalls
 from instep.buckets import Bucket
 from instep.errors import InstepError
-
-
-class InFlightBucket(Protocol):
-    """A bucket whose gradients may still be on their way when ``optimizer.step()`` is called."""
-
-    @property
-    def parameters(self) -> Sequence[AttachedParameter]: ...
-
-    def gradient(self, attached: AttachedParameter) -> torch.Tensor | None:
-        """The tensor that will hold the gradient; ``None`` if something else is in ``.grad`` by now."""
-
-    def wait(self) -> None:
-        """Return when it has arrived, for the current stream. Raises what the communication raised."""
-
-    def wait_into_grad(self) -> None:
-        """Wait, and have ``.grad`` be as in the plain loop."""
 
 
 class Schedule:
@@ -83,10 +67,6 @@ class Schedule:
 
     def divides(self, owners_in_views: OwnerCount) -> None:
         """Under DDP and ``replicate``: gradients may be views of buckets, whose memory has so many owners."""
-
-    def crosses(self, in_flight: Callable[[], Sequence[InFlightBucket]], at_once: Callable[[], bool]) -> None:
-        """With ``cross_iteration``: the buckets in flight, and whether nothing is to be put off at present, since that
-        would take more time than it saves."""
 
     def planned(self, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
         """The buckets of the plan, given those of the sources."""

@@ -159,20 +159,17 @@ ENOUGH = 4
 """Steps, of which each shows the same."""
 
 
-def advice(
-    schedule: Schedule, options: Options, ddps: Sequence[DistributedDataParallel], *, divided: bool, crosses: bool
-) -> str:
+def advice(schedule: Schedule, options: Options, ddps: Sequence[DistributedDataParallel], *, divided: bool) -> str:
     """Sentences, one a line; empty where there is nothing to say.
 
     Args:
         ddps: the living instances in the model.
         divided: whether several ranks have gradients in common: then not all of them can be freed early.
-        crosses: whether communication is hidden behind the next forward already.
     """
     lines = [] if schedule.deferral is None else [f"Steps are {schedule.deferral}."]
     gains = schedule.gains
     if gains is not None:
-        lines += _communication(gains, [] if crosses else ddps)
+        lines += _communication(gains, ddps)
         lines += [] if divided else _memory(gains, schedule, options)
     if options.schedule == "backward" and schedule.step_count >= ENOUGH:
         lines += _in_vain(schedule)
@@ -185,8 +182,8 @@ def _communication(gains: Gains, ddps: Sequence[DistributedDataParallel]) -> Ite
     exposed = sum(found for ddp in ddps if (found := exposed_communication(ddp)) is not None)
     if exposed >= WORTH * gains.iteration:
         yield (
-            f"Communication outlasts backward by {exposed:.1f} of the {gains.iteration:.1f} ms of an iteration: with "
-            "cross_iteration=True (and DDP's gradient_as_bucket_view=True) the next forward would begin meanwhile."
+            f"Communication outlasts backward by {exposed:.1f} of the {gains.iteration:.1f} ms of an iteration: "
+            "docs/slow-networks.md says how to send less, or less often."
         )
 
 

@@ -31,7 +31,7 @@ from instep._step.in_backward import BackwardSchedule
 from instep._step.judging import Judge
 from instep._step.norms import MeasuringSink
 from instep._step.plain import PlainSchedule
-from instep._step.schedule import InFlightBucket, Schedule
+from instep._step.schedule import Schedule
 from instep._step.state import StepMembers
 from instep._step.step import Agreement, RunningStep
 from instep._torch.engine import RunErrors, Traced, graph_task
@@ -61,7 +61,6 @@ from instep._wiring.weak_refs import Handles, WeakRefs, living_parameters
 from instep.buckets import Plan, bucket_bytes_for
 from instep.options import BY_ENVIRONMENT, Communication, Options
 from instep.sources import Sink, Source
-from instep.sources.cross_iteration.source import CrossingSource
 from instep.sources.ddp.source import DDPSource
 from instep.sources.fsdp.fsdp1 import FSDP1Source
 from instep.sources.fsdp.modules import FSDP1Sync, FSDP2Sync, ReplicaSums, fsdp2_reading_streams
@@ -152,8 +151,6 @@ def make_sources(
         if zero is not None and isinstance(wrapper, DistributedDataParallel):
             in_rows = [a for a in mine if a.shard is not None]
             sources.append(zero.source(sink, in_rows, wrapper, accumulation, dtype))
-        elif communication.cross_iteration and isinstance(wrapper, DistributedDataParallel):
-            sources.append(CrossingSource(mine, wrapper, dtype, chosen.schedule.times))
         elif chosen.tells_all or communication.comm_hook is not None or dtype is not None:
             sources.append(_reducing(wrapper, mine, sink, communication))
     # A norm is taken in backward where that waits for other ranks. On one device step() takes all of them in one call.
@@ -161,13 +158,6 @@ def make_sources(
     if chosen.tells_all and rest and not (isinstance(sink, MeasuringSink) and are_local):
         sources.append(_unwrapped(target, rest, sink, options, uses))
     return sources
-
-
-def connect_crossing(sources: Sequence[Source], schedule: Schedule) -> None:
-    """With ``cross_iteration`` ``optimizer.step()`` takes over gradients that are still on their way."""
-    crossing = [source for source in sources if isinstance(source, CrossingSource)]
-    if crossing:
-        schedule.crosses(partial(_flights, crossing), partial(_waited, crossing))
 
 
 def _reducing(wrapper: Wrapped, mine: Sequence[AttachedParameter], sink: Sink, communication: Communication) -> Source:
@@ -191,14 +181,6 @@ def _unwrapped(
     if target.fsdp1:
         return FSDP1Source(sink, mine, target.fsdp1)
     return LocalSource(sink, mine, options.bucket_bytes, uses, ReplicaSums(target.fsdp2).applied)
-
-
-def _flights(sources: Sequence[CrossingSource]) -> list[InFlightBucket]:
-    return [flight for source in sources for flight in source.flights]
-
-
-def _waited(sources: Sequence[CrossingSource]) -> bool:
-    return all(source.waited for source in sources)
 
 
 # ``offload="host"``: the state of the optimizers goes to host memory, and stays there when it is loaded.
@@ -247,7 +229,7 @@ class Planned:
 
     def __init__(self, options: Options, schedule: Schedule, sources: Sequence[Source], step: RunningStep) -> None:
         # Else the sources' buckets are those in which norms are taken, or gradients sent: not those that are stepped.
-        self._sources_step = options.schedule == "backward" or options.communication.cross_iteration
+        self._sources_step = options.schedule == "backward"
         self._schedule = schedule
         self._sources = sources
         self._step = step
@@ -322,7 +304,6 @@ class Parts:
         for attached in self.schedule.parameters:
             attached.let_go()
         self.sources.clear()
-        self.schedule.crosses(tuple, bool)
 
 
 def build(target: Target, options: Options) -> Parts:
@@ -353,7 +334,6 @@ def build(target: Target, options: Options) -> Parts:
 
     uses = ForwardCounts()
     sources = make_sources(target, options, chosen, accumulation, zero, uses)
-    connect_crossing(sources, schedule)
     if target.wrapped or target.fsdp2:
         in_ddp = bool(target.ddps)
         schedule.divides(in_views_of_ddp if in_ddp else in_views_of_replicate)

@@ -58,7 +58,6 @@ class InstepCallback(Callback):
             backward is in memory for all of these batches at once. See ``Attachment.backward(more=True)``.
         nonfinite: as for ``instep.attach``.
         comm_hook: as for ``instep.attach``, in place of ``DDPStrategy(ddp_comm_hook=…)``.
-        cross_iteration: as for ``instep.attach``; with ``DDPStrategy(gradient_as_bucket_view=True)``.
         shard_state: as for ``instep.attach``, under DDP.
         log_stats: log ``Attachment.stats()`` of this rank after each batch, each name behind ``instep/``. The Trainer's
             ``log_every_n_steps`` decides which are written.
@@ -80,7 +79,6 @@ class InstepCallback(Callback):
         together: bool = False,
         nonfinite: Policy = "allow",
         comm_hook: CommHook | None = None,
-        cross_iteration: bool = False,
         shard_state: bool = False,
         log_stats: bool = False,
     ) -> None:
@@ -97,7 +95,6 @@ class InstepCallback(Callback):
             undo=undo,
             nonfinite=nonfinite,
             comm_hook=comm_hook,
-            cross_iteration=cross_iteration,
             shard_state=shard_state,
         )
         self._attachment: Attachment | None = None

@@ -237,11 +237,7 @@ class WrappedParameters:
 
     def among(self, tensors: Iterable[torch.Tensor]) -> AttachedParameters:
         """The attached parameters among ``tensors``, in the same order."""
-        return self.with_ids(map(id, tensors))
-
-    def with_ids(self, ids: Iterable[int]) -> AttachedParameters:
-        """As ``among``, given the ``id`` of each tensor."""
-        return AttachedParameters(self._by_id[key] for key in ids if key in self._by_id)
+        return AttachedParameters(self._by_id[key] for key in map(id, tensors) if key in self._by_id)
 
     def __getitem__(self, tensor: torch.Tensor) -> AttachedParameter:
         return self._by_id[id(tensor)]

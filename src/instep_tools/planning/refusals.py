@@ -44,7 +44,6 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
     },
     "bucket_bytes=1048576": {"bucket_bytes": 1048576},
     "comm_hook=(None, hook)": {"comm_hook": (None, allreduce_hook)},
-    "cross_iteration=True": {"cross_iteration": True},
     "shard_state=True": {"shard_state": True},
 }
 

@@ -15,14 +15,12 @@ from typing import Literal, get_args
 from instep_tools.planning.job import PlannedBucket, PlannedTimes, Timing
 
 Algorithm = Literal["ring", "tree"]
-ScheduleName = Literal["plain", "backward", "forward", "cross_iteration", "no optimizer"]
+ScheduleName = Literal["plain", "backward", "forward", "no optimizer"]
 """When buckets are stepped:
 
 - ``plain``: after backward and all communication, by the main thread.
 - ``backward``: by the main thread too, but each as soon as it has arrived, from the end of backward's own work on.
 - ``forward``: after all communication, by a worker; the next forward waits for a layer's step before that layer.
-- ``cross_iteration``: as they arrive, by a worker, from the end of backward on, which waits for none of them. They are
-  sent in the static order with which the iteration is shortest: some as backward makes them, then the shallowest first.
 - ``no optimizer``: ``plain`` with a step that costs nothing.
 """
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
@@ -155,7 +153,7 @@ def times(buckets: Sequence[PlannedBucket], machine: MachineRates, forward: floa
     host = Host()
     found = tuple(
         Timing(one, iteration_seconds(one, work, link, host), exposed_seconds(one, work, link, host))
-        for one in _schedules(machine.ranks)
+        for one in SCHEDULES
     )
     return PlannedTimes(forward, BACKWARD_TO_FORWARD * forward, sum(steps), communication, link.algorithm, found)
 
@@ -166,27 +164,42 @@ def _quicker(sizes: Sequence[int], machine: MachineRates) -> Link:
     return min(links, key=lambda link: sum(map(link.allreduce, sizes)))
 
 
-def _schedules(ranks: int) -> list[ScheduleName]:
-    # With one rank there is no communication that could cross into the next iteration.
-    return [one for one in SCHEDULES if ranks > 1 or one != "cross_iteration"]
-
-
 def iteration_seconds(schedule: ScheduleName, work: Work, link: Link, host: Host) -> float:
-    """Return the seconds of an iteration in the steady state."""
+    """Return the seconds of an iteration in the steady state, from the beginning of one backward to that of the
+    next."""
     if schedule == "no optimizer":
         return iteration_seconds("plain", work.without_step(), link, host)
-    count = len(work.step)
-    if schedule != "cross_iteration":
-        return _period(schedule, work, link, host, range(count))
-    # Each order sends ``first`` buckets as backward makes them, and then the shallowest first. ``first=count-1`` is
-    # ``first=count``: with one bucket left there is no choice.
-    orders = [[*range(first), *reversed(range(first, count))] for first in range(count)]
-    return min(_period(schedule, work, link, host, order) for order in orders)
+    program = _Program()
+    made: list[int] = []
+    # Backward, layer by layer, and each bucket's communication, behind that of the one before it.
+    for seconds in work.backward:
+        made.append(program.add(seconds, *made[-1:]))
+    arrived: list[int] = []
+    for number, size in enumerate(work.gradient_bytes):
+        cpu = host.communication_cpu * size
+        arrived.append(program.add(cpu, made[number], *arrived[-1:], link=link.allreduce(size)))
+
+    # The step: where the main thread waits for all communication first, and who steps.
+    main = made[-1]
+    if schedule != "backward":
+        main = program.add(0.0, main, arrived[-1])
+    worker = main
+    stepped: dict[int, int] = {}
+    numbers = range(len(work.step))
+    for number in reversed(numbers) if schedule == "forward" else numbers:
+        worker = stepped[number] = program.add(work.step[number], worker, arrived[number])
+    if schedule != "forward":
+        main = worker  # they are the same thread
+    # The next forward, the shallowest layer first: each layer waits for its own step alone.
+    main = program.add(work.overhead, main)
+    for number in reversed(numbers):
+        main = program.add(work.forward[number], main, stepped[number])
+    return program.seconds(shared=host.cores == 1)
 
 
 def exposed_seconds(schedule: ScheduleName, work: Work, link: Link, host: Host) -> float:
     """Return how many seconds of the step are left: by how much the iteration is longer than the plain one without an
-    optimizer. The number is negative where more than the step was hidden."""
+    optimizer."""
     return iteration_seconds(schedule, work, link, host) - iteration_seconds("no optimizer", work, link, host)
 
 
@@ -200,38 +213,6 @@ def bound(work: Work, link: Link, host: Host) -> float:
     if host.cores == 1:
         return max(communication, work.main + sum(work.step) + sum(cpu))
     return max(communication, work.main, sum(work.step))
-
-
-def _period(schedule: ScheduleName, work: Work, link: Link, host: Host, order: Sequence[int]) -> float:
-    """Return the seconds from the beginning of one backward to that of the next, if buckets are sent in this order."""
-    program = _Program()
-    made: list[int] = []
-    # Backward, layer by layer, and each bucket's communication, behind that of the one before it.
-    for seconds in work.backward:
-        made.append(program.add(seconds, *made[-1:]))
-    arrived: dict[int, int] = {}
-    last: list[int] = []
-    for number in order:
-        size = work.gradient_bytes[number]
-        cpu = host.communication_cpu * size
-        arrived[number] = program.add(cpu, made[number], *last, link=link.allreduce(size))
-        last = [arrived[number]]
-
-    # The step: where the main thread waits for all communication first, and who steps.
-    main = made[-1]
-    if schedule in ("plain", "forward"):
-        main = program.add(0.0, main, *last)
-    worker = main
-    stepped: dict[int, int] = {}
-    for number in reversed(order) if schedule == "forward" else order:
-        worker = stepped[number] = program.add(work.step[number], worker, arrived[number])
-    if schedule in ("plain", "backward"):
-        main = worker  # they are the same thread
-    # The next forward, the shallowest layer first: each layer waits for its own step alone.
-    main = program.add(work.overhead, main)
-    for number in reversed(range(len(work.forward))):
-        main = program.add(work.forward[number], main, stepped[number])
-    return program.seconds(shared=host.cores == 1)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def suggestions(run: Run, found: Figures) -> list[str]:
     elif not run.setup.options:
         rules = (_time_to_gain, _memory_to_gain, _bucket_view, _fused)
     else:
-        rules = (_steps_hidden, _crossing, _memory_kept, _bucket_view, _large_bucket, _fused)
+        rules = (_steps_hidden, _communication, _memory_kept, _bucket_view, _large_bucket, _fused)
     said = [sentence for rule in rules if (sentence := rule(run, found, memory)) is not None]
     return said[:3] or ["Nothing to change."]
 
@@ -89,12 +89,6 @@ def _time_to_gain(run: Run, found: Figures, memory: Memory) -> str | None:
         return (
             f"Communication is over when backward is ({ms(late)} of it stay exposed), so there is next to nothing to "
             f"hide the step of {ms(step)} behind: expect no shorter iterations from instep here."
-        )
-    if run.setup.wrapper == "DistributedDataParallel":
-        return (
-            f"Attach: communication outlasts backward by {ms(late)}, and {_BACKWARD} runs up to "
-            f"{ms(min(step, late))} of the step meanwhile; with cross_iteration=True in its place the next forward "
-            f"({ms(found.forward)}) hides communication too."
         )
     return (
         f"Attach: {ms(late)} of communication stay exposed, and {_BACKWARD} runs up to "
@@ -164,18 +158,13 @@ def _steps_hidden(run: Run, found: Figures, memory: Memory) -> str | None:
     )
 
 
-def _crossing(run: Run, found: Figures, memory: Memory) -> str | None:
-    """Say what ``cross_iteration`` could hide."""
+def _communication(run: Run, found: Figures, memory: Memory) -> str | None:
+    """Say that the network is what an iteration waits for."""
     late = found.communication.exposed
-    # A tenth of an iteration: a smaller gain is lost again in the other order and its bookkeeping.
-    crosses = "cross_iteration" in run.setup.options
-    refused = {"clip", "nonfinite", "comm_hook", "shard_state"} & set(run.setup.options)
-    if crosses or refused or run.setup.wrapper != "DistributedDataParallel" or late < 0.1 * found.iteration:
+    hooked = "comm_hook" in run.setup.options or run.setup.wrapper != "DistributedDataParallel"
+    if hooked or late < 0.1 * found.iteration:
         return None
-    return (
-        f"{ms(late)} of communication stay exposed: schedule='forward', cross_iteration=True lets the next forward "
-        f"({ms(found.forward)}) begin meanwhile."
-    )
+    return f"{ms(late)} of communication stay exposed: docs/slow-networks.md says how to send less, or less often."
 
 
 def _memory_kept(run: Run, found: Figures, memory: Memory) -> str | None:

@@ -68,7 +68,7 @@ def refuse_manual_finalization(ddp: DistributedDataParallel) -> None:
         raise AttachError(
             "DistributedDataParallel.require_manual_backward_finalization is set: gradients are written when "
             "finalize_backward() is called, and here they are used where backward ends. Set it to False, or use "
-            "schedule='forward' without cross_iteration, shard_state, comm_hook, mixed_precision and clip"
+            "schedule='forward' without shard_state, comm_hook, mixed_precision and clip"
         )
 
 

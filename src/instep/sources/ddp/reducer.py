@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d
 from torch.distributed import GradBucket
 from torch.distributed.distributed_c10d import Work
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -25,7 +24,7 @@ from instep._torch.hooks import UntracedHook
 from instep._torch.placeholders import Placeholder
 from instep.comm_hooks import cast_mean_allreduce
 from instep.errors import AttachError
-from instep.sources.ddp.buckets import BucketListener, slices_of, value_of
+from instep.sources.ddp.buckets import BucketListener, slices_of
 from instep.sources.ddp.instance import Divisor, GradientsAside, buckets_of, refuse_manual_finalization
 
 CommHook = tuple[Any, Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]]
@@ -76,7 +75,7 @@ def _connect_listener(
                 "this DistributedDataParallel already has a communication hook, and DDP takes only one. Build it "
                 "again without register_comm_hook, and give the hook to attach(…, comm_hook=(state, hook)), which "
                 "runs it before the step. Where its class registers one, as torchft's does, use schedule='forward', "
-                "without shard_state and cross_iteration"
+                "without shard_state"
             ) from error
         _slots[ddp] = slot
     elif slot.source is not None:
@@ -123,17 +122,12 @@ def disconnect_listener(ddp: DistributedDataParallel | None, source: BucketListe
         slot.disconnect()
 
 
-Future = torch.futures.Future[Any]
-
-
 class ReducerGroup(dist.ProcessGroup):
     """Stands in the place of DDP's process group in its reducer, and hands on all that the reducer asks of it.
 
-    Three private names of torch's are needed. ``DistributedDataParallel`` itself has ``Reducer._update_process_group``
-    to change the number of ranks, and ``Reducer._get_zeros_like_grad_buckets`` for ``join()``.
-    ``_create_work_from_future`` is for process groups that are written in Python; a ``Work`` that is written in Python
-    would not do, since torch 2.6 does not ask such a one for its future.
-    ``tests/distributed/test_reducer_group.py`` fails clearly when torch changes them.
+    Two private names of torch's are needed, which ``DistributedDataParallel`` itself has:
+    ``Reducer._update_process_group`` to change the number of ranks, and ``Reducer._get_zeros_like_grad_buckets`` for
+    ``join()``. ``tests/distributed/test_reducer_group.py`` fails clearly when torch changes them.
 
     Args:
         source: is told of each bucket. The reducer has divided it already.
@@ -194,11 +188,8 @@ class ReducerGroup(dist.ProcessGroup):
             # Not a bucket that is known: one that was made since, perhaps where another one lay (optimizer.step() will
             # find its gradients); the counts of which parameters were used; the zeros of a rank that has joined.
             return self._group.allreduce(tensors, opts)
-        bucket = _ReducerBucket(known.index, known.parameters, known.last, tensors[0])
-        own = self.source.communicate(bucket, self._group, 1)
-        if own is not None:
-            return work_of(own)
         work = self._reduce(tensors, opts)
+        bucket = _ReducerBucket(known.index, known.parameters, known.last, tensors[0])
         self.source.launched(bucket, work.get_future())
         return work
 
@@ -266,9 +257,6 @@ class _KnownBucket:
     storage: StorageWeakRef
 
 
-work_of: Callable[[Future], Work] = _distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
-
-
 class _HookSlot:
     """The state of DDP's one communication hook. DDP has no way to take a hook off: the slot stays, and sources come to
     it and leave it.
@@ -307,11 +295,7 @@ class _HookSlot:
             if self.reduce_dtype is None and self._divide(ddp, bucket, divisor):
                 divisor = 1  # is left to do
             own = None if self.source is None else self.source.communicate(bucket, ddp.process_group, divisor)
-            if own is None:
-                future = cast_mean_allreduce(buffer, ddp.process_group, divisor, self.reduce_dtype)
-            else:
-                # DDP takes the future of a hook only if it holds an object of Python's, and a backend's does not.
-                future = own.then(value_of)
+            future = own or cast_mean_allreduce(buffer, ddp.process_group, divisor, self.reduce_dtype)
         else:
             state, hook = self.comm_hook
             future = hook(state, bucket)

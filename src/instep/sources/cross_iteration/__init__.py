@@ -1,1 +1,0 @@
-"""DistributedDataParallel's gradients that are on their way across iterations."""
