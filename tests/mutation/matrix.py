@@ -33,9 +33,9 @@ from tests.mutation import test_mutants, test_stream_mutants, timing
 from tests.mutation.seeding import ROOT, Mutant, put_in
 from tests.selection import Session
 
-CHEAP = 0.1
+CHEAP = 0.03
 """Seconds. A test that takes less always runs by default."""
-AFFORDABLE = 0.4
+AFFORDABLE = 0.15
 """Of each test function the cheapest case always runs by default, if it takes less."""
 AFFORDABLE_ON_ACCELERATOR = 0.7
 """The same in the session on the accelerator, where a test takes several times as long."""

@@ -48,8 +48,8 @@ def test_each_handler_runs_once_and_after_the_lock(came: list[str]) -> None:
     with pytest.raises(AlarmError), lock:
         with lock:
             for _ in range(2):
-                signal.raise_signal(signal.SIGUSR2)
                 signal.raise_signal(signal.SIGUSR1)
+                signal.raise_signal(signal.SIGUSR2)
         assert not came
     assert sorted(came) == ["usr1", "usr2"]
     assert lock._owner is None
