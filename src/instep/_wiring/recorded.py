@@ -8,7 +8,7 @@ of weights apart.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -26,8 +26,7 @@ from instep._torch.engine import Backward, Phase, current
 from instep._torch.hooks import BoundHook, PlainPickles, is_called_by_step, nodes_of, tensors_in
 from instep._torch.lifetime import weakly
 from instep._torch.pipelining import LOSS, Around, Pipeline
-from instep._torch.watch import plain_type
-from instep.naming import modules_of, parameters_of
+from instep.naming import modules_of
 from instep.target import called_in, name_parameters
 
 
@@ -36,24 +35,20 @@ class Described(NamedTuple):
 
     Attributes:
         options: of ``attach``; none: it is not attached.
-        buckets: the names of the parameters in each.
-        gradients: the bytes of the gradient of each name in ``buckets``; ``None``: those of the model's own names.
     """
 
     label: str
     options: Mapping[str, str]
-    buckets: Sequence[Sequence[str]]
-    gradients: Mapping[str, int] | None
 
 
-PLAIN = Described("plain", {}, [], None)
+PLAIN = Described("plain", {})
 
 
 class RecordedLoop:
     """A loop that is to be recorded.
 
     Args:
-        described: says what it is, at the end.
+        described: what it is.
         schedule: of its attachment, which is told whom to tell of buckets; ``None``: its steps are torch's.
         pipeline: that runs its model.
     """
@@ -62,7 +57,7 @@ class RecordedLoop:
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        described: Callable[[], Described],
+        described: Described,
         schedule: Schedule | None,
         pipeline: Pipeline | None,
     ) -> None:
@@ -110,18 +105,9 @@ class RecordedLoop:
         finally:
             self._schedule.times.recorder, self._schedule.times.listener = self._own, None
 
-    def names(self) -> Iterator[str]:
-        """Names, shapes and dtypes of the bare model: the same with each wrapper and on each rank."""
-        return (f"{one.name} {tuple(one.tensor.shape)} {one.tensor.dtype}" for one in parameters_of(self.model))
-
     def modules(self) -> list[nn.Module]:
         """The modules that are called, without their wrappers."""
         return [[module for prefix, module in modules_of(one) if not prefix][-1] for one in called_in(self.model)]
-
-    @staticmethod
-    def kind_of(tensor: torch.Tensor) -> type:
-        """Its class. One that instep watches has another."""
-        return plain_type(tensor)
 
     @staticmethod
     def gather(value: Any) -> list[Any] | None:

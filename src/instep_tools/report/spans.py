@@ -6,7 +6,7 @@ pure arithmetic on intervals, in the intervals' own unit.
 
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 
@@ -85,15 +85,9 @@ def union(parts: Iterable[Interval]) -> list[Interval]:
 
 def outside(parts: Iterable[Interval], cover: Iterable[Interval]) -> list[Interval]:
     """Return the time that at least one of ``parts`` covers, and none of ``cover``."""
-    return [piece for pieces in _without(union(parts), cover) for piece in pieces]
-
-
-def _without(parts: Iterable[Interval], cover: Iterable[Interval]) -> Iterator[list[Interval]]:
-    """Cut ``cover`` out of each of ``parts``."""
-    covering = union(cover)
+    covering, pieces = union(cover), []
     ends = [end for _, end in covering]
-    for start, end in parts:
-        pieces = []
+    for start, end in union(parts):
         for number in range(bisect_right(ends, start), len(covering)):
             cover_start, cover_end = covering[number]
             if cover_start >= end:
@@ -103,7 +97,7 @@ def _without(parts: Iterable[Interval], cover: Iterable[Interval]) -> Iterator[l
             start = cover_end
         if start < end:
             pieces.append((start, end))
-        yield pieces
+    return pieces
 
 
 def within(parts: Iterable[Interval], window: Interval) -> list[Interval]:
@@ -115,11 +109,6 @@ def within(parts: Iterable[Interval], window: Interval) -> list[Interval]:
 def busy(parts: Iterable[Interval]) -> float:
     """Return for how long at least one of ``parts`` ran."""
     return sum(end - start for start, end in union(parts))
-
-
-def exposed_of_each(parts: Iterable[Interval], cover: Iterable[Interval]) -> list[float]:
-    """Return for how long each of ``parts`` ran while none of ``cover`` did."""
-    return [sum(end - start for start, end in pieces) for pieces in _without(parts, cover)]
 
 
 def exposed(parts: Iterable[Interval], cover: Iterable[Interval]) -> float:

@@ -1,0 +1,98 @@
+"""What a command says and writes: lines, tables, sizes and times in words, files, and the error that it ends with.
+
+Files are written whole or not at all. A command calls ``require_writable`` before its work and ``write`` after it, so
+that a path that cannot be written costs no training.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from instep_tools.signals import held
+
+if TYPE_CHECKING:  # takes long to import, and a recording needs none of it
+    from rich.console import Console
+    from rich.table import Table
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+class CannotRunError(Exception):
+    """A command cannot run. The message is for the user: what was found and what to do, in a line or two."""
+
+
+def print_line(console: "Console", line: str) -> None:
+    """Print a line in which brackets are no markup, and that a pipe gets as a whole."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def table(*columns: str, left: int = 1) -> "Table":
+    """Return a table without rows. The first ``left`` columns are words, the others numbers."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, column in enumerate(columns):
+        made.add_column(Text(column), justify="left" if number < left else "right")
+    return made
+
+
+def size_of(nbytes: float) -> str:
+    """Return a size in words, in the unit that suits it."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(nbytes) >= unit:
+            return f"{nbytes / unit:,.2f} {name}"
+    return f"{nbytes:.0f} B"
+
+
+def time_of(seconds: float) -> str:
+    """Return a duration in words."""
+    return f"{1e3 * seconds:.2f} ms" if abs(seconds) >= 1e-3 else f"{1e6 * seconds:.1f} µs"
+
+
+def require_writable(option: str, path: Path) -> None:
+    """Raise ``CannotRunError`` now, rather than after much work, if ``path`` could not be written."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise CannotRunError(f"cannot write {option} {path}: it is there, and is no regular file")
+    if os.path.exists(path) and not os.access(path, os.W_OK):
+        raise CannotRunError(f"cannot write {option} {path}: it is there, and may not be written")
+    # Permissions do not say all, as on a read-only file system: try where ``write_whole`` will write.
+    with held(), _explained(option, path), _beside(path) as temporary:
+        temporary.touch()
+
+
+def write(option: str, path: Path, content: str) -> None:
+    """Write ``content`` whole, or raise ``CannotRunError``. SIGINT and SIGTERM wait until it is written."""
+    with held(), _explained(option, path):
+        write_whole(path, content.encode())
+
+
+@contextmanager
+def _explained(option: str, path: Path) -> Iterator[None]:
+    """Make a ``CannotRunError`` of an ``OSError``."""
+    try:
+        yield
+    except OSError as error:
+        raise CannotRunError(f"cannot write {option} {path}: {error.strerror}") from error
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write ``content``, so that ``path`` holds either all of it or what it held before. Raises ``OSError``."""
+    with _beside(path) as temporary:
+        temporary.write_bytes(content)
+        os.replace(temporary, path.resolve())  # resolved: a symbolic link stays a link
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """Yield a file name next to the file that ``path`` leads to, where a rename is atomic. Such a file does not outlive
+    the block."""
+    target = path.resolve()
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
