@@ -12,21 +12,27 @@ import json as jsonlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from instep import __version__
-from instep_tools.demo.job import DemoError, Size
-from instep_tools.planning.job import Job, PlanError, Rates
-from instep_tools.report.figures import by_job
-from instep_tools.report.files import NotWrittenError, write
-from instep_tools.report.run import NotARecordingError, load_all
-from instep_tools.selftest import SelftestError
+from instep_tools.output import CannotRunError, write
+from instep_tools.planning.job import Job
+from instep_tools.report.run import load_all
 from instep_tools.signals import TerminatedError, raising
 
 NOT_EQUAL, CANNOT_RUN, INTERRUPTED, TERMINATED = 1, 2, 130, 143
+
+
+class Size(str, Enum):
+    """The size of the demo's model."""
+
+    SMALL = "small"
+    MEDIUM = "medium"
+
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -83,16 +89,15 @@ def demo(
 ) -> None:
     """Train a small language model on real text, with instep and without.
 
-    The first act uses one device. It trains the plain loop, attach(model, optimizer), and schedule="backward", each in
-    a process of its own. The second act uses two ranks. It trains DistributedDataParallel and instep.replicate. All
-    loops see the same batches. The weights are compared after every step, bit for bit. If they differ, the exit code
-    is 1.
+    The first act uses one device. It trains the plain loop, attach(model, optimizer), and schedule="backward". The
+    second act uses two ranks. It trains DistributedDataParallel and instep.replicate. All loops see the same batches.
+    Weights and state are compared after every step, bit for bit. If they differ, the exit code is 1.
     """
     # Before ``_exit_codes``: modules swallow an exception while they are imported, so a signal ends the process then.
     from instep_tools.demo.run import run
 
     with _exit_codes("demo"):
-        equal = run(model, steps, ranks, text, json, report, quiet)
+        equal = run(model.value, steps, ranks, text, json, report, quiet)
     raise typer.Exit(0 if equal else NOT_EQUAL)
 
 
@@ -127,9 +132,7 @@ def selftest(
 def report(
     recordings: Annotated[
         list[Path],
-        typer.Argument(
-            help="Files that recording.save() wrote. Those of one job (model, batch, ranks, device) are compared."
-        ),
+        typer.Argument(help="Files that recording.save() wrote. Each has a column."),
     ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write one HTML page to this file.", show_default=False)
@@ -139,14 +142,14 @@ def report(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print a JSON list with one object for each recording.")] = False,
 ) -> None:
-    """Show a recording: which work ran when, which work was hidden, what was in memory, and what to change."""
+    """Show a recording: which work ran when, which work was hidden, the gradients alive at once, and what to change."""
     # The three outputs may be asked for together; text is what there is if none is.
     with _exit_codes("report"):
         runs = load_all(recordings)
         if output is not None:
             from instep_tools.report.page import page
 
-            write("--output", output, page(by_job(runs)))
+            write("--output", output, page(runs))
             typer.echo(f"wrote {output}", err=True)
         if json:
             from instep_tools.report.page import summary
@@ -157,7 +160,7 @@ def report(
 
             from instep_tools.report.page import show
 
-            show(Console(), by_job(runs))
+            show(Console(), runs)
 
 
 @app.command()
@@ -237,18 +240,23 @@ def plan(
     without instep, the buckets, and an estimate of the time.
     """
     job = Job(
-        build,
-        optimizer,
-        tuple(option or ()),
-        inputs,
-        loss,
-        world_size,
-        bucket_cap_mb,
-        bucket_view,
-        bucket_bytes,
-        Rates(gbits, latency_us, tflops, terabytes, forward_ms, pcie_gbytes),
-        micro_batches,
-        offload,
+        build=build,
+        optimizer=optimizer,
+        options=tuple(option or ()),
+        inputs=inputs,
+        loss=loss,
+        world_size=world_size,
+        bucket_cap_mb=bucket_cap_mb,
+        bucket_view=bucket_view,
+        bucket_bytes=bucket_bytes,
+        micro_batches=micro_batches,
+        offload=offload,
+        gbits=gbits,
+        latency_us=latency_us,
+        tflops=tflops,
+        terabytes=terabytes,
+        forward_ms=forward_ms,
+        pcie_gbytes=pcie_gbytes,
     )
     from instep_tools.planning.show import run  # before ``_exit_codes``, as in ``demo``
 
@@ -273,7 +281,7 @@ def _exit_codes(command: str) -> Iterator[None]:
     try:
         with raising():
             yield
-    except (DemoError, SelftestError, PlanError, NotARecordingError, NotWrittenError) as error:
+    except CannotRunError as error:
         _leave(command, str(error), CANNOT_RUN)
     except KeyboardInterrupt:
         _leave(command, "interrupted", INTERRUPTED)

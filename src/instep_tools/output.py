@@ -5,7 +5,7 @@ that a path that cannot be written costs no training.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,15 +28,16 @@ def print_line(console: "Console", line: str) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def table(*columns: str, left: int = 1) -> "Table":
-    """Return a table without rows. The first ``left`` columns are words, the others numbers."""
+def table(*columns: str, words: Sequence[str] = ()) -> "Table":
+    """Return a table without rows. The first column is words, as ``words`` are, and the others are numbers."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(columns):
-        made.add_column(Text(column), justify="left" if number < left else "right")
+        is_words = number == 0 or column in words
+        made.add_column(Text(column), justify="left" if is_words else "right", no_wrap=not is_words)
     return made
 
 

@@ -1,8 +1,8 @@
 """The user's model, inputs, loss and optimizer, made of tensors without data.
 
 ``PlannedModel`` and ``optimizer_makers`` make them of a ``Job``: what the job names is imported, called, and put on
-``FakeTensors``, on which a training loop runs as it is and takes no memory. Whatever fails is a ``PlanError`` of one
-line: the user's program runs here, and anything may be raised.
+``FakeTensors``, on which a training loop runs as it is and takes no memory. Whatever fails is a ``CannotRunError`` of
+one line: the user's program runs here, and anything may be raised.
 """
 
 import ast
@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from instep.errors import class_name
-from instep_tools.planning.job import Job, PlanError
+from instep_tools.output import CannotRunError
+from instep_tools.planning.job import Job
 
 MakeOptimizer = Callable[[Iterable[torch.Tensor]], Optimizer]
 """Makes the user's optimizer of parameters."""
@@ -52,17 +53,17 @@ class PlannedModel:
         if isinstance(built, tuple) and len(built) == 2:
             built, self._inputs = built[0], self.fakes.put_inputs(built[1])
         if not isinstance(built, nn.Module):
-            raise PlanError(
+            raise CannotRunError(
                 f"{job.build} returned a {class_name(built, in_full=True)}: let it return a torch.nn.Module, or the "
                 "model and its inputs as a pair"
             )
         for name, parameter in built.named_parameters():
             if is_lazy(parameter):
-                raise PlanError(f"{job.build}: parameter {name!r} has no shape yet (lazy module)")
+                raise CannotRunError(f"{job.build}: parameter {name!r} has no shape yet (lazy module)")
         self.model = built.train()
         self.fakes.put(self.model)
         if not any(p.requires_grad for p in self.model.parameters()):
-            raise PlanError(f"{job.build}: the model has no parameter that is trained")
+            raise CannotRunError(f"{job.build}: the model has no parameter that is trained")
         self.runs = self._inputs is not None or job.inputs is not None
         if not self.runs:
             # On the instance: hooks around the forward still run, as ``attach`` needs.
@@ -84,7 +85,7 @@ class PlannedModel:
         if self._job.loss is not None:
             loss = called("--loss", self._job.loss, output)
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                raise PlanError(f"--loss {self._job.loss} returned no tensor of one element")
+                raise CannotRunError(f"--loss {self._job.loss} returned no tensor of one element")
             return loss
         own = getattr(output, "loss", None)
         if isinstance(own, torch.Tensor):
@@ -92,7 +93,7 @@ class PlannedModel:
         # As a real loss would: a scalar that depends on every output with a graph.
         leaves = [one for one in tree_leaves(output) if isinstance(one, torch.Tensor) and one.requires_grad]
         if not leaves:
-            raise PlanError(f"{self._job.build}: the model's output has no tensor that depends on a parameter")
+            raise CannotRunError(f"{self._job.build}: the model's output has no tensor that depends on a parameter")
         self.sums_outputs = leaves[0].numel() > 1 or len(leaves) > 1
         return torch.stack([leaf.sum() for leaf in leaves]).sum()
 
@@ -146,9 +147,9 @@ def _maker(job: Job, make: Callable[..., Optimizer], options: dict[str, Any]) ->
             optimizer = make(parameters, **options)
         except Exception as error:
             said = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise PlanError(f"--optimizer {job.optimizer} with {options} raised {said}") from error
+            raise CannotRunError(f"--optimizer {job.optimizer} with {options} raised {said}") from error
         if not isinstance(optimizer, Optimizer):
-            raise PlanError(
+            raise CannotRunError(
                 f"--optimizer {job.optimizer} made a {class_name(optimizer, in_full=True)}, not a torch optimizer"
             )
         if callable(train := getattr(optimizer, "train", None)):
@@ -162,24 +163,24 @@ def function_named(option: str, name: str) -> Callable[..., Any]:
     """Return the function ``module:function``. Modules are looked for in the working directory, too."""
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
-        raise PlanError(f"{option} {name}: name a function as module:function, as in mymodel:build")
+        raise CannotRunError(f"{option} {name}: name a function as module:function, as in mymodel:build")
     # A console script has its own folder on the path, and not the working directory.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise PlanError(
+        raise CannotRunError(
             f"{option} {name}: there is no module {error.name!r} here or among the installed ones"
         ) from error
     except Exception as error:
-        raise PlanError(f"{option} {name}: importing {module_name} raised {_said(error)}") from error
+        raise CannotRunError(f"{option} {name}: importing {module_name} raised {_said(error)}") from error
     for part in function_name.split("."):
         if not hasattr(found, part):
-            raise PlanError(f"{option} {name}: there is no {part!r} in {module_name}")
+            raise CannotRunError(f"{option} {name}: there is no {part!r} in {module_name}")
         found = getattr(found, part)
     if not callable(found):
-        raise PlanError(f"{option} {name}: it is a {type(found).__name__}, and cannot be called")
+        raise CannotRunError(f"{option} {name}: it is a {type(found).__name__}, and cannot be called")
     return found  # type: ignore[no-any-return]
 
 
@@ -189,7 +190,7 @@ def called(option: str, name: str, *args: Any) -> Any:
     try:
         return function(*args)
     except Exception as error:
-        raise PlanError(
+        raise CannotRunError(
             f"{option} {name} raised {_said(error)}. It is run without any data, on tensors that have shapes and no "
             "values: build from a configuration, not from files, and on no device"
         ) from error
@@ -204,7 +205,7 @@ def optimizer_named(name: str) -> Callable[..., Optimizer]:
         known = [
             one for one in dir(torch.optim) if one[0].isupper() and isinstance(getattr(torch.optim, one), type)
         ]  # a few more than optimizers, were there any
-        raise PlanError(
+        raise CannotRunError(
             f"--optimizer {name}: torch.optim has none of that name. It has "
             f"{', '.join(one for one in known if one != 'Optimizer')}; others are named module:Class"
         )
@@ -217,13 +218,13 @@ def options_of(pairs: Sequence[str]) -> dict[str, Any]:
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name.isidentifier():
-            raise PlanError(f"--option {pair}: write it as name=value, as in lr=0.1")
+            raise CannotRunError(f"--option {pair}: write it as name=value, as in lr=0.1")
         try:
             found[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             found[name] = value
         except (RecursionError, MemoryError) as error:  # of Python's parser
-            raise PlanError(f"--option {name}: its value is nested too deeply") from error
+            raise CannotRunError(f"--option {name}: its value is nested too deeply") from error
     return found
 
 

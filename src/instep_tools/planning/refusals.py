@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from instep import ClipNorm, ClipValue, attach
 from instep.errors import AttachError
-from instep_tools.planning.job import EVERYTHING, Job, PlanError, Refusal
+from instep_tools.output import CannotRunError
+from instep_tools.planning.job import EVERYTHING, Job, Refusal
 from instep_tools.planning.model import MakeOptimizer, PlannedModel
 
 SCHEDULES: Mapping[str, dict[str, Any]] = {
@@ -88,7 +89,7 @@ def _as_trained(job: Job) -> Iterator[Any]:
         yield lambda model: model
         return
     if dist.is_initialized():
-        raise PlanError("a process group is there already: plan for several ranks in a process of its own")
+        raise CannotRunError("a process group is there already: plan for several ranks in a process of its own")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     # One rank stands for all: ``attach`` asks for the wrapper, and not for the world size.
     stores: Any = dist  # its type does not tell of HashStore, a store without a network

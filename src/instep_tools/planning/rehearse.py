@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from instep import Attachment, ClipNorm, attach
 from instep_tools.harness import LiveBytes
-from instep_tools.planning.job import PlanError
+from instep_tools.output import CannotRunError
 from instep_tools.planning.model import MakeOptimizer, PlannedModel
 
 Hold = Callable[[], AbstractContextManager[None]]
@@ -220,11 +220,11 @@ def _explained(what: str) -> Iterator[None]:
     """Turn what a program without data cannot do into one line."""
     try:
         yield
-    except PlanError:
+    except CannotRunError:
         raise
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
-        raise PlanError(
+        raise CannotRunError(
             f"{what} cannot be rehearsed without data: {type(error).__name__}: {lines[0]}. What depends on the values "
             "of tensors, or calls kernels that torch does not know, cannot be planned"
         ) from error

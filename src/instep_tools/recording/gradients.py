@@ -56,7 +56,7 @@ class LiveGradients:
         with self._lock:
             for gradient in gradients:
                 # instep's placeholders are of another class, and have no memory.
-                if type(gradient) is torch.Tensor or hasattr(gradient, "to_local"):
+                if gradient is not None and (type(gradient) is torch.Tensor or hasattr(gradient, "to_local")):
                     self._count(gradient)
             if self._now > self.most:  # else what has been freed meanwhile makes no difference
                 self._alive = {ref: nbytes for ref, nbytes in self._alive.items() if not ref.expired()}

@@ -169,7 +169,7 @@ class Bar:
     title: str
 
 
-Lane = tuple[str, Sequence[Bar]]
+Lane = tuple[str, list[Bar]]
 
 
 def _window(iterations: Sequence[Interval]) -> Interval:
@@ -181,7 +181,7 @@ def _window(iterations: Sequence[Interval]) -> Interval:
     return iterations[middle][0], iterations[min(middle + 1, len(iterations) - 1)][1]
 
 
-def _timeline(run: Run, window: Interval, seconds: float) -> list[tuple[str, Sequence[Lane]]]:
+def _timeline(run: Run, window: Interval, seconds: float) -> list[tuple[str, list[Lane]]]:
     """Return the name and the lanes of each rank that is drawn, ``seconds`` wide."""
     return [
         (f"rank {rank.rank}" if len(run.ranks) > 1 else "", _lanes(rank, window, seconds)) for rank in run.ranks[:RANKS]

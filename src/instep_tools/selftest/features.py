@@ -273,13 +273,13 @@ def compare(feature: Feature, way: str | None, device: torch.device) -> Cell:
     try:
         plain, other = (_loop(feature, device) for _ in range(2))
     except (RuntimeError, NotImplementedError) as error:
-        return Cell("-", f"not on this device: {_first_line(error)}")
+        return Cell("-", f"not on this device: {first_line(error)}")
     try:
         with nullcontext() if way is None else attach(other.model, other.optimizers, **WAYS[way], **given) as overlap:
             other.overlap = overlap
             return train(feature.iterate, plain, other)
     except Exception as error:  # whatever is wrong on this machine is what the table is for
-        return Cell("failed", f"{type(error).__name__}: {_first_line(error)}")
+        return Cell("failed", f"{type(error).__name__}: {first_line(error)}")
 
 
 def _loop(feature: Feature, device: torch.device) -> Loop:
@@ -303,7 +303,7 @@ def train(iterate: Iterate, plain: Loop, other: Loop, first: int = 0) -> Cell:
         try:
             iterate(plain, first + i)
         except Exception as error:
-            raise NotHereError(f"{type(error).__name__}: {_first_line(error)}") from error
+            raise NotHereError(f"{type(error).__name__}: {first_line(error)}") from error
 
     def states() -> Any:
         return [training_state(loop.model, loop.optimizers) for loop in (plain, other)]
@@ -315,10 +315,11 @@ def train(iterate: Iterate, plain: Loop, other: Loop, first: int = 0) -> Cell:
     except NotHereError as error:
         return Cell("-", f"the plain loop does not run here: {error}")
     except Exception as error:  # whatever is wrong on this machine is what the table is for
-        return Cell("failed", f"{type(error).__name__}: {_first_line(error)}")
+        return Cell("failed", f"{type(error).__name__}: {first_line(error)}")
     return Cell("equal")
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of what an error says."""
     found = next(islice(str(error).splitlines(), 1), "")
     return found if isinstance(error, InstepError) else found[:200]

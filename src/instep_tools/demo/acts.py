@@ -1,0 +1,173 @@
+"""What the demo trains, in processes of its own: loops on one device, and the same on several ranks."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from instep import record, replicate
+from instep_tools.output import MIB
+from instep_tools.report.run import Run
+from instep_tools.training import (
+    CONTEXT,
+    ByteGPT,
+    Gain,
+    Job,
+    Kind,
+    Memory,
+    Shape,
+    TrainedLoop,
+    measure_group,
+    memory_of,
+)
+
+WARM_UP_STEPS = 3
+"""The first steps, which are not timed."""
+MIN_STEPS = WARM_UP_STEPS + 2  # quantiles need two timed steps
+MICRO_BATCHES = 4
+RECORDED_STEPS = 4
+"""Steps after all others, which are recorded for the report."""
+BACKWARD = {"schedule": "backward"}
+
+
+@dataclass(frozen=True, slots=True)
+class Larger:
+    """A deeper model, which trains with the step in backward in the memory of the plain loop's model."""
+
+    parameters: int
+    depth: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """What one act has found.
+
+    Attributes:
+        backend: that ranks communicate over; empty for one device.
+        parameters: how many numbers the model has.
+        gradient_bytes: of all gradients.
+        loops: the plain one first, and that with the step in backward last.
+        accumulating: the same two with several micro-batches in a step; empty on ranks.
+        larger: the deepest model that fits; ``None``: none that is deeper.
+        recorded: of the first loop and the last one; empty on other ranks than the first.
+    """
+
+    ranks: int
+    backend: str
+    parameters: int
+    depth: int
+    gradient_bytes: int
+    loops: tuple[Gain, ...]
+    accumulating: tuple[Gain, ...]
+    larger: Larger | None
+    recorded: tuple[Run, ...]
+
+    @property
+    def differences(self) -> list[str]:
+        """How weights and state differ from the plain loop's, in words."""
+        return [f"{one.name}: {one.difference}" for one in (*self.loops, *self.accumulating) if one.difference]
+
+
+Tell = Callable[[int, float], None]
+"""Is told the number of each step, and the loss."""
+
+
+def one_device(device: torch.device, tell: Tell, shape: Shape, steps: int, text: bytes) -> Act:
+    """The first act: train the plain loop, the default and ``schedule="backward"`` in turn. Then what is measured in
+    memory alone: several micro-batches in a step, and a deeper model."""
+    job = _job(device, shape, steps, text)
+    loops, recorded = _trained(
+        [Kind("plain", "plain"), Kind("default", "plain", {}), Kind('schedule="backward"', "plain", BACKWARD)],
+        job,
+        tell,
+    )
+    accumulating = measure_group(
+        [
+            Kind("plain, accumulating", "plain, accumulating", micro_batches=MICRO_BATCHES),
+            Kind("micro_batches()", "plain, accumulating", BACKWARD, micro_batches=MICRO_BATCHES),
+        ],
+        replace(job, tokens=CONTEXT // MICRO_BATCHES, tried=1, rounds=2),
+    )
+    return _act(job, "", loops, accumulating, _larger(job, loops), recorded)
+
+
+def on_ranks(device: torch.device, tell: Tell, shape: Shape, steps: int, text: bytes) -> Act:
+    """The second act, on each rank: train DistributedDataParallel and ``replicate`` in turn."""
+    job = _job(device, shape, steps, text)
+    bucket_mb = _bytes_of(shape) / 10 / MIB  # ten buckets, or so
+    ddp = partial(DistributedDataParallel, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
+    kinds = [
+        Kind("plain DDP", "plain DDP", wrap=ddp),
+        Kind("instep.replicate", "plain DDP", BACKWARD, wrap=partial(replicate, bucket_cap_mb=bucket_mb)),
+    ]
+    loops, recorded = _trained(kinds, job, tell if dist.get_rank() == 0 else None)
+    return _act(job, dist.get_backend(), loops, [], None, recorded)
+
+
+def _job(device: torch.device, shape: Shape, steps: int, text: bytes) -> Job:
+    content = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    rounds = steps - WARM_UP_STEPS
+    return Job(shape, device, torch.float32, CONTEXT, WARM_UP_STEPS, rounds, text=content, compares=True)
+
+
+def _trained(kinds: Sequence[Kind], job: Job, tell: Tell | None) -> tuple[list[Gain], list[Run]]:
+    """Measure the loops, and record the first one and the last. Nobody needs a recording of the default: its loop runs
+    as the plain one does until a trial has found a gain."""
+    recorded: list[Run] = []
+
+    def after(loops: Mapping[str, TrainedLoop]) -> None:
+        for name in (kinds[0].name, kinds[-1].name):
+            loop, first = loops[name], job.tried + job.rounds
+            with record(loop.model, loop.optimizers, RECORDED_STEPS) as recording:
+                for number in range(first, first + RECORDED_STEPS + 1):  # the forward after the last step completes it
+                    loop.step(number)
+            if (run := recording.run()) is not None:
+                recorded.append(run)
+
+    return measure_group(kinds, job, tell, after), recorded
+
+
+def _act(
+    job: Job, backend: str, loops: Sequence[Gain], more: Sequence[Gain], larger: Larger | None, recorded: Sequence[Run]
+) -> Act:
+    return Act(
+        ranks=dist.get_world_size() if backend else 1,
+        backend=backend,
+        parameters=_bytes_of(job.shape) // job.dtype.itemsize,
+        depth=job.shape.depth,
+        gradient_bytes=_bytes_of(job.shape),
+        loops=tuple(loops),
+        accumulating=tuple(more),
+        larger=larger,
+        recorded=tuple(recorded),
+    )
+
+
+def _bytes_of(shape: Shape) -> int:
+    with torch.device("meta"):
+        return sum(parameter.nbytes for parameter in ByteGPT(shape).parameters())
+
+
+MOMENTS = 2
+"""The numbers that AdamW's state has for each weight."""
+
+
+def _larger(job: Job, loops: Sequence[Gain]) -> Larger | None:
+    """Train deeper models a few steps with the step in backward, until one fits into the plain loop's peak."""
+    plain, backward = Memory(loops[0].peak_bytes, loops[0].extra_bytes), loops[-1]
+    if plain.peak is None or backward.peak_bytes is None or backward.extra_bytes is None:
+        return None
+    depth = job.shape.depth
+    # A block more takes its weights, AdamW's state of them, and what it keeps for backward.
+    a_block = (_bytes_of(job.shape) * (1 + MOMENTS) + backward.extra_bytes) / depth
+    estimate = depth + int((plain.peak - backward.peak_bytes) / a_block)
+    for deeper in range(estimate, depth, -1):
+        shape = job.shape._replace(depth=deeper)
+        peak = memory_of(Kind("larger", "plain", BACKWARD), replace(job, shape=shape)).peak
+        if peak is not None and peak <= plain.peak:
+            return Larger(_bytes_of(shape) // job.dtype.itemsize, deeper, peak)
+    return None
