@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812  # as everybody calls it
 from rich.table import Table
 from torch import nn
 from torch.optim import AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from instep import Attachment, attach
 from instep_tools.harness import Peak, first_difference, timed, training_state, wait
@@ -36,18 +37,26 @@ class Shape(NamedTuple):
 
 
 class ByteGPT(nn.Module):
-    """A GPT on bytes, made of torch's own modules: it predicts each byte from up to ``CONTEXT`` bytes before it."""
+    """A GPT on bytes, made of torch's own modules: it predicts each byte from up to ``CONTEXT`` bytes before it.
 
-    def __init__(self, shape: Shape) -> None:
+    Args:
+        checkpoints: whether backward computes the blocks once more, in place of keeping their activations.
+        ties: whether the weight of the last layer is that of the first.
+    """
+
+    def __init__(self, shape: Shape, *, dropout: float = 0.0, checkpoints: bool = False, ties: bool = False) -> None:
         super().__init__()
         self.byte = nn.Embedding(BYTES, shape.width)
         self.position = nn.Embedding(CONTEXT, shape.width)
         block = partial(nn.TransformerEncoderLayer, activation="gelu", batch_first=True, norm_first=True)
         self.blocks = nn.ModuleList(
-            block(shape.width, shape.heads, 4 * shape.width, dropout=0.0) for _ in range(shape.depth)
+            block(shape.width, shape.heads, 4 * shape.width, dropout) for _ in range(shape.depth)
         )
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, BYTES)
+        if ties:
+            self.head.weight = self.byte.weight
+        self._checkpoints = checkpoints
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         """Map ``(rows, length)`` bytes to ``(rows, length, 256)`` logits."""
@@ -55,7 +64,8 @@ class ByteGPT(nn.Module):
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=text.device)
         x = self.byte(text) + self.position.weight[:length]
         for block in self.blocks:
-            x = block(x, src_mask=mask, is_causal=True)
+            run = partial(checkpoint, block, use_reentrant=False) if self._checkpoints else block
+            x = run(x, src_mask=mask, is_causal=True)
         logits: torch.Tensor = self.head(self.norm(x))
         return logits
 
@@ -288,7 +298,7 @@ def measure_group(
 
 def table_of(gains: Iterable[Gain]) -> Table:
     """Return the table of loops."""
-    made = table("loop", "peak", "above weights\nand state", "a step", "plain's time\n/ its")
+    made = table("loop", "peak", "above\nweights\nand state", "a step", "plain's time\n/ its")
     for gain in gains:
         sizes = ("not known" if size is None else size_of(size) for size in (gain.peak_bytes, gain.extra_bytes))
         spread = "" if gain.name == gain.base else f"{gain.ratio:.2f} [{gain.p10:.2f}, {gain.p90:.2f}]"

@@ -1,5 +1,6 @@
 """The same comparison on several ranks of one machine: DistributedDataParallel, ``replicate`` and ``fully_shard``."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,12 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW
 
 from instep import attach, replicate
 from instep_tools.output import CannotRunError
 from instep_tools.processes import run_on_ranks
-from instep_tools.selftest.features import STEPS, WAYS, Cell, Loop, Model, first_line, train, usual
+from instep_tools.selftest.features import STEPS, WAYS, Cell, Loop, adamw, failed, first_line, small_model, train, usual
 
 TIMEOUT = 100.0
 """Seconds for all ranks together."""
@@ -28,8 +28,7 @@ def _replicated(model: nn.Module) -> nn.Module:
 
 
 def _sharded(model: nn.Module) -> nn.Module:
-    assert isinstance(model, Model)
-    for block in model.blocks:
+    for block in model.get_submodule("blocks").children():
         fully_shard(block)
     fully_shard(model)
     return model
@@ -50,8 +49,7 @@ def compare_on_ranks(ranks: int, device: str) -> Table:
     try:
         return _joined(run_on_ranks(ranks, device, _compare_all, seconds=TIMEOUT))
     except CannotRunError as error:
-        failed = Cell("failed", first_line(error))
-        return {source: dict.fromkeys(WAYS, failed) for source in SOURCES}
+        return {source: dict.fromkeys(WAYS, Cell("failed", first_line(error))) for source in SOURCES}
 
 
 def _joined(tables: list[Table]) -> Table:
@@ -66,6 +64,7 @@ def _joined(tables: list[Table]) -> Table:
 
 def _compare_all(device: torch.device, tell: Callable[..., None]) -> Table:
     """What each rank does."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of outputs that are views, which nobody writes on
     return {
         source: {way: _compare(wraps, options, device) for way, options in WAYS.items()}
         for source, wraps in SOURCES.items()
@@ -79,10 +78,10 @@ def _compare(wraps: tuple[Wrap, Wrap], options: Mapping[str, Any], device: torch
             other.overlap = overlap
             return train(usual, plain, other, STEPS * dist.get_rank())
     except Exception as error:
-        return Cell("failed", f"{type(error).__name__}: {first_line(error)}")
+        return failed(error)
 
 
 def _loop(wrap: Wrap, device: torch.device) -> Loop:
     torch.manual_seed(0)
-    model = wrap(Model(0.0, False).to(device))
-    return Loop(model, [AdamW(model.parameters(), lr=1e-2, foreach=True)], device)
+    model = wrap(small_model().to(device))
+    return Loop(model, adamw(model, foreach=True), device)
