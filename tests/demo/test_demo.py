@@ -23,11 +23,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
-
-import instep
-from instep_tools.cli import app
-from instep_tools.demo import loops, run
 from instep_tools.demo.job import (
     CONTEXT,
     SHAPES,
@@ -44,9 +39,14 @@ from instep_tools.demo.job import (
 )
 from instep_tools.demo.loops import Batches, GradientProbe, new_model, train_alone
 from instep_tools.demo.processes import workers
-from instep_tools.demo.run import load_text
 from instep_tools.demo.summary import Time, _time_taken
 from instep_tools.report.files import NotWrittenError
+from typer.testing import CliRunner
+
+import instep
+from instep_tools.cli import app
+from instep_tools.demo import loops, run
+from instep_tools.demo.run import load_text
 from tests import net
 from tests.demo import signalled
 from tests.distributed.pool import RankPool

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from instep_tools.report.memory import Memory
+
 from instep_tools.report.run import Job, Rank, Run, Setup
 from instep_tools.report.spans import Span, intervals, outside
 

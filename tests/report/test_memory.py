@@ -2,7 +2,6 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-
 from instep_tools.report.memory import POINTS, Allocation, curve, pair
 
 _EVENTS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.booleans()), max_size=30)

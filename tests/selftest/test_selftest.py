@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from instep_tools.demo.job import Shape
 from rich.console import Console
 from torch.optim import Optimizer
 
 import instep
-from instep_tools.demo.job import Shape
 from instep_tools.selftest import SelftestError, features, gains, ranks, run
 from instep_tools.selftest.features import FEATURES, WAYS, Cell, Feature, Loop, compare
 from instep_tools.selftest.gains import Gain

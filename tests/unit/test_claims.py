@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from instep_tools.recording.profile import Trace
+from instep_tools.report.memory import curve, pair
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint_sequential
 
 import instep
-from instep_tools.recording.profile import Trace
-from instep_tools.report.memory import curve, pair
 from tests.cases import Sometimes, batch, weights
 
 WIDTH, DEPTH = 256, 8

@@ -194,7 +194,7 @@ def resumed(loop: Loop, i: int) -> None:
 # The optimizers.
 
 
-def adamw(model: nn.Module, **options: bool) -> Sequence[Optimizer]:
+def adamw(model: nn.Module, **options: Any) -> Sequence[Optimizer]:
     return [AdamW(model.parameters(), lr=1e-2, **options)]
 
 
