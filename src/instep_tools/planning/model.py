@@ -20,7 +20,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -213,12 +212,6 @@ class FakeTensors:
             yield
 
     @contextmanager
-    def copying(self) -> Iterator[None]:
-        """The same mode, in which tensors may be deep-copied, too."""
-        with self(), _Copies():
-            yield
-
-    @contextmanager
     def building(self) -> Iterator[None]:
         """A mode to build a model in before ``put``: on torch's meta device, on which a model may be moved and cast."""
         with torch.device("meta"), _AnyValue():
@@ -273,15 +266,3 @@ def _one(dtype: torch.dtype) -> Any:
     if dtype is torch.bool:
         return True
     return 1.0 if dtype.is_floating_point else 1 + 0j if dtype.is_complex else 1
-
-
-class _Copies(TorchFunctionMode):
-    """A mode that deep-copies tensors without memory: torch's own way to copy crashes on them."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is torch.Tensor.__deepcopy__ and isinstance(args[0], FakeTensor):
-            tensor, memo = args
-            return memo.setdefault(id(tensor), tensor.detach().clone())
-        return func(*args, **(kwargs or {}))

@@ -88,15 +88,15 @@ class _Planning:
         job, model = self._job, self._planned.model
         make = next(iter(self._makers.values()))
         refusals, accepted = ask_attach(self._planned, make, job, every_option=try_all)
-        self._order = order_of_gradients(self._planned)
         # The default schedule takes every optimizer, so that a refused one has a row for ``forward`` alone.
         self._refused = next((one.reason for one in refusals if one.options.startswith(EVERYTHING)), None)
         name = job.optimizer.rpartition(":")[2]
-        peaks = self._peaks()
         if self._refused is None and is_judged(self._planned, make):
             self._assumptions.append(
                 f"{name} updates each parameter by itself, as its first two updates show, with the memory of plain"
             )
+        self._order = order_of_gradients(self._planned)
+        peaks = self._peaks()
         plain = self._first
         assert plain is not None
         buckets = self._buckets(plain)

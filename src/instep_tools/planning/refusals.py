@@ -53,7 +53,7 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
 def ask_attach(
     planned: PlannedModel, make: MakeOptimizer, job: Job, *, every_option: bool
 ) -> tuple[tuple[Refusal, ...], tuple[str, ...]]:
-    """Return the refusals, with their reasons, and the options that are accepted.
+    """Return the refusals, with their reasons, and the options that are accepted. The model has not run yet.
 
     Every schedule is tried without any option. With ``every_option`` each option is tried by itself, with each schedule
     that was accepted.
@@ -133,5 +133,4 @@ def _small(planned: PlannedModel) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(small, requires_grad=parameter.requires_grad)
     for buffer in planned.model.buffers():
         memo[id(buffer)] = torch.zeros((), dtype=buffer.dtype)
-    with planned.fakes.copying():
-        return copy.deepcopy(planned.model, memo)
+    return copy.deepcopy(planned.model, memo)

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from instep import Attachment, ClipNorm, attach
 from instep_tools.harness import LiveBytes
 from instep_tools.output import CannotRunError
-from instep_tools.planning.model import MakeOptimizer, PlannedModel
+from instep_tools.planning.model import MakeOptimizer, PlannedModel, said_of
 
 Hold = Callable[[], AbstractContextManager[None]]
 """Makes the context of each micro-batch but the last, such as ``accumulate``."""
@@ -223,10 +223,9 @@ def _explained(what: str) -> Iterator[None]:
     except CannotRunError:
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
         raise CannotRunError(
-            f"{what} cannot be rehearsed without data: {type(error).__name__}: {lines[0]}. What depends on the values "
-            "of tensors, or calls kernels that torch does not know, cannot be planned"
+            f"{what} cannot be rehearsed without data: {said_of(error)}. What depends on the values of tensors, or "
+            "calls kernels that torch does not know, cannot be planned"
         ) from error
 
 
@@ -260,7 +259,7 @@ def bytes_by_dtype(tensors: Iterable[torch.Tensor]) -> Counter[str]:
     """Add up the bytes of tensors, by the name of their dtype."""
     found: Counter[str] = Counter()
     for tensor in tensors:
-        found[str(tensor.dtype).removeprefix("torch.")] += tensor.numel() * tensor.element_size()
+        found[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
     return found
 
 
@@ -287,16 +286,12 @@ def inside(func: Any, args: Sequence[Any], result: Any) -> int:
     result out of that layout, as torch's allocator shows. Other kernels are taken as if they needed nothing.
     """
     if func is _FORWARD and _copies(args[1]):
-        return max(_bytes(args[0]) + _bytes(args[1]), _bytes(result))
+        return int(max(args[0].nbytes + args[1].nbytes, result.nbytes))
     if func is _BACKWARD and _copies(args[2]):
-        return max(_bytes(args[0]) + _bytes(args[1]), _bytes(args[2]))
+        return int(max(args[0].nbytes + args[1].nbytes, args[2].nbytes))
     return 0
 
 
 def _copies(weight: torch.Tensor) -> bool:
     """Return whether a convolution with this weight copies."""
     return weight.device.type == "cpu" and any(size > 1 for size in weight.shape[2:])
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
