@@ -134,7 +134,7 @@ def report(
     ] = False,
     json: Annotated[bool, _option("Print a JSON list with one object for each recording.", False, "--json")] = False,
 ) -> None:
-    """Show a recording: which work ran when, which work was hidden, the gradients alive at once, and what to change."""
+    """Show a recording: which work ran when, which work was hidden, and the gradients alive at once."""
     # The three outputs may be asked for together; text is what there is if none is.
     with _exit_codes("report"):
         runs = load_all(recordings)

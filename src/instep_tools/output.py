@@ -4,12 +4,14 @@ Files are written whole or not at all. A command calls ``require_writable`` befo
 that a path that cannot be written costs no training.
 """
 
+import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from instep import __version__
 from instep_tools.signals import held
 
 if TYPE_CHECKING:  # takes long to import, and a recording needs none of it
@@ -54,8 +56,11 @@ def time_of(seconds: float) -> str:
     return f"{1e3 * seconds:.2f} ms" if abs(seconds) >= 1e-3 else f"{1e6 * seconds:.1f} µs"
 
 
-def require_writable(option: str, path: Path) -> None:
-    """Raise ``CannotRunError`` now, rather than after much work, if ``path`` could not be written."""
+def require_writable(option: str, path: Path | None) -> None:
+    """Raise ``CannotRunError`` now, rather than after much work, if ``path`` could not be written. ``None``: nobody has
+    asked for a file."""
+    if path is None:
+        return
     if os.path.exists(path) and not os.path.isfile(path):
         raise CannotRunError(f"cannot write {option} {path}: it is there, and is no regular file")
     if os.path.exists(path) and not os.access(path, os.W_OK):
@@ -69,6 +74,15 @@ def write(option: str, path: Path, content: str) -> None:
     """Write ``content`` whole, or raise ``CannotRunError``. SIGINT and SIGTERM wait until it is written."""
     with held(), _explained(option, path):
         write_whole(path, content.encode())
+
+
+def write_numbers(path: Path | None, numbers: Mapping[str, Any]) -> None:
+    """Write what ``--json`` asks for, with the versions that it is of."""
+    if path is not None:
+        import torch
+
+        versions = {"instep_version": __version__, "torch_version": torch.__version__}
+        write("--json", path, json.dumps({**versions, **numbers}, indent=2) + "\n")
 
 
 @contextmanager

@@ -8,12 +8,12 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -118,7 +118,7 @@ def run_on_ranks(
     with tempfile.TemporaryDirectory(prefix="instep-", ignore_cleanup_errors=True) as directory:
         answers = mp.get_context("spawn").SimpleQueue()
         # Files that torch makes in a process go with the directory: one that is killed removes none.
-        with held(), _environment({**_ENVIRONMENT, **os.environ, "TMPDIR": directory}), _blocked():
+        with held(), patch.dict(os.environ, {**_ENVIRONMENT, **os.environ, "TMPDIR": directory}), _blocked():
             job = (count, kind, directory, seconds, answers, work, arguments)
             started = mp.start_processes(_serve, job, count, join=False, daemon=True, start_method="spawn")
         try:
@@ -147,19 +147,6 @@ def run_on_ranks(
                 process.kill()
                 process.join()
     return [results[rank] for rank in range(count)]
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set ``values`` in the environment of processes that the block starts."""
-    before = dict(os.environ)
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name in values.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
 
 
 @contextmanager
@@ -195,29 +182,13 @@ def _serve(
     try:
         with deterministic():
             if count > 1:
-                _meet(rank, count, device, Path(directory) / "store", seconds)
+                backend = dist.get_default_backend_for_device(device)
+                store = dist.FileStore(os.path.join(directory, "store"), count)
+                timeout = timedelta(seconds=seconds / 2)
+                dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timeout)
             result = work(device, lambda *said: answers.put((rank, False, said)), *arguments)
             answers.put((rank, True, result))
             if count > 1:
                 dist.destroy_process_group()
     except CannotRunError as error:
         answers.put((rank, True, error))
-
-
-def _meet(rank: int, count: int, device: torch.device, store: Path, seconds: float) -> None:
-    backend = dist.get_default_backend_for_device(device)
-    try:
-        dist.init_process_group(
-            backend,
-            store=dist.FileStore(str(store), count),
-            rank=rank,
-            world_size=count,
-            timeout=timedelta(seconds=seconds / 2),
-            device_id=device if backend == "nccl" else None,
-        )
-    except (RuntimeError, ValueError, OSError) as error:
-        over = f"gloo on interface {os.environ['GLOO_SOCKET_IFNAME']!r} (GLOO_SOCKET_IFNAME)"
-        reason = str(error).splitlines()[0]
-        raise CannotRunError(
-            f"rank {rank} could not meet the other ranks over {over if backend == 'gloo' else backend}: {reason}"
-        ) from error

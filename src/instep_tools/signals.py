@@ -1,7 +1,7 @@
 """SIGINT and SIGTERM, for the command: they end the process at once, raise, or wait.
 
-The command begins with ``end_at_once``, while it imports, and goes on in ``raising``. The writing of a file, which must
-not be cut short, and the start of processes run in ``held``.
+While the command imports they end it, and its work runs in ``raising``. The writing of a file, which must not be cut
+short, and the start of processes run in ``held``.
 
 A signal that the process was started to ignore stays ignored: a job in the background of a shell, or under ``nohup``.
 """
@@ -16,15 +16,6 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 class TerminatedError(BaseException):
     """SIGTERM arrived. No ``Exception``, as ``KeyboardInterrupt`` is none: nothing on the way may handle it."""
-
-
-def end_at_once() -> None:
-    """From now on either signal ends this process, without a word: there is nothing to clean up.
-
-    An exception would not do while modules are imported: extensions of torch's and NumPy's swallow one.
-    """
-    for number in _heard():
-        signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager

@@ -17,11 +17,9 @@ from instep_tools.training import (
     Gain,
     Job,
     Kind,
-    Memory,
     Shape,
     TrainedLoop,
     measure_group,
-    memory_of,
 )
 
 WARM_UP_STEPS = 3
@@ -34,15 +32,6 @@ BACKWARD = {"schedule": "backward"}
 
 
 @dataclass(frozen=True, slots=True)
-class Larger:
-    """A deeper model, which trains with the step in backward in the memory of the plain loop's model."""
-
-    parameters: int
-    depth: int
-    peak_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Act:
     """What one act has found.
 
@@ -52,18 +41,15 @@ class Act:
         gradient_bytes: of all gradients.
         loops: the plain one first, and that with the step in backward last.
         accumulating: the same two with several micro-batches in a step; empty on ranks.
-        larger: the deepest model that fits; ``None``: none that is deeper.
         recorded: of the first loop and the last one; empty on other ranks than the first.
     """
 
     ranks: int
     backend: str
     parameters: int
-    depth: int
     gradient_bytes: int
     loops: tuple[Gain, ...]
     accumulating: tuple[Gain, ...]
-    larger: Larger | None
     recorded: tuple[Run, ...]
 
     @property
@@ -77,8 +63,7 @@ Tell = Callable[[int, float], None]
 
 
 def one_device(device: torch.device, tell: Tell, shape: Shape, steps: int, text: bytes) -> Act:
-    """The first act: train the plain loop, the default and ``schedule="backward"`` in turn. Then what is measured in
-    memory alone: several micro-batches in a step, and a deeper model."""
+    """The first act: train the plain loop, the default and ``schedule="backward"`` in turn. Then two accumulate."""
     job = _job(device, shape, steps, text)
     loops, recorded = _trained(
         [Kind("plain", "plain"), Kind("default", "plain", {}), Kind('schedule="backward"', "plain", BACKWARD)],
@@ -92,7 +77,7 @@ def one_device(device: torch.device, tell: Tell, shape: Shape, steps: int, text:
         ],
         replace(job, tokens=CONTEXT // MICRO_BATCHES, tried=1, rounds=2),
     )
-    return _act(job, "", loops, accumulating, _larger(job, loops), recorded)
+    return _act(job, "", loops, accumulating, recorded)
 
 
 def on_ranks(device: torch.device, tell: Tell, shape: Shape, steps: int, text: bytes) -> Act:
@@ -105,7 +90,7 @@ def on_ranks(device: torch.device, tell: Tell, shape: Shape, steps: int, text: b
         Kind("instep.replicate", "plain DDP", BACKWARD, wrap=partial(replicate, bucket_cap_mb=bucket_mb)),
     ]
     loops, recorded = _trained(kinds, job, tell if dist.get_rank() == 0 else None)
-    return _act(job, dist.get_backend(), loops, [], None, recorded)
+    return _act(job, dist.get_backend(), loops, [], recorded)
 
 
 def _job(device: torch.device, shape: Shape, steps: int, text: bytes) -> Job:
@@ -131,18 +116,14 @@ def _trained(kinds: Sequence[Kind], job: Job, tell: Tell | None) -> tuple[list[G
     return measure_group(kinds, job, tell, after), recorded
 
 
-def _act(
-    job: Job, backend: str, loops: Sequence[Gain], more: Sequence[Gain], larger: Larger | None, recorded: Sequence[Run]
-) -> Act:
+def _act(job: Job, backend: str, loops: Sequence[Gain], more: Sequence[Gain], recorded: Sequence[Run]) -> Act:
     return Act(
         ranks=dist.get_world_size() if backend else 1,
         backend=backend,
         parameters=_bytes_of(job.shape) // job.dtype.itemsize,
-        depth=job.shape.depth,
         gradient_bytes=_bytes_of(job.shape),
         loops=tuple(loops),
         accumulating=tuple(more),
-        larger=larger,
         recorded=tuple(recorded),
     )
 
@@ -150,24 +131,3 @@ def _act(
 def _bytes_of(shape: Shape) -> int:
     with torch.device("meta"):
         return sum(parameter.nbytes for parameter in ByteGPT(shape).parameters())
-
-
-MOMENTS = 2
-"""The numbers that AdamW's state has for each weight."""
-
-
-def _larger(job: Job, loops: Sequence[Gain]) -> Larger | None:
-    """Train deeper models a few steps with the step in backward, until one fits into the plain loop's peak."""
-    plain, backward = Memory(loops[0].peak_bytes, loops[0].extra_bytes), loops[-1]
-    if plain.peak is None or backward.peak_bytes is None or backward.extra_bytes is None:
-        return None
-    depth = job.shape.depth
-    # A block more takes its weights, AdamW's state of them, and what it keeps for backward.
-    a_block = (_bytes_of(job.shape) * (1 + MOMENTS) + backward.extra_bytes) / depth
-    estimate = depth + int((plain.peak - backward.peak_bytes) / a_block)
-    for deeper in range(estimate, depth, -1):
-        shape = job.shape._replace(depth=deeper)
-        peak = memory_of(Kind("larger", "plain", BACKWARD), replace(job, shape=shape)).peak
-        if peak is not None and peak <= plain.peak:
-            return Larger(_bytes_of(shape) // job.dtype.itemsize, deeper, peak)
-    return None

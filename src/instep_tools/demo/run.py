@@ -4,19 +4,15 @@
 """
 
 import dataclasses
-import json as jsonlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-from rich.progress import Progress as Bar
 
 from instep import __version__
 from instep_tools.demo.acts import MICRO_BATCHES, MIN_STEPS, WARM_UP_STEPS, Act, Tell, on_ranks, one_device
-from instep_tools.output import CannotRunError, print_line, require_writable, size_of, time_of, write
+from instep_tools.output import CannotRunError, print_line, require_writable, size_of, time_of, write, write_numbers
 from instep_tools.processes import device_of, name_of, ranks_of, run_on_ranks
 from instep_tools.report.page import page
 from instep_tools.training import CONTEXT, Gain, Shape, table_of
@@ -43,18 +39,17 @@ def run(
     device = device_of(None)
     count = ranks_of(ranks, device)
     content = load_text(text)
-    if json is not None:
-        require_writable("--json", json)
-    no_report = _why_not(report)
+    require_writable("--json", json)
+    require_writable("--report", report)
     console, quietly = Console(), Console(quiet=quiet)  # tables and conclusion; and all else, unless ``quiet``
     trained_on = f"{len(content):,} bytes of {text or 'the text of Python’s help topics'}"
     print_line(quietly, f"instep {__version__}, torch {torch.__version__}, on {name_of(device)}, on {trained_on}")
     print_line(console, CODE)
-    with progress(quietly, f"One device: three loops take {steps} steps, in turn", steps) as tell:
-        acts: list[Act] = run_on_ranks(1, device.type, one_device, SHAPES[size], steps, content, told=tell)
+    tell = _teller(quietly, f"One device: three loops take {steps} steps, in turn", steps)
+    acts: list[Act] = run_on_ranks(1, device.type, one_device, SHAPES[size], steps, content, told=tell)
     if count > 1:
-        with progress(quietly, f"{count} ranks: two loops take {steps} steps, in turn", steps) as tell:
-            acts += run_on_ranks(count, device.type, on_ranks, SHAPES["small"], steps, content, told=tell)[:1]
+        tell = _teller(quietly, f"{count} ranks: two loops take {steps} steps, in turn", steps)
+        acts += run_on_ranks(count, device.type, on_ranks, SHAPES["small"], steps, content, told=tell)[:1]
     for act in acts:
         _show(console, act)
     differences = [difference for act in acts for difference in act.differences]
@@ -63,13 +58,16 @@ def run(
     said = list(conclusion(acts, steps))
     for line in said:
         print_line(console, line)
-    if json is not None:
-        write("--json", json, _numbers(acts, size, steps, differences))
-    if no_report is None:
+    one, *more = (dataclasses.asdict(dataclasses.replace(act, recorded=())) for act in acts)
+    found = {"equal": not differences, "differences": differences, "model": size, "steps": steps}
+    write_numbers(json, {**found, "one_device": one, "two_ranks": more[0] if more else None})
+    try:
         write("--report", report or REPORT, page([one for act in acts for one in act.recorded], said))
         print_line(console, f"Report: {(report or REPORT).resolve().as_uri()}")  # a terminal can open it
-    else:
-        print_line(console, f"No report: {no_report}. --report FILE writes one elsewhere")
+    except CannotRunError as error:
+        if report is not None:
+            raise
+        print_line(console, f"No report: {error}. --report FILE writes one elsewhere")
     return not differences
 
 
@@ -103,37 +101,19 @@ def load_text(path: Path | None) -> bytes:
     return text
 
 
-def _why_not(report: Path | None) -> str | None:
-    """Return why the page cannot be written that nobody has asked for; ``None``: it can. Raise for a page that was."""
-    try:
-        require_writable("--report", report or REPORT)
-    except CannotRunError as error:
-        if report is not None:
-            raise
-        return str(error).replace("--report ", "")
-    return None
-
-
 LINES = 4
-"""About as many lines tell of the steps of an act, where the output is no terminal."""
+"""About as many lines tell of the steps of an act."""
 
 
-@contextmanager
-def progress(console: Console, act: str, steps: int) -> Iterator[Tell]:
-    """Yield a function to call after each step: it moves a bar on a terminal, and else prints a few lines in all."""
+def _teller(console: Console, act: str, steps: int) -> Tell:
+    """Print what the act is. Return a function to call after each step, which prints a few lines in all."""
     print_line(console, act)
-    # A file or a pipe gets whole lines: a bar draws over itself.
-    if not console.is_interactive:
-        yield lambda step, loss: _line(console, step, steps, loss)
-        return
-    with Bar(BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"), console=console) as bar:
-        task = bar.add_task("", total=steps, loss="starting")
-        yield lambda step, loss: bar.update(task, completed=step, loss=f"loss {loss:.3f}")
 
+    def tell(step: int, loss: float) -> None:
+        if step in (1, steps) or step % max(1, steps // LINES) == 0:
+            print_line(console, f"step {step}/{steps}: loss {loss:.3f}")
 
-def _line(console: Console, step: int, steps: int, loss: float) -> None:
-    if step in (1, steps) or step % max(1, steps // LINES) == 0:
-        print_line(console, f"step {step}/{steps}: loss {loss:.3f}")
+    return tell
 
 
 def _show(console: Console, act: Act) -> None:
@@ -147,12 +127,11 @@ def conclusion(acts: Sequence[Act], steps: int) -> Iterator[str]:
     one = acts[0]
     yield from _memory_saved(one)
     for act in acts[1:]:
-        above = "above weights and state"
-        yield f'{act.ranks} ranks: instep.replicate and schedule="backward" take {_in_place(act.loops, above)}.'
+        yield f'{act.ranks} ranks: instep.replicate and schedule="backward" take {_in_place(act.loops)}.'
     if one.accumulating:
         yield (
             f"Accumulation: with {MICRO_BATCHES} micro-batches a step, overlap.micro_batches() takes "
-            f"{_in_place(one.accumulating, 'above weights and state')}."
+            f"{_in_place(one.accumulating)}."
         )
     yield f'Time: with schedule="backward" an iteration takes {time_taken(one.loops[0], one.loops[-1])}.'
     for act in acts[1:]:
@@ -174,19 +153,13 @@ def _memory_saved(act: Act) -> Iterator[str]:
             f"gradients. Tensors take {size_of(after)} at the peak in place of {size_of(before)}, "
             f"{(before - after) / before:.0%} less."
         )
-    if act.larger is not None and before is not None:
-        yield (
-            f"That buys: in the plain loop's {size_of(before)} a model of {act.larger.parameters / 1e6:.1f} M "
-            f"parameters trains in place of {act.parameters / 1e6:.1f} M ({act.larger.depth} layers in place of "
-            f"{act.depth}; tried: {size_of(act.larger.peak_bytes)})."
-        )
 
 
-def _in_place(loops: Sequence[Gain], above: str) -> str:
+def _in_place(loops: Sequence[Gain]) -> str:
     plain, other = loops[0].extra_bytes, loops[-1].extra_bytes
     if plain is None or other is None:
         return "memory that the backend does not tell"
-    return f"{size_of(other)} {above}, in place of {size_of(plain)}"
+    return f"{size_of(other)} above weights and state, in place of {size_of(plain)}"
 
 
 def time_taken(plain: Gain, other: Gain) -> str:
@@ -199,19 +172,3 @@ def time_taken(plain: Gain, other: Gain) -> str:
     noise = f" here; too noisy to tell ({1 / other.p90:.2f} to {1 / other.p10:.2f})" if other.may_be_chance else ""
     both = f"{time_of(other.milliseconds / 1e3)} in place of {time_of(plain.milliseconds / 1e3)}"
     return f"{both}, {changed}{noise}"
-
-
-def _numbers(acts: Sequence[Act], size: str, steps: int, differences: Sequence[str]) -> str:
-    """Return the content of ``--json``."""
-    one, *more = (dataclasses.asdict(dataclasses.replace(act, recorded=())) for act in acts)
-    found = {
-        "instep_version": __version__,
-        "torch_version": torch.__version__,
-        "equal": not differences,
-        "differences": differences,
-        "model": size,
-        "steps": steps,
-        "one_device": one,
-        "two_ranks": more[0] if more else None,
-    }
-    return jsonlib.dumps(found, indent=2) + "\n"

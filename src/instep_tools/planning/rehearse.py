@@ -109,14 +109,19 @@ class DryRun:
 
     @contextmanager
     def _flat(self, permanent: Buckets, view: bool) -> Iterator[None]:
-        """Keep DDP's buckets for as long as the block runs."""
+        """Keep the memory of DDP's buckets for as long as the block runs. With ``view`` each gradient becomes a part of
+        its bucket on arrival."""
+        handles = []
         with self._planned.fakes(), self._live:
-            flat = [_Flat(bucket, view) for bucket in permanent]
+            kept = [bucket[0].new_empty(sum(p.numel() for p in bucket)) for bucket in permanent]
+            for buffer, bucket in zip(kept, permanent, strict=True) if view else ():
+                for p, part in zip(bucket, buffer.split([p.numel() for p in bucket]), strict=True):
+                    handles.append(p.register_post_accumulate_grad_hook(partial(_become_view, part.view(p.shape))))
         try:
             yield
         finally:
-            for one in flat:
-                one.remove()
+            for handle in handles:
+                handle.remove()
 
     def _counted(
         self,
@@ -171,22 +176,6 @@ class DryRun:
             loss = self._planned.loss()
         activations.append(self._live.now - before)
         return loss
-
-
-class _Flat:
-    """The memory of one of DDP's buckets. With ``view`` each gradient becomes a part of it on arrival."""
-
-    def __init__(self, parameters: Sequence[torch.Tensor], view: bool) -> None:
-        self._buffer = parameters[0].new_empty(sum(p.numel() for p in parameters))
-        self._handles = []
-        for parameter, part in zip(parameters, self._buffer.split([p.numel() for p in parameters]), strict=True):
-            if view:
-                hook = partial(_become_view, part.view(parameter.shape))
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
 
 
 def _become_view(part: torch.Tensor, parameter: torch.Tensor) -> None:

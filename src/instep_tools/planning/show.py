@@ -1,18 +1,15 @@
 """``instep plan`` from its options to its tables and its verdict: tables on a terminal, the same words in a pipe."""
 
 import dataclasses
-import json as jsonlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from instep import __version__
-from instep_tools.output import print_line, require_writable, size_of, table, time_of, write
-from instep_tools.planning.job import EVERYTHING, Estimate, Job, Offloaded, PlannedBucket, PlannedPeak, PlannedTimes
+from instep_tools.output import print_line, require_writable, size_of, table, time_of, write_numbers
+from instep_tools.planning.job import EVERYTHING, Estimate, Job, Offloaded, PlannedPeak, PlannedTimes
 from instep_tools.planning.plan import plan
 
 
@@ -24,23 +21,16 @@ def run(job: Job, refusals: bool, json: Path | None, quiet: bool) -> None:
             be written.
     """
     # Before the rehearsal, which takes seconds.
-    if json is not None:
-        require_writable("--json", json)
+    require_writable("--json", json)
     terminal = Console(stderr=True)  # stdout may be a pipe: it gets the plan alone
     with terminal.status("rehearsing some steps without data") if terminal.is_terminal else nullcontext():
         estimate = plan(job, refusals=refusals)
-    if json is not None:
-        versions = {"instep_version": __version__, "torch_version": torch.__version__}
-        write("--json", json, jsonlib.dumps({**versions, **dataclasses.asdict(estimate)}, indent=2) + "\n")
+    write_numbers(json, dataclasses.asdict(estimate))
     show(Console(), estimate, quiet)
 
 
-SHOWN = 12
-"""The most buckets that are listed; of more, the first ones and the last."""
-
-
 def show(console: Console, estimate: Estimate, quiet: bool) -> None:
-    """The verdict, peaks and times; unless ``quiet`` the sizes, the buckets and what was assumed, too."""
+    """The verdict, peaks and times; unless ``quiet`` the sizes and what was assumed, too."""
     ranks = f"{estimate.ranks} ranks" if estimate.ranks > 1 else "one device"
     print_line(
         console,
@@ -54,10 +44,9 @@ def show(console: Console, estimate: Estimate, quiet: bool) -> None:
     print_line(console, "The most bytes in a step" + (", on each rank" if estimate.ranks > 1 else ""))
     console.print(_peaks(estimate.peaks))
     if not quiet:
-        count = len(estimate.buckets)
-        said = "1 bucket" if count == 1 else f"{count} buckets, in the order in which backward completes them"
-        print_line(console, said)
-        console.print(_buckets(estimate.buckets))
+        largest = size_of(max(bucket.nbytes for bucket in estimate.buckets))
+        count = "1 bucket" if len(estimate.buckets) == 1 else f"{len(estimate.buckets)} buckets"
+        print_line(console, f"{count}, of {largest} at most; --json FILE has their parameters")
     _show_times(console, estimate)
     _show_offloaded(console, estimate.offloaded, estimate.times)
     _show_refusals(console, estimate, quiet)
@@ -170,19 +159,6 @@ def _peaks(peaks: Sequence[PlannedPeak]) -> Table:
             saved = "" if way == "plain" or peak is None else size_of(plain[one].total - peak.total)
             cells += ["" if peak is None else size_of(peak.total), saved]
         made.add_row(way, *cells)
-    return made
-
-
-def _buckets(buckets: Sequence[PlannedBucket]) -> Table:
-    made = table("", "bytes", "parameters", "names", words=["names"])
-    numbered = list(enumerate(buckets))
-    shown = numbered if len(numbered) <= SHOWN else [*numbered[: SHOWN - 1], numbered[-1]]
-    for number, bucket in shown:
-        if number == len(buckets) - 1 and len(numbered) > SHOWN:
-            made.add_row("…", "", "", "")
-        names = bucket.parameters
-        span = ", ".join(names) if len(names) <= 2 else f"{names[0]} … {names[-1]}"
-        made.add_row(str(number), size_of(bucket.nbytes), str(len(names)), span)
     return made
 
 

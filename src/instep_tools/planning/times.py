@@ -9,11 +9,10 @@ bandwidth that it uses, as if they took turns: behind the next forward it takes 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from time import perf_counter
 
 import torch
+from torch.utils.benchmark import Timer
 
-from instep_tools.harness import wait
 from instep_tools.planning.job import Job, PlannedBucket, PlannedTimes, Timing
 from instep_tools.planning.model import PlannedModel
 from instep_tools.planning.rehearse import forward_flops
@@ -147,12 +146,5 @@ def _device() -> torch.device:
 
 def _seconds(work: Callable[[], object]) -> float:
     """Return the seconds of one call: the least, since other programs only take time away."""
-    best = float("inf")  # of one call at least, however long that takes
-    end = perf_counter() + SECONDS
-    while best == float("inf") or perf_counter() < end:
-        wait(_device())
-        started = perf_counter()
-        work()
-        wait(_device())
-        best = min(best, perf_counter() - started)
-    return best
+    timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+    return float(min(timer.blocked_autorange(min_run_time=SECONDS).times))

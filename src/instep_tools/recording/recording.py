@@ -276,9 +276,7 @@ class _Running:
         spans = sorted(self._spans(trace, self._recorder.spans), key=lambda span: span.start)
         iterations = self._iterations.until(self._ends)
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        here = Rank(rank, platform.node(), self._main, iterations, spans, self._gradients.most)
-        if stages is not None:
-            here = replace(here, stages=stages, runs=clock.runs)
+        here = Rank(rank, platform.node(), self._main, iterations, spans, self._gradients.most, stages or ())
         return _shifted(here, self._offset), trace.shown(-self._offset)
 
     def _spans(self, trace: Trace, told: Sequence[Span]) -> list[Span]:
@@ -298,16 +296,10 @@ class _Running:
 
 
 def _of_stages(clock: Any, seen: Sequence[Span]) -> list[Span]:
-    """Return ``seen``, where steps are of a stage, with what the stages computed and the bubbles: in those no stage of
-    this rank computed, nor was stepped, and a run was under way."""
+    """Return ``seen``, where steps are of a stage, with what the stages computed."""
     found = [one._replace(stage=clock.stage_of.get((*one.parameters, "")[0])) for one in seen]
-    found += [
-        Span(one.kind, one.name, one.start, one.end, one.thread, (), one.stage)
-        for one in (*clock.forwards, *clock.backwards)
-    ]
-    busy = intervals(span for span in found if span.kind in (*COMPUTE, "step"))
-    thread = threading.get_native_id()
-    return found + [Span("bubble", "bubble", *gap, thread) for gap in outside(clock.runs, busy)]
+    computed = (*clock.forwards, *clock.backwards)
+    return found + [Span(one.kind, one.name, one.start, one.end, one.thread, (), one.stage) for one in computed]
 
 
 def _backwards(times: Sequence[Any], trace: Trace, others: Sequence[Span]) -> Iterator[Span]:
@@ -356,7 +348,6 @@ def _shifted(rank: Rank, by: float) -> Rank:
         rank,
         iterations=[(start + by, end + by) for start, end in rank.iterations],
         spans=[span._replace(start=span.start + by, end=span.end + by) for span in rank.spans],
-        runs=[(start + by, end + by) for start, end in rank.runs],
     )
 
 

@@ -32,28 +32,12 @@ class WorkTime:
 
 
 @dataclass(frozen=True)
-class PipelineFigures:
-    """The seconds of an iteration in a pipeline, of each rank: the medians over its recorded iterations.
-
-    Attributes:
-        bubbles: inside ``schedule.step()``, in which no stage of the rank computed, nor was stepped.
-        step_inside: of the step, inside ``schedule.step()``: in what the plain loop has as bubbles.
-        step_after: the rest of the step.
-    """
-
-    bubbles: Sequence[float]
-    step_inside: Sequence[float]
-    step_after: Sequence[float]
-
-
-@dataclass(frozen=True)
 class Figures:
     """The seconds of an iteration: the median over the recorded iterations of the first rank; ``by_rank`` of each rank.
 
     Attributes:
         iteration: the whole iteration. The others do not add up to it: hidden work runs at the same time as other work.
-        other: the time in which the loop did nothing of what has a span.
-        pipeline: ``None`` where there is no pipeline.
+        other: the time in which the loop did nothing of what has a span, bubbles of a pipeline among it.
     """
 
     iteration: float
@@ -64,7 +48,6 @@ class Figures:
     waiting: float
     other: float
     by_rank: Sequence[float]
-    pipeline: PipelineFigures | None = None
 
 
 def figures(run: Run) -> Figures:
@@ -80,22 +63,11 @@ def figures(run: Run) -> Figures:
         # Of the first rank's window without the spans of any thread.
         other=_median(rank, lambda window: exposed([window], intervals(rank.spans))),
         by_rank=[_median(one, _length) for one in run.ranks],
-        pipeline=_pipeline(run.ranks) if any(one.stages for one in run.ranks) else None,
     )
 
 
 def _length(window: Interval) -> float:
     return window[1] - window[0]
-
-
-def _pipeline(ranks: Sequence[Rank]) -> PipelineFigures:
-    after = [outside(_of(rank, "step"), rank.runs) for rank in ranks]
-    inside = [outside(_of(rank, "step"), parts) for rank, parts in zip(ranks, after, strict=True)]
-    return PipelineFigures(
-        bubbles=[_median_of(rank, _of(rank, "bubble")) for rank in ranks],
-        step_inside=[_median_of(rank, parts) for rank, parts in zip(ranks, inside, strict=True)],
-        step_after=[_median_of(rank, parts) for rank, parts in zip(ranks, after, strict=True)],
-    )
 
 
 def _median_of(rank: Rank, parts: Sequence[Interval]) -> float:

@@ -1,12 +1,11 @@
-"""A report: one HTML page with nothing to load from elsewhere (``page``), lines in a terminal (``show``), or JSON
+"""A report: one HTML page with nothing to load from elsewhere (``page``), a table in a terminal (``show``), or JSON
 (``summary``).
 
-Page and terminal have the same table (``rows``), a column for each recording, and the same suggestions. The page adds
-a timeline of two iterations, whose bars are measured here in shares of its width; ``templates/page.html`` places them.
-Whoever wants to look closer opens the recording in a trace viewer.
+Page and terminal have the same table (``rows``), a column for each recording. The page adds a timeline of two
+iterations, whose bars are measured here in shares of its width; ``templates/page.html`` places them. Whoever wants to
+look closer opens the recording in a trace viewer.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -15,13 +14,11 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from rich.console import Console
-from rich.text import Text
 
 from instep_tools.output import print_line, size_of, table, time_of
 from instep_tools.report.figures import COMPUTE, Figures, covers, figures, interruptions
 from instep_tools.report.run import Rank, Run
 from instep_tools.report.spans import Interval, Span, outside, within
-from instep_tools.report.suggestions import by_rank, suggestions
 
 FIRST = ("iteration", "step, exposed", "gradients at once")
 """The rows of the table that stand above all else on the page."""
@@ -41,6 +38,7 @@ def page(runs: Sequence[Run], said: Sequence[str] = ()) -> str:
     )
     environment.filters["breakable"] = breakable
     environment.filters["size"] = size_of
+    environment.filters["time"] = time_of
     found = list(map(figures, runs))
     made = rows(runs, found)
     windows = [_window(run.ranks[0].iterations) for run in runs]
@@ -50,10 +48,8 @@ def page(runs: Sequence[Run], said: Sequence[str] = ()) -> str:
         said=said,
         rows=made,
         first=[row for row in made if row.name in FIRST],
-        advice=list(map(suggestions, runs, found)),
         timelines=[_timeline(run, window, seconds) for run, window in zip(runs, windows, strict=True)],
-        has_pipeline=any(one.pipeline for one in found),
-        ticks=list(ticks(1e3 * seconds)),
+        seconds=seconds,
     )
 
 
@@ -69,10 +65,8 @@ def show(console: Console, runs: Sequence[Run]) -> None:
     for row in rows(runs, found):
         made.add_row(row.name, *row.values)
     console.print(made)
-    for run, one in zip(runs, found, strict=True):
-        console.print(Text(f"{run.setup.label}: {run.setup.job}", style="bold"))
-        for sentence in suggestions(run, one):
-            print_line(console, f"- {sentence}")
+    for run in runs:
+        print_line(console, f"{run.setup.label}: {run.setup.job}")
 
 
 def summary(run: Run) -> dict[str, Any]:
@@ -85,7 +79,6 @@ def summary(run: Run) -> dict[str, Any]:
         "setup": asdict(run.setup),
         "figures": {**asdict(found), **hidden},
         "gradient_bytes": run.ranks[0].gradient_bytes,
-        "advice": suggestions(run, found),
     }
 
 
@@ -98,7 +91,7 @@ class Row(NamedTuple):
 
 
 def rows(runs: Sequence[Run], found: Sequence[Figures]) -> list[Row]:
-    """Return the table of all figures. Communication and pipelines have rows where there were any."""
+    """Return the table of all figures. Communication has rows where there was any."""
 
     def time(name: str, seconds: Callable[[Figures], float], meaning: str) -> Row:
         return Row(name, [time_of(seconds(one)) for one in found], meaning)
@@ -117,13 +110,10 @@ def rows(runs: Sequence[Run], found: Sequence[Figures]) -> list[Row]:
             time("communication, hidden", lambda one: one.communication.hidden, "Meanwhile something was computed."),
             time("communication, exposed", lambda one: one.communication.exposed, "The rest."),
         ]
-    for name, figure, meaning in _OF_PIPELINES if any(one.pipeline for one in found) else ():
-        values = [by_rank(getattr(one.pipeline, figure)) if one.pipeline else "–" for one in found]
-        made.append(Row(name, values, f"{meaning} By rank." if len(runs[0].ranks) > 1 else meaning))
     return [
         *made,
         time("waiting", lambda one: one.waiting, "Of the loop: for communication or for another thread's step."),
-        time("other", lambda one: one.other, "Of the loop: data, the scheduler, everything else."),
+        time("other", lambda one: one.other, "Of the loop: data, the scheduler, a pipeline's bubbles, all else."),
         Row(
             "gradients at once",
             [size_of(run.ranks[0].gradient_bytes) for run in runs],
@@ -131,12 +121,6 @@ def rows(runs: Sequence[Run], found: Sequence[Figures]) -> list[Row]:
         ),
     ]
 
-
-_OF_PIPELINES = [
-    ("bubbles", "bubbles", "Inside schedule.step(): no stage of the rank computes, nor is stepped."),
-    ("step, in schedule.step()", "step_inside", "A stage is stepped when its last micro-batch is through."),
-    ("step, after schedule.step()", "step_after", "The rest: in optimizer.step(), say."),
-]
 
 # The timeline.
 
@@ -146,11 +130,8 @@ LANES = (
     ("compute", COMPUTE),  # in a pipeline a lane for each stage of the rank
     ("communication", ("communication",)),
     ("optimizer", ("step",)),
-    ("bubbles", ("bubble",)),
     ("waiting", ("waiting",)),
 )
-_IF_ANY = ("communication", "bubbles")
-"""The lanes that are left out where they would be empty."""
 
 
 @dataclass(frozen=True)
@@ -183,18 +164,15 @@ def _window(iterations: Sequence[Interval]) -> Interval:
 
 def _timeline(run: Run, window: Interval, seconds: float) -> list[tuple[str, list[Lane]]]:
     """Return the name and the lanes of each rank that is drawn, ``seconds`` wide."""
-    return [
-        (f"rank {rank.rank}" if len(run.ranks) > 1 else "", _lanes(rank, window, seconds)) for rank in run.ranks[:RANKS]
-    ]
-
-
-def _lanes(rank: Rank, window: Interval, seconds: float) -> list[Lane]:
-    lanes = []
-    for name, spans in _spans_of_lanes(rank):
-        # The longest first: what encloses another bar is drawn before it, and lies under it.
-        longest_first = sorted(spans, key=lambda span: span.start - span.end)
-        lanes.append((name, [bar for span in longest_first for bar in _bars(rank, span, window, seconds)]))
-    return lanes
+    found = []
+    for rank in run.ranks[:RANKS]:
+        lanes = []
+        for name, spans in _spans_of_lanes(rank):
+            # The longest first: what encloses another bar is drawn before it, and lies under it.
+            longest_first = sorted(spans, key=lambda span: span.start - span.end)
+            lanes.append((name, [bar for span in longest_first for bar in _bars(rank, span, window, seconds)]))
+        found.append((f"rank {rank.rank}" if len(run.ranks) > 1 else "", lanes))
+    return found
 
 
 def _spans_of_lanes(rank: Rank) -> Iterator[tuple[str, list[Span]]]:
@@ -203,7 +181,7 @@ def _spans_of_lanes(rank: Rank) -> Iterator[tuple[str, list[Span]]]:
         if kinds == COMPUTE and rank.stages:
             for stage in rank.stages:
                 yield f"stage {stage}", [span for span in spans if span.stage == stage]
-        elif spans or name not in _IF_ANY:
+        elif spans or name != "communication":
             yield name, spans
 
 
@@ -222,15 +200,3 @@ def _bars(rank: Rank, span: Span, window: Interval, seconds: float) -> Iterator[
         for start, end in within(pieces, window):
             # A narrower bar could not be seen.
             yield Bar(100 * (start - window[0]) / seconds, max(0.05, 100 * (end - start) / seconds), look, title)
-
-
-def ticks(end: float, most: int = 5) -> Iterator[tuple[float, str]]:
-    """Yield round numbers from 0 to ``end``, each with its place in per cent: at most ``most`` steps of 1, 2 or 5 times
-    a power of ten."""
-    least = end / most
-    power = 10.0 ** math.floor(math.log10(least))
-    # 1e-9: a quotient that was rounded must not cost the best step, or the last tick.
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * (1 - 1e-9))
-    digits = max(0, -math.floor(math.log10(step) + 1e-9))
-    for number in range(int(end / step * (1 + 1e-9)) + 1):
-        yield 100 * number * step / end, f"{number * step:.{digits}f}"

@@ -72,7 +72,6 @@ class Rank:
         spans: in order of their start.
         gradient_bytes: the most bytes of gradients that were alive at once.
         stages: the places of this rank's stages in their pipeline; empty where there is no pipeline.
-        runs: when each run of the pipeline, that is ``schedule.step(…)``, began and ended.
     """
 
     rank: int
@@ -82,7 +81,6 @@ class Rank:
     spans: Sequence[Span]
     gradient_bytes: int
     stages: Sequence[int] = ()
-    runs: Sequence[tuple[float, float]] = ()
 
 
 @dataclass(frozen=True)
@@ -107,8 +105,6 @@ class Run:
         write_whole(path, gzip.compress(content, 6) if path.suffix == ".gz" else content)
 
 
-_ROWS = ("flight", "bubble")
-"""The kinds of spans that have rows of their own."""
 FIRST_ROW = 1 << 24
 """The first number for a row that is no thread: Linux gives threads lower numbers."""
 
@@ -124,17 +120,14 @@ def _events(rank: Rank, events: Sequence[Sequence[TraceEvent]], number: int) -> 
     ]
     rows: dict[tuple[str, ...], int] = {}
     for span in rank.spans:
-        tid = span.thread
-        if span.kind in _ROWS:
-            # Flights overlap, and bubbles begin in the middle of operations. One row of a trace viewer shows nested
-            # events only: each bucket has a row, and the bubbles have one.
-            tid = rows.setdefault((span.kind, *span.parameters), FIRST_ROW + len(rows))
+        # Flights overlap, and one row of a trace viewer shows nested events only: each bucket has a row.
+        is_flight = span.kind == "flight"
+        tid = rows.setdefault(span.parameters, FIRST_ROW + len(rows)) if is_flight else span.thread
         common = {"pid": pid, "tid": tid, "cat": "instep", "ts": 1e6 * span.start, "name": f"{span.kind}: {span.label}"}
         arguments = {"parameters": list(span.parameters)} if span.parameters else {}
         made.append({**common, "ph": "X", "dur": 1e6 * (span.end - span.start), "args": arguments})
-    for row, ((kind, *_), tid) in enumerate(rows.items()):
-        name = "bubbles" if kind == "bubble" else f"flight {row}"
-        made.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}})
+    for row, tid in enumerate(rows.values()):
+        made.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": f"flight {row}"}})
     if events:
         made += [{**event, "pid": pid} for event in events[number]]
     return made
@@ -161,15 +154,11 @@ def load(path: Path) -> Run:
     try:
         document = json.loads(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
         found = document["instep"]
-        version = found["format"]
-    except (ValueError, KeyError, TypeError, EOFError, OSError, RecursionError) as error:
-        raise CannotRunError(f"{path} is not a recording of instep's: recording.save(path) writes one") from error
-    if version != FORMAT:
-        raise CannotRunError(f"{path} has format {version}; this version of instep reads {FORMAT}")
-    try:
+        if found["format"] != FORMAT:
+            raise CannotRunError(f"{path} has format {found['format']}; this version of instep reads {FORMAT}")
         return Run(Setup(**found["setup"]), list(map(rank_from, found["ranks"])))
-    except (TypeError, KeyError, IndexError) as error:
-        raise CannotRunError(f"{path} is damaged: {error}") from error
+    except (ValueError, KeyError, TypeError, IndexError, EOFError, OSError, RecursionError) as error:
+        raise CannotRunError(f"{path} is not a recording of instep's: recording.save(path) writes one") from error
 
 
 def rank_from(found: Mapping[str, Any]) -> Rank:

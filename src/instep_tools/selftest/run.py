@@ -4,7 +4,6 @@ The plain loop beside itself comes first: where a machine does not repeat its ow
 """
 
 import dataclasses
-import json as jsonlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.console import Console
 
 from instep import __version__
 from instep_tools.environment import report
-from instep_tools.output import print_line, require_writable, table, write
+from instep_tools.output import print_line, require_writable, table, write_numbers
 from instep_tools.processes import deterministic, device_of, name_of, ranks_of
 from instep_tools.selftest.features import FEATURES, WAYS, Cell, compare
 from instep_tools.selftest.gains import measure, said_of
@@ -79,15 +78,14 @@ def run(device: str | None, ranks: int | None, json: Path | None, quiet: bool, *
     """
     here = device_of(device)
     count = ranks_of(ranks, here)
-    if json is not None:
-        require_writable("--json", json)
+    require_writable("--json", json)
     console = Console()
     told = Console(quiet=quiet)
     print_line(told, f"instep {__version__}, torch {torch.__version__}, on {name_of(here)}")
     result = examine(here, count, told, gains=gains)
     _show(console, result)
-    if json is not None:
-        write("--json", json, _numbers(result))
+    found = {"verdict": result.verdict, "equal": not result.wrong, "environment": report().splitlines()}
+    write_numbers(json, {**found, **dataclasses.asdict(result)})
     print_line(console, result.verdict)
     for sentence in said_of(result.gains):
         print_line(console, sentence)
@@ -121,9 +119,3 @@ def _show(console: Console, result: Result) -> None:
         print_line(console, line)
     if result.gains:
         console.print(table_of(result.gains))
-
-
-def _numbers(result: Result) -> str:
-    """Return the content of ``--json``, to be attached to a report."""
-    found = {"verdict": result.verdict, "equal": not result.wrong, "environment": report().splitlines()}
-    return jsonlib.dumps({**found, **dataclasses.asdict(result)}, indent=2) + "\n"
