@@ -139,7 +139,7 @@ def billion(run: Run) -> Any:
     ]
     if run.device.type == "cpu":
         kinds.pop()
-    return {kind.name: memory_of(kind, run.billion).extra for kind in kinds}
+    return {kind.name: memory_of(kind, run.billion)[1] for kind in kinds}
 
 
 def offload(run: Run) -> Any:

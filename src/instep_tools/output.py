@@ -8,15 +8,17 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from instep import __version__
 from instep_tools.signals import held
-
-if TYPE_CHECKING:  # takes long to import, and a recording needs none of it
-    from rich.console import Console
-    from rich.table import Table
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -25,17 +27,13 @@ class CannotRunError(Exception):
     """A command cannot run. The message is for the user: what was found and what to do, in a line or two."""
 
 
-def print_line(console: "Console", line: str) -> None:
+def print_line(console: Console, line: str) -> None:
     """Print a line in which brackets are no markup, and that a pipe gets as a whole."""
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def table(*columns: str, words: Sequence[str] = ()) -> "Table":
+def table(*columns: str, words: Sequence[str] = ()) -> Table:
     """Return a table without rows. The first column is words, as ``words`` are, and the others are numbers."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(columns):
         is_words = number == 0 or column in words
@@ -79,9 +77,7 @@ def write(option: str, path: Path, content: str) -> None:
 def write_numbers(path: Path | None, numbers: Mapping[str, Any]) -> None:
     """Write what ``--json`` asks for, with the versions that it is of."""
     if path is not None:
-        import torch
-
-        versions = {"instep_version": __version__, "torch_version": torch.__version__}
+        versions = {"instep_version": __version__, "torch_version": version("torch")}
         write("--json", path, json.dumps({**versions, **numbers}, indent=2) + "\n")
 
 

@@ -169,20 +169,13 @@ class TrainedLoop:
             self.overlap.detach()
 
 
-class Memory(NamedTuple):
-    """The most bytes of tensors in a step, and how many of them are not weights and state; ``None``: the backend does
-    not tell."""
-
-    peak: int | None
-    extra: int | None
-
-
 WARM_UP = 3
 """Steps in which an optimizer makes its state, and instep finds the order of gradients."""
 
 
-def memory_of(kind: Kind, job: Job) -> Memory:
-    """Train a few steps, and return the memory of the last."""
+def memory_of(kind: Kind, job: Job) -> tuple[int | None, int | None]:
+    """Train a few steps. Return the most bytes of tensors in the last, and how many of them are not weights and state;
+    ``None``: the backend does not tell."""
     with Peak(job.device) as peak:
         loop = TrainedLoop(kind, job)
         for number in range(WARM_UP):
@@ -190,7 +183,7 @@ def memory_of(kind: Kind, job: Job) -> Memory:
         peak.reset()
         loop.step(WARM_UP)
     loop.finish()
-    return Memory(peak.nbytes, peak.nbytes - loop.own_bytes()) if peak.is_known else Memory(None, None)
+    return (peak.nbytes, peak.nbytes - loop.own_bytes()) if peak.is_known else (None, None)
 
 
 @dataclass(slots=True)

@@ -65,32 +65,26 @@ Tell = Callable[[int, float], None]
 def one_device(device: torch.device, tell: Tell, shape: Shape, steps: int, text: bytes) -> Act:
     """The first act: train the plain loop, the default and ``schedule="backward"`` in turn. Then two accumulate."""
     job = _job(device, shape, steps, text)
-    loops, recorded = _trained(
-        [Kind("plain", "plain"), Kind("default", "plain", {}), Kind('schedule="backward"', "plain", BACKWARD)],
-        job,
-        tell,
-    )
-    accumulating = measure_group(
-        [
-            Kind("plain, accumulating", "plain, accumulating", micro_batches=MICRO_BATCHES),
-            Kind("micro_batches()", "plain, accumulating", BACKWARD, micro_batches=MICRO_BATCHES),
-        ],
-        replace(job, tokens=CONTEXT // MICRO_BATCHES, tried=1, rounds=2),
-    )
-    return _act(job, "", loops, accumulating, recorded)
+    backward = Kind('schedule="backward"', "plain", BACKWARD)
+    act = _trained([Kind("plain", "plain"), Kind("default", "plain", {}), backward], job, tell)
+    accumulating = [
+        Kind("plain, accumulating", "plain, accumulating", micro_batches=MICRO_BATCHES),
+        Kind("micro_batches()", "plain, accumulating", BACKWARD, micro_batches=MICRO_BATCHES),
+    ]
+    shorter = replace(job, tokens=CONTEXT // MICRO_BATCHES, tried=1, rounds=2)
+    return replace(act, accumulating=tuple(measure_group(accumulating, shorter)))
 
 
 def on_ranks(device: torch.device, tell: Tell, shape: Shape, steps: int, text: bytes) -> Act:
     """The second act, on each rank: train DistributedDataParallel and ``replicate`` in turn."""
-    job = _job(device, shape, steps, text)
     bucket_mb = _bytes_of(shape) / 10 / MIB  # ten buckets, or so
     ddp = partial(DistributedDataParallel, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
     kinds = [
         Kind("plain DDP", "plain DDP", wrap=ddp),
         Kind("instep.replicate", "plain DDP", BACKWARD, wrap=partial(replicate, bucket_cap_mb=bucket_mb)),
     ]
-    loops, recorded = _trained(kinds, job, tell if dist.get_rank() == 0 else None)
-    return _act(job, dist.get_backend(), loops, [], recorded)
+    act = _trained(kinds, _job(device, shape, steps, text), tell if dist.get_rank() == 0 else None)
+    return replace(act, ranks=dist.get_world_size(), backend=dist.get_backend())
 
 
 def _job(device: torch.device, shape: Shape, steps: int, text: bytes) -> Job:
@@ -99,7 +93,7 @@ def _job(device: torch.device, shape: Shape, steps: int, text: bytes) -> Job:
     return Job(shape, device, torch.float32, CONTEXT, WARM_UP_STEPS, rounds, text=content, compares=True)
 
 
-def _trained(kinds: Sequence[Kind], job: Job, tell: Tell | None) -> tuple[list[Gain], list[Run]]:
+def _trained(kinds: Sequence[Kind], job: Job, tell: Tell | None) -> Act:
     """Measure the loops, and record the first one and the last. Nobody needs a recording of the default: its loop runs
     as the plain one does until a trial has found a gain."""
     recorded: list[Run] = []
@@ -113,19 +107,8 @@ def _trained(kinds: Sequence[Kind], job: Job, tell: Tell | None) -> tuple[list[G
             if (run := recording.run()) is not None:
                 recorded.append(run)
 
-    return measure_group(kinds, job, tell, after), recorded
-
-
-def _act(job: Job, backend: str, loops: Sequence[Gain], more: Sequence[Gain], recorded: Sequence[Run]) -> Act:
-    return Act(
-        ranks=dist.get_world_size() if backend else 1,
-        backend=backend,
-        parameters=_bytes_of(job.shape) // job.dtype.itemsize,
-        gradient_bytes=_bytes_of(job.shape),
-        loops=tuple(loops),
-        accumulating=tuple(more),
-        recorded=tuple(recorded),
-    )
+    found, nbytes = measure_group(kinds, job, tell, after), _bytes_of(job.shape)
+    return Act(1, "", nbytes // job.dtype.itemsize, nbytes, tuple(found), (), tuple(recorded))
 
 
 def _bytes_of(shape: Shape) -> int:

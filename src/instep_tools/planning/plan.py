@@ -54,22 +54,18 @@ def _require_sensible(job: Job) -> None:
             raise CannotRunError(f"--{name.replace('_', '-')} {value}: a number above 0 is needed")
     if job.latency_us is not None and job.latency_us < 0:
         raise CannotRunError(f"--latency-us {job.latency_us}: a number of at least 0 is needed")
-    if job.offload not in (None, "host"):
-        raise CannotRunError(f"--offload {job.offload}: it is host, or left out")
-    if job.pcie_gbytes is not None and job.offload is None:
-        raise CannotRunError("--pcie-gbytes is for --offload host: give both")
-    if job.world_size > 1 and job.bucket_bytes is not None:
-        raise CannotRunError("--bucket-bytes is for one device: DistributedDataParallel's buckets have --bucket-cap-mb")
-    if job.world_size > 1 and job.micro_batches > 1:
-        raise CannotRunError("--micro-batches is for one device: leave it out with --world-size above 1")
-    if job.world_size == 1 and job.bucket_cap_mb is not None:
-        raise CannotRunError(
-            "--bucket-cap-mb is for --world-size above 1: the buckets of one device have --bucket-bytes"
-        )
-    if os.environ.get("INSTEP_DISABLE", "") not in ("", "0"):
-        raise CannotRunError(
-            "INSTEP_DISABLE is set, with which torch takes every step: unset it to see what attach() would do"
-        )
+    has_ranks, is_off = job.world_size > 1, os.environ.get("INSTEP_DISABLE", "") not in ("", "0")
+    wrong = {
+        f"--offload {job.offload}: it is host, or left out": job.offload not in (None, "host"),
+        "--pcie-gbytes is for --offload host: give both": job.pcie_gbytes is not None and job.offload is None,
+        "--bucket-bytes is for one device: buckets of ranks have --bucket-cap-mb": has_ranks and job.bucket_bytes,
+        "--micro-batches is for one device: leave it out with --world-size": has_ranks and job.micro_batches > 1,
+        "--bucket-cap-mb is for ranks: buckets of one device have --bucket-bytes": not has_ranks and job.bucket_cap_mb,
+        "INSTEP_DISABLE is set, with which torch takes every step: unset it to see what attach() would do": is_off,
+    }
+    for reason, holds in wrong.items():
+        if holds:
+            raise CannotRunError(reason)
 
 
 class _Planning:
@@ -208,8 +204,7 @@ class _Planning:
 
     def _state_of(self, seen: Measured, names: Sequence[str]) -> int:
         """Return the bytes of state that these parameters have."""
-        places = {name: number for number, (name, _) in enumerate(self._planned.model.named_parameters())}
-        return sum(sum(seen.state.get(places[name], {}).values()) for name in names)
+        return sum(sum(seen.state.get(name, {}).values()) for name in names)
 
     def _named(self, buckets: Sequence[Sequence[torch.Tensor]]) -> list[list[str]]:
         names = {id(p): name for name, p in self._trained.items()}
@@ -231,11 +226,8 @@ class _Planning:
         modules = [module for module in self._planned.model.modules() if getattr(module, "sparse", False)]
         rows = {id(p) for module in modules for p in module.parameters(recurse=False)}
         # As DDP itself asks for them (``torch/nn/parallel/distributed.py``). It has no public name.
-        sizes = (
-            [int(mib * MIB) for mib in DDP_MIB]
-            if self._job.bucket_cap_mb is None
-            else [int(self._job.bucket_cap_mb * MIB)]
-        )
+        given = self._job.bucket_cap_mb
+        sizes = [int(mib * MIB) for mib in (DDP_MIB if given is None else [given])]
         sparse, order = [id(p) in rows for p in parameters], list(range(len(parameters)))
         found, _ = dist._compute_bucket_assignment_by_size(parameters, sizes, sparse, order)
         return [[parameters[number] for number in bucket] for bucket in found]

@@ -33,14 +33,14 @@ class Measured:
     Attributes:
         peak: the most bytes that were alive in the step.
         own: the bytes of parameters, buffers and state.
-        state: the bytes of each parameter's state by dtype, by the parameter's position in the model.
+        state: the bytes of each parameter's state by dtype, by the parameter's name.
         activations: the bytes that the forward left for backward.
         buckets: the names of the parameters that instep stepped together, on one device.
     """
 
     peak: int
     own: int
-    state: dict[int, Counter[str]]
+    state: dict[str, Counter[str]]
     activations: int
     buckets: tuple[tuple[str, ...], ...] = ()
 
@@ -123,18 +123,13 @@ class DryRun:
             for handle in handles:
                 handle.remove()
 
-    def _counted(
-        self,
-        step: Callable[[], object],
-        how: Attachment | Hold = nullcontext,
-        backward: Callable[[torch.Tensor], object] = torch.Tensor.backward,
-    ) -> Measured:
-        """Run one iteration, and return its memory."""
+    def _counted(self, *iteration: Any) -> Measured:
+        """Run one iteration, given as for ``_step``, and return its memory."""
         self._live.reset()
-        activations = self._step(step, how, backward)
-        places = {id(p): number for number, p in enumerate(self._planned.model.parameters())}
+        activations = self._step(*iteration)
+        names = {id(p): name for name, p in self._planned.model.named_parameters()}
         state = {
-            places[id(p)]: bytes_by_dtype(value for value in entry.values() if isinstance(value, torch.Tensor))
+            names[id(p)]: bytes_by_dtype(value for value in entry.values() if isinstance(value, torch.Tensor))
             for p, entry in self._optimizer.state.items()
             if isinstance(p, torch.Tensor)
         }
