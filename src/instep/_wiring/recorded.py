@@ -229,12 +229,11 @@ class Computed(NamedTuple):
 
 
 class StageClock:
-    """Notes the runs of a pipeline on this rank, and what this rank's stages compute in them.
+    """Notes what this rank's stages of a pipeline compute.
 
     Attributes:
         forwards: the forward of each micro-batch through a stage, and its loss.
         backwards: the backward of each micro-batch through a stage.
-        runs: when each run, that is ``schedule.step(…)``, began and ended.
         stages: their places in the pipeline.
         stage_of: the stage of each parameter, by the names that buckets have.
         given: what the first stage's forwards were given, in words.
@@ -243,7 +242,6 @@ class StageClock:
     def __init__(self, pipeline: Pipeline, model: nn.Module, run_begins: Callable[[], None]) -> None:
         self.forwards: list[Computed] = []
         self.backwards: list[Computed] = []
-        self.runs: list[tuple[float, float]] = []
         self.given: set[str] = set()
         self._run_begins = run_begins
         modules = pipeline.stages
@@ -261,12 +259,7 @@ class StageClock:
 
     def _run(self, call: "partial[Any]", options: object) -> Any:
         self._run_begins()
-        began = perf_counter()
-        try:
-            return call()
-        finally:
-            if self._calls:  # else the recording is over
-                self.runs.append((began, perf_counter()))
+        return call()
 
     def _around(self, stage: int, method: str) -> Around:
         return partial(self._compute, stage, method)
