@@ -22,7 +22,11 @@ class LiveGradients:
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = list(model.parameters())
-        self._always = self._now = self.most = _buckets_beside(model)
+        ddps = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        # DDP's buckets are there for good, and hold the gradients themselves, or hold them too.
+        self._always = sum(p.nbytes for ddp in ddps for p in ddp.module.parameters() if p.requires_grad)
+        self._are_in_buckets = any(ddp.gradient_as_bucket_view for ddp in ddps)
+        self._now = self.most = self._always
         # A weak reference keeps no memory, and tells a gradient from what lies at its address after it.
         self._alive: dict[StorageWeakRef, int] = {}
         self._lock = threading.Lock()
@@ -49,7 +53,12 @@ class LiveGradients:
     def look(self) -> None:
         """Note the gradients that the parameters have: accumulated ones, copies, and those that FSDP has set."""
         with torch._C.DisableTorchFunctionSubclass():  # nobody need wait for an update
-            self.note([parameter.grad for parameter in self._parameters])
+            self.handed_over([parameter.grad for parameter in self._parameters])
+
+    def handed_over(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Note gradients of parameters: another thread may let go of them."""
+        if not self._are_in_buckets:
+            self.note(gradients)
 
     def note(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Note gradients that are there now."""
@@ -73,12 +82,6 @@ def _note_in(notes: "weakref.ref[LiveGradients]", gradients: Sequence[torch.Tens
     # A graph keeps its hooks where the garbage collector does not look.
     if (there := notes()) is not None:
         there.note(gradients)
-
-
-def _buckets_beside(model: nn.Module) -> int:
-    """Return the bytes of DDP's buckets that gradients are copied to. Others hold the gradients themselves."""
-    copied = [m for m in model.modules() if isinstance(m, DistributedDataParallel) and not m.gradient_as_bucket_view]
-    return sum(p.nbytes for ddp in copied for p in ddp.module.parameters() if p.requires_grad)
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:

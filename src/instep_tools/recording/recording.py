@@ -181,7 +181,7 @@ class _Recorder:
 
     def __init__(self, gradients: LiveGradients) -> None:
         self.spans: list[Span] = []
-        self.handed_over = gradients.note
+        self.handed_over = gradients.handed_over
 
     def __call__(self, kind: str, names: Sequence[str], start: float, end: float) -> None:
         # On any thread: communication ends on the backend's own. An append needs no lock.
