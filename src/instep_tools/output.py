@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from instep import __version__
-from instep_tools.signals import held
+from instep_tools.signals import waiting
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -64,13 +64,13 @@ def require_writable(option: str, path: Path | None) -> None:
     if os.path.exists(path) and not os.access(path, os.W_OK):
         raise CannotRunError(f"cannot write {option} {path}: it is there, and may not be written")
     # Permissions do not say all, as on a read-only file system: try where ``write_whole`` will write.
-    with held(), _explained(option, path), _beside(path) as temporary:
+    with waiting(), _explained(option, path), _beside(path) as temporary:
         temporary.touch()
 
 
 def write(option: str, path: Path, content: str) -> None:
     """Write ``content`` whole, or raise ``CannotRunError``. SIGINT and SIGTERM wait until it is written."""
-    with held(), _explained(option, path):
+    with waiting(), _explained(option, path):
         write_whole(path, content.encode())
 
 

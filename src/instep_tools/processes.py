@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from instep_tools.output import CannotRunError
-from instep_tools.signals import STOPPING, held
+from instep_tools.signals import STOPPING, waiting
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -118,7 +118,7 @@ def run_on_ranks(
     with tempfile.TemporaryDirectory(prefix="instep-", ignore_cleanup_errors=True) as directory:
         answers = mp.get_context("spawn").SimpleQueue()
         # Files that torch makes in a process go with the directory: one that is killed removes none.
-        with held(), patch.dict(os.environ, {**_ENVIRONMENT, **os.environ, "TMPDIR": directory}), _blocked():
+        with waiting(), patch.dict(os.environ, {**_ENVIRONMENT, **os.environ, "TMPDIR": directory}), _blocked():
             job = (count, kind, directory, seconds, answers, work, arguments)
             started = mp.start_processes(_serve, job, count, join=False, daemon=True, start_method="spawn")
         try:

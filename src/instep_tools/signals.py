@@ -1,7 +1,7 @@
 """SIGINT and SIGTERM, for the command: they end the process at once, raise, or wait.
 
 While the command imports they end it, and its work runs in ``raising``. The writing of a file, which must not be cut
-short, and the start of processes run in ``held``.
+short, and the start of processes run in ``waiting``.
 
 A signal that the process was started to ignore stays ignored: a job in the background of a shell, or under ``nohup``.
 """
@@ -30,7 +30,7 @@ def raising() -> Iterator[None]:
 
 
 @contextmanager
-def held() -> Iterator[None]:
+def waiting() -> Iterator[None]:
     """Both signals wait for the end of this block. The first that came has its old effect then."""
     came: list[int] = []
     try:
