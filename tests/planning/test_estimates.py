@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import plan_against_measured
 import pytest
@@ -29,7 +30,7 @@ from tests.planning import models
 
 HERE = "tests.planning.models"
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-RATES = {"gbits": 1.0, "latency_us": 1.0, "tflops": 1.0, "terabytes": 1.0}
+RATES: dict[str, Any] = {"gbits": 1.0, "latency_us": 1.0, "tflops": 1.0, "terabytes": 1.0}
 MOST = 0.10
 """How far a planned peak may be from the measured one, of the latter."""
 
