@@ -98,17 +98,20 @@ _ENVIRONMENT = {
 SECONDS = 600.0
 """How long ranks wait for each other, and for how long they may say nothing; long, for slow machines."""
 
-Work = Callable[..., Any]
-"""Is given the rank's device, a function that tells the parent something, and more arguments."""
-
 
 def run_on_ranks(
-    count: int, kind: str, work: Work, *arguments: Any, told: Callable[..., object] = print, seconds: float = SECONDS
+    count: int,
+    kind: str,
+    work: Callable[..., Any],
+    *arguments: Any,
+    told: Callable[..., object] = print,
+    seconds: float = SECONDS,
 ) -> list[Any]:
     """Have ``count`` processes do ``work``, and return what each has returned, in the order of ranks.
 
     Args:
         kind: of device.
+        work: is given the rank's device, a function that tells the parent something, and ``arguments``.
         told: is told what ranks tell.
 
     Raises:
@@ -167,7 +170,7 @@ def _blocked() -> Iterator[None]:
 
 
 def _serve(
-    rank: int, count: int, kind: str, directory: str, seconds: float, answers: Any, work: Work, arguments: Any
+    rank: int, count: int, kind: str, directory: str, seconds: float, answers: Any, work: Any, arguments: Any
 ) -> None:
     """What each process does."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:

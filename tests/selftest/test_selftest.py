@@ -180,5 +180,5 @@ def test_ranks_that_fail_and_one_that_differs(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_result_of_one_wrong_cell() -> None:
     cells = {"a": {"default": Cell("equal"), "undo": Cell("differs", "after step 1: x")}}
-    result = Result("cpu", {"a": Cell("equal")}, cells, [], 1.0)
+    result = Result("cpu", {"a": Cell("equal")}, cells, [])
     assert result.verdict == "NOT EQUAL on cpu in 1 of 2 comparisons: a, undo: differs: after step 1: x"

@@ -71,7 +71,6 @@ def run(
     return not differences
 
 
-MIN_BYTES = CONTEXT + 1
 MAX_BYTES = 16 * 1024 * 1024
 
 
@@ -93,10 +92,10 @@ def load_text(path: Path | None) -> bytes:
             text = file.read(MAX_BYTES)
     except OSError as error:
         raise CannotRunError(f"cannot read --text {path}: {error.strerror}") from error
-    if len(text) < MIN_BYTES:
+    if len(text) <= CONTEXT:
         found = "is empty" if not text else f"has only {len(text)} bytes"
         raise CannotRunError(
-            f"--text {path} {found}: training needs at least {MIN_BYTES} bytes, and better some thousands"
+            f"--text {path} {found}: training needs at least {CONTEXT + 1} bytes, and better some thousands"
         )
     return text
 

@@ -104,9 +104,8 @@ def _refusal(planned: PlannedModel, make: MakeOptimizer, wrap: Any, arguments: d
     """Return why ``attach`` refuses these arguments; ``None``: it takes them."""
     model = _small(planned)
     optimizer = make(p for p in model.parameters() if p.requires_grad)
-    wrapped = wrap(model)
     try:
-        attach(wrapped, optimizer, **arguments).detach()  # what it refuses, it refuses before it changes anything
+        attach(wrap(model), optimizer, **arguments).detach()  # what it refuses, it refuses before it changes anything
     except AttachError as error:
         return str(error)
     return None
@@ -120,16 +119,12 @@ def is_judged(planned: PlannedModel, make: MakeOptimizer) -> bool:
         return bool(overlap.plan.judged)
 
 
-SIDE = 2
-"""The length of each side of the small model's parameters."""
-
-
 def _small(planned: PlannedModel) -> nn.Module:
     """Return a model of the same modules and names, with parameters of the same kinds that hold a few numbers each."""
     # A deep copy takes what is in ``memo`` for copied: the small tensors come in without any large one being made.
     memo: dict[int, Any] = {id(planned): planned}
     for parameter in planned.model.parameters():
-        small = torch.zeros((SIDE,) * parameter.dim(), dtype=parameter.dtype)
+        small = torch.zeros((2,) * parameter.dim(), dtype=parameter.dtype)
         memo[id(parameter)] = nn.Parameter(small, requires_grad=parameter.requires_grad)
     for buffer in planned.model.buffers():
         memo[id(buffer)] = torch.zeros((), dtype=buffer.dtype)

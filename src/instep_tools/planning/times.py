@@ -16,6 +16,7 @@ from torch.utils.benchmark import Timer
 from instep_tools.planning.job import Job, PlannedBucket, PlannedTimes, Timing
 from instep_tools.planning.model import PlannedModel
 from instep_tools.planning.rehearse import forward_flops
+from instep_tools.processes import device_of
 
 GBITS, LATENCY_US = 100.0, 20.0
 """The defaults of the rates that cannot be measured here."""
@@ -128,20 +129,16 @@ ARRAYS = 7
 
 def measured_flops() -> float:
     """Return the operations a second of a product of float32 matrices."""
-    matrix = torch.ones(MATRIX_SIDE, MATRIX_SIDE, device=_device())
+    matrix = torch.ones(MATRIX_SIDE, MATRIX_SIDE, device=device_of(None))
     return 2 * MATRIX_SIDE**3 / _seconds(lambda: matrix @ matrix)
 
 
 def measured_memory_bytes() -> float:
     """Return the bytes a second that a step of fused AdamW reads and writes."""
-    parameter = torch.nn.Parameter(torch.ones(ELEMENTS, device=_device()))
+    parameter = torch.nn.Parameter(torch.ones(ELEMENTS, device=device_of(None)))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
     return ARRAYS * parameter.nbytes / _seconds(optimizer.step)
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +20,8 @@ TIMEOUT = 100.0
 """Seconds for all ranks together."""
 
 
-def _ddp(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model, bucket_cap_mb=0.02, gradient_as_bucket_view=True)
-
-
-def _replicated(model: nn.Module) -> nn.Module:
-    return replicate(model, bucket_cap_mb=0.02)
+_ddp = partial(DistributedDataParallel, bucket_cap_mb=0.02, gradient_as_bucket_view=True)
+_replicated = partial(replicate, bucket_cap_mb=0.02)
 
 
 def _sharded(model: nn.Module) -> nn.Module:

@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 
 import torch
 from rich.console import Console
@@ -30,14 +29,12 @@ class Result:
         repeats: by feature: the plain loop beside itself.
         cells: by feature or kind of ranks, then by way.
         gains: memory and time of each loop.
-        seconds: how long all of it took.
     """
 
     device: str
     repeats: Mapping[str, Cell]
     cells: Mapping[str, Mapping[str, Cell]]
     gains: Sequence[Gain]
-    seconds: float
 
     @property
     def wrong(self) -> list[str]:
@@ -94,7 +91,6 @@ def run(device: str | None, ranks: int | None, json: Path | None, quiet: bool, *
 
 def examine(device: torch.device, ranks: int, console: Console, *, gains: bool) -> Result:
     """Run everything, and say meanwhile what is being done."""
-    started = perf_counter()
     repeats: dict[str, Cell] = {}
     cells: dict[str, dict[str, Cell]] = {}
     with deterministic():
@@ -106,7 +102,7 @@ def examine(device: torch.device, ranks: int, console: Console, *, gains: bool) 
         print_line(console, f"{ranks} ranks: {', '.join(SOURCES)}")
         cells |= compare_on_ranks(ranks, device.type)
     measured = measure(device, lambda what: print_line(console, what)) if gains else []
-    return Result(name_of(device), repeats, cells, measured, perf_counter() - started)
+    return Result(name_of(device), repeats, cells, measured)
 
 
 def _show(console: Console, result: Result) -> None:
