@@ -58,8 +58,7 @@ class Act:
         return [f"{one.name}: {one.difference}" for one in (*self.loops, *self.accumulating) if one.difference]
 
 
-Tell = Callable[[int, float], None]
-"""Is told the number of each step, and the loss."""
+Tell = Callable[[int, float], None]  # is told the number of each step, and the loss
 
 
 def one_device(device: torch.device, tell: Tell, shape: Shape, steps: int, text: bytes) -> Act:

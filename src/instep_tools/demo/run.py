@@ -100,16 +100,12 @@ def load_text(path: Path | None) -> bytes:
     return text
 
 
-LINES = 4
-"""About as many lines tell of the steps of an act."""
-
-
 def _teller(console: Console, act: str, steps: int) -> Tell:
     """Print what the act is. Return a function to call after each step, which prints a few lines in all."""
     print_line(console, act)
 
     def tell(step: int, loss: float) -> None:
-        if step in (1, steps) or step % max(1, steps // LINES) == 0:
+        if step in (1, steps) or step % max(1, steps // 4) == 0:
             print_line(console, f"step {step}/{steps}: loss {loss:.3f}")
 
     return tell

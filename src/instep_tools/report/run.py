@@ -115,7 +115,6 @@ def _events(rank: Rank, events: Sequence[Sequence[TraceEvent]], number: int) -> 
     # ``ph`` is the kind of an event: "M" names a process or a row, "X" is a span.
     made: list[TraceEvent] = [
         {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"rank {rank.rank} on {rank.host}"}},
-        {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": rank.rank}},
         {"ph": "M", "name": "thread_name", "pid": pid, "tid": rank.main, "args": {"name": "the loop"}},
     ]
     rows: dict[tuple[str, ...], int] = {}
