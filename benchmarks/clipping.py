@@ -23,9 +23,8 @@ from measure import SETTLED, batches, loss_of, processor_times, ratio, require_e
 from torch import nn
 
 import instep
-from instep_tools.demo.job import Shape
-from instep_tools.demo.loops import ByteGPT
 from instep_tools.harness import LiveBytes
+from instep_tools.training import ByteGPT, Shape
 
 JOBS = {"never clips": 1e6, "every step clips": 1e-3}
 """The bound of the norm."""

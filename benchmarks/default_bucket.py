@@ -22,9 +22,8 @@ from measure import SETTLED, batches, loss_of, processor_times, ratio, require_e
 from torch import nn
 
 import instep
-from instep_tools.demo.job import Shape
-from instep_tools.demo.loops import ByteGPT
 from instep_tools.harness import LiveBytes
+from instep_tools.training import ByteGPT, Shape
 
 MIB = 1 << 20
 SHAPES = {

@@ -29,12 +29,11 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from instep_tools.demo.job import Shape
 from instep_tools.environment import report
 from instep_tools.harness import wait
+from instep_tools.processes import name_of
 from instep_tools.selftest.features import muon
-from instep_tools.selftest.gains import Job, Kind, TimedLoop, extra_bytes, measure_group
-from instep_tools.selftest.run import name_of
+from instep_tools.training import Job, Kind, Shape, TrainedLoop, measure_group, memory_of
 
 LIMIT = 480
 """Seconds of a part that is a command of its own."""
@@ -140,7 +139,7 @@ def billion(run: Run) -> Any:
     ]
     if run.device.type == "cpu":
         kinds.pop()
-    return {kind.name: extra_bytes(kind, run.billion) for kind in kinds}
+    return {kind.name: memory_of(kind, run.billion)[1] for kind in kinds}
 
 
 def offload(run: Run) -> Any:
@@ -184,7 +183,7 @@ def safety(run: Run) -> Any:
 
 def trace(run: Run) -> Any:
     """How often torch.profiler saw each range of instep's, in three steps, and where the trace is."""
-    loop = TimedLoop(Kind("backward", "plain", BACKWARD), run.job)
+    loop = TrainedLoop(Kind("backward", "plain", BACKWARD), run.job)
     for seed in range(3):
         loop.step(seed)
     with torch.profiler.profile() as profile:

@@ -36,9 +36,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from instep_tools.demo.job import Shape
-from instep_tools.demo.loops import ByteGPT
 from instep_tools.harness import LiveBytes, first_difference, training_state
+from instep_tools.training import ByteGPT, Shape
 
 MIB = 1 << 20
 SHAPE = Shape(width=512, depth=6, heads=8)

@@ -29,8 +29,7 @@ from torch import nn
 from torch.optim import _muon
 
 import instep
-from instep_tools.demo.job import Shape
-from instep_tools.demo.loops import ByteGPT
+from instep_tools.training import ByteGPT, Shape
 
 PLAIN, NONE = "plain", "no optimizer"
 WAYS: dict[str, dict[str, Any] | None] = {

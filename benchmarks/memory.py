@@ -35,7 +35,7 @@ from one_device import OPTIONS, Model
 from torch import nn
 
 from instep.buckets import MIB
-from instep_tools.planning.job import Job, Rates
+from instep_tools.planning.job import Job
 from instep_tools.planning.plan import plan
 
 PLANNED = "INSTEP_BENCHMARK_PLANNED"
@@ -78,7 +78,8 @@ def planned(setting: str, model: str, micro_batches: int) -> dict[str, int]:
         options=("fused=True", f"lr={OPTIONS['lr']}"),
         inputs="memory:planned_inputs",
         bucket_bytes=BUCKET,
-        rates=Rates(tflops=1.0, terabytes=1.0),
+        tflops=1.0,
+        terabytes=1.0,
         micro_batches=micro_batches,
     )
     return {peak.way: peak.above for peak in plan(job).peaks}

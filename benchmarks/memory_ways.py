@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep.buckets import MIB
-from instep_tools.demo.job import Shape
+from instep_tools.training import Shape
 
 BUCKET = 4 * MIB
 BACKWARD: dict[str, Any] = {"schedule": "backward", "bucket_bytes": BUCKET}

@@ -19,7 +19,7 @@ from measure import SETTLED, batches, loss_of, processor_times, ratio, require_e
 from torch import nn
 
 import instep
-from instep_tools.demo.loops import ByteGPT
+from instep_tools.training import ByteGPT
 
 ROWS_OF_ONE = 2
 

@@ -31,9 +31,8 @@ import instep
 from instep.buckets import MIB, ParameterSpec, fill_buckets
 from instep.functional import apply_optimizer_in_backward
 from instep.options import DEFAULT_BUCKET_BYTES
-from instep_tools.demo.job import CONTEXT, Shape
-from instep_tools.demo.loops import ByteGPT
 from instep_tools.harness import LiveBytes
+from instep_tools.training import CONTEXT, ByteGPT, Shape
 
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
 PLAIN = "plain, fused"

@@ -8,8 +8,8 @@ from measure import ratio
 from one_device import PEERS, PLAIN, SIZES, Model, Plain, gpt, processor_times
 
 from instep.buckets import MIB
-from instep_tools.demo.job import Shape
 from instep_tools.harness import LiveBytes
+from instep_tools.training import Shape
 
 ROWS = {
     PLAIN: "plain, `AdamW(fused=True)`",

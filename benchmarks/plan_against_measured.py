@@ -27,12 +27,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import instep
 from instep._torch.worker import Task, Worker
 from instep.buckets import MIB
-from instep_tools.demo.job import Shape
-from instep_tools.demo.loops import ByteGPT
 from instep_tools.planning.job import Job
 from instep_tools.planning.model import FOR_LOOP, IMPLEMENTATIONS
 from instep_tools.planning.plan import plan
 from instep_tools.planning.show import TWO_PASS
+from instep_tools.training import ByteGPT, Shape
 
 BUCKET = MIB
 COUNT = "the steps that count"

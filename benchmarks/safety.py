@@ -24,8 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep._wiring import build as connect
-from instep_tools.demo.job import CONTEXT, Shape
-from instep_tools.demo.loops import ByteGPT
+from instep_tools.training import CONTEXT, ByteGPT, Shape
 
 ROWS = 2
 BACKWARD = {"schedule": "backward"}

@@ -1,4 +1,4 @@
-"""What would instep hide on other machines? ``instep_tools.planning.simulate`` against times, and at scale.
+"""What would instep hide on other machines? ``iteration_model.py`` against times, and at scale.
 
     python benchmarks/simulate.py --measured two_ranks.json          # from: two_ranks.py --json two_ranks.json
     python benchmarks/simulate.py --picture simulate.svg             # 8 to 4096 GPUs, 1 to 400 Gbit/s, 0.1 to 70 B
@@ -31,9 +31,8 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 import bars
+from iteration_model import SCHEDULES, Host, Link, ScheduleName, Work, bound, iteration_seconds
 from pipeline_model import WAYS, Action, Kind, Pipeline, Stage, Steady, WayName, steady
-
-from instep_tools.planning.simulate import SCHEDULES, Host, Link, ScheduleName, Work, bound, iteration_seconds
 
 NAMES: dict[ScheduleName, str] = {schedule: schedule for schedule in SCHEDULES} | {"plain": "plain DDP"}
 """What ``two_ranks.py`` calls them."""

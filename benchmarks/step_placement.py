@@ -35,9 +35,8 @@ import instep  # noqa: E402
 from instep._optim.stepper import Stepper  # noqa: E402
 from instep.buckets import MIB, ParameterSpec, fill_buckets  # noqa: E402
 from instep.comm_hooks import mean_allreduce  # noqa: E402
-from instep_tools.demo.job import CONTEXT, Shape  # noqa: E402
-from instep_tools.demo.loops import ByteGPT  # noqa: E402
 from instep_tools.harness import first_difference, training_state  # noqa: E402
+from instep_tools.training import CONTEXT, ByteGPT, Shape  # noqa: E402
 
 ROWS = 2
 

@@ -44,8 +44,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep.buckets import MIB
-from instep_tools.demo.job import Shape
-from instep_tools.demo.loops import ByteGPT
+from instep_tools.training import ByteGPT, Shape
 
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
 PLAIN, BOUND = "plain DDP", "no optimizer"

@@ -28,8 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import _muon
 
 import instep
-from instep_tools.demo.job import CONTEXT, Shape
-from instep_tools.demo.loops import ByteGPT
+from instep_tools.training import CONTEXT, ByteGPT, Shape
 
 MIB = 1 << 20
 ROWS = 2

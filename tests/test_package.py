@@ -71,7 +71,7 @@ def test_an_installed_wheel_is_whole(release: Path, tmp_path: Path) -> None:
 def test_what_belongs_to_a_release_is_in_the_archives(release: Path) -> None:
     with zipfile.ZipFile(next(release.glob("*.whl"))) as wheel:
         found = wheel.namelist()
-    assert {"instep/py.typed", "instep_tools/py.typed", f"{PAGE}.html", f"{PAGE}.js"} <= set(found)
+    assert {"instep/py.typed", "instep_tools/py.typed", f"{PAGE}.html", f"{PAGE}.css"} <= set(found)
     assert any(name.endswith("licenses/LICENSE") for name in found)
     assert not [name for name in found if name.startswith(("tests", "benchmarks"))]
     with tarfile.open(next(release.glob("*.tar.gz"))) as archive:

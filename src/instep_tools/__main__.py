@@ -1,11 +1,15 @@
 """The command ``instep``, and ``python -m instep``."""
 
-from instep_tools.signals import end_at_once
+import signal
 
 
 def main() -> None:
-    """The console entry. Until a command has begun its work, and once it has done it, a signal ends the process."""
-    end_at_once()
+    """The console entry. Until a command has begun its work, and once it has done it, a signal ends the process.
+
+    An exception would not do while modules are imported: extensions of torch's and NumPy's swallow one.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, and stays so
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     from instep_tools.cli import main as run
 
     run()

@@ -12,21 +12,27 @@ import json as jsonlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from instep import __version__
-from instep_tools.demo.job import DemoError, Size
-from instep_tools.planning.job import Job, PlanError, Rates
-from instep_tools.report.figures import by_job
-from instep_tools.report.files import NotWrittenError, write
-from instep_tools.report.run import NotARecordingError, load_all
-from instep_tools.selftest import SelftestError
+from instep_tools.output import CannotRunError, write
+from instep_tools.planning.job import Job
+from instep_tools.report.run import load_all
 from instep_tools.signals import TerminatedError, raising
 
 NOT_EQUAL, CANNOT_RUN, INTERRUPTED, TERMINATED = 1, 2, 130, 143
+
+
+class Size(str, Enum):
+    """The size of the demo's model."""
+
+    SMALL = "small"
+    MEDIUM = "medium"
+
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -53,62 +59,58 @@ def _instep(
     """Try instep, plan a training run, or read a recording. instep runs the optimizer step behind other work."""
 
 
+def _option(help: str, default: str | bool = False, *names: str) -> Any:
+    """Return an option with the default that the help shows, where that is not the value in the code."""
+    return typer.Option(*names, help=help, show_default=default)
+
+
+QUIET = ("--quiet", "-q")
+
+
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(help="Training steps of each loop.")] = 12,
+    steps: Annotated[int, _option("Training steps of each loop.", True)] = 12,
     model: Annotated[
-        Size, typer.Option(help="Size of the model in the first act: 18 or 38 million parameters.")
+        Size, _option("Size of the model in the first act: 18 or 38 million parameters.", True)
     ] = Size.MEDIUM,
     text: Annotated[
-        Path | None,
-        typer.Option(
-            help="Train on the first 16 MiB of this file, read as bytes.", show_default="Python's help topics"
-        ),
+        Path | None, _option("Train on the first 16 MiB of this file, read as bytes.", "Python's help topics")
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(
-            help="Number of processes that train data-parallel in the second act. 1 leaves the second act out.",
-            show_default="2, or 1 with one GPU",
+        _option(
+            "Number of processes that train data-parallel in the second act. 1 leaves the second act out.",
+            "2, or 1 with one GPU",
         ),
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write all numbers to this file.", show_default=False)] = None,
+    json: Annotated[Path | None, _option("Write all numbers to this file.")] = None,
     report: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write a report of the loops, an HTML page, to this file.", show_default="instep-demo-report.html"
-        ),
+        Path | None, _option("Write a report of the loops, an HTML page, to this file.", "instep-demo-report.html")
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show only the tables at the end.")] = False,
+    quiet: Annotated[bool, _option("Show only the tables at the end.", False, *QUIET)] = False,
 ) -> None:
     """Train a small language model on real text, with instep and without.
 
-    The first act uses one device. It trains the plain loop, attach(model, optimizer), and schedule="backward", each in
-    a process of its own. The second act uses two ranks. It trains DistributedDataParallel and instep.replicate. All
-    loops see the same batches. The weights are compared after every step, bit for bit. If they differ, the exit code
-    is 1.
+    The first act uses one device. It trains the plain loop, attach(model, optimizer), and schedule="backward". The
+    second act uses two ranks. It trains DistributedDataParallel and instep.replicate. All loops see the same batches.
+    Weights and state are compared after every step, bit for bit. If they differ, the exit code is 1.
     """
     # Before ``_exit_codes``: modules swallow an exception while they are imported, so a signal ends the process then.
     from instep_tools.demo.run import run
 
     with _exit_codes("demo"):
-        equal = run(model, steps, ranks, text, json, report, quiet)
+        equal = run(model.value, steps, ranks, text, json, report, quiet)
     raise typer.Exit(0 if equal else NOT_EQUAL)
 
 
 @app.command()
 def selftest(
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, mps or xpu.", show_default="the accelerator that torch finds, or cpu")
-    ] = None,
+    device: Annotated[str | None, _option("cpu, cuda, mps or xpu.", "the accelerator that torch finds, or cpu")] = None,
     ranks: Annotated[
-        int | None,
-        typer.Option(help="Number of processes for the data-parallel rows. 1 leaves them out.", show_default="2"),
+        int | None, _option("Number of processes for the data-parallel rows. 1 leaves them out.", "2")
     ] = None,
-    json: Annotated[
-        Path | None, typer.Option(help="Write all that was found to this file, for a report.", show_default=False)
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show only the tables and the verdict.")] = False,
+    json: Annotated[Path | None, _option("Write all that was found to this file, for a report.")] = None,
+    quiet: Annotated[bool, _option("Show only the tables and the verdict.", False, *QUIET)] = False,
 ) -> None:
     """Prove on this machine that instep's numbers are the plain loop's, and see what it gives here.
 
@@ -125,110 +127,70 @@ def selftest(
 
 @app.command()
 def report(
-    recordings: Annotated[
-        list[Path],
-        typer.Argument(
-            help="Files that recording.save() wrote. Those of one job (model, batch, ranks, device) are compared."
-        ),
-    ],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write one HTML page to this file.", show_default=False)
-    ] = None,
+    recordings: Annotated[list[Path], typer.Argument(help="Files that recording.save() wrote. Each has a column.")],
+    output: Annotated[Path | None, _option("Write one HTML page to this file.", False, "--output", "-o")] = None,
     text: Annotated[
-        bool, typer.Option("--text", help="Print to the terminal. This is the default without -o and --json.")
+        bool, _option("Print to the terminal. This is the default without -o and --json.", False, "--text")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print a JSON list with one object for each recording.")] = False,
+    json: Annotated[bool, _option("Print a JSON list with one object for each recording.", False, "--json")] = False,
 ) -> None:
-    """Show a recording: which work ran when, which work was hidden, what was in memory, and what to change."""
+    """Show a recording: which work ran when, which work was hidden, and the gradients alive at once."""
     # The three outputs may be asked for together; text is what there is if none is.
     with _exit_codes("report"):
         runs = load_all(recordings)
-        if output is not None:
-            from instep_tools.report.page import page
+        from rich.console import Console
 
-            write("--output", output, page(by_job(runs)))
+        from instep_tools.report.page import page, show, summary
+
+        if output is not None:
+            write("--output", output, page(runs))
             typer.echo(f"wrote {output}", err=True)
         if json:
-            from instep_tools.report.page import summary
-
             typer.echo(jsonlib.dumps([summary(run) for run in runs], indent=2))
         if text or (output is None and not json):
-            from rich.console import Console
-
-            from instep_tools.report.page import show
-
-            show(Console(), by_job(runs))
+            show(Console(), runs)
 
 
 @app.command()
 def plan(
     build: Annotated[str, typer.Argument(help="module:function that returns the model, or the model and its inputs.")],
-    optimizer: Annotated[str, typer.Option(help="A class of torch.optim, or module:Class.")] = "AdamW",
-    option: Annotated[
+    optimizer: Annotated[str, _option("A class of torch.optim, or module:Class.", True)] = "AdamW",
+    options: Annotated[
         list[str] | None,
-        typer.Option(
-            "--option", "-o", help="An option of the optimizer, as name=value. May be repeated.", show_default=False
-        ),
+        _option("An option of the optimizer, as name=value. May be repeated.", False, "--option", "-o"),
     ] = None,
-    inputs: Annotated[
-        str | None,
-        typer.Option(help="module:function that returns the inputs of the model.", show_default=False),
-    ] = None,
+    inputs: Annotated[str | None, _option("module:function that returns the inputs of the model.")] = None,
     loss: Annotated[
-        str | None,
-        typer.Option(
-            help="module:function that computes the loss from the model's output.", show_default="its .loss, or its sum"
-        ),
+        str | None, _option("module:function that computes the loss from the model's output.", "its .loss, or its sum")
     ] = None,
-    world_size: Annotated[int, typer.Option(help="Number of ranks that train data-parallel. 1 is one device.")] = 1,
-    bucket_cap_mb: Annotated[
-        float | None, typer.Option(help="bucket_cap_mb of DistributedDataParallel.", show_default="DDP's, 25")
-    ] = None,
-    bucket_view: Annotated[bool, typer.Option(help="DistributedDataParallel(gradient_as_bucket_view=…).")] = True,
+    world_size: Annotated[int, _option("Number of ranks that train data-parallel. 1 is one device.", True)] = 1,
+    bucket_cap_mb: Annotated[float | None, _option("bucket_cap_mb of DistributedDataParallel.", "DDP's, 25")] = None,
+    bucket_view: Annotated[bool, _option("DistributedDataParallel(gradient_as_bucket_view=…).", True)] = True,
     bucket_bytes: Annotated[
         int | None,
-        typer.Option(
-            help="bucket_bytes of instep.attach, on one device.",
-            show_default="a twentieth of the gradients, on a CPU 16 MiB at most",
+        _option(
+            "bucket_bytes of instep.attach, on one device.", "a twentieth of the gradients, on a CPU 16 MiB at most"
         ),
     ] = None,
-    micro_batches: Annotated[
-        int, typer.Option(help="Number of forwards and backwards in one step, on one device.")
-    ] = 1,
-    offload: Annotated[
-        str | None,
-        typer.Option(help="host: plan with optimizer state in host memory, too.", show_default=False),
-    ] = None,
+    micro_batches: Annotated[int, _option("Number of forwards and backwards in one step, on one device.", True)] = 1,
+    offload: Annotated[str | None, _option("host: plan with optimizer state in host memory, too.")] = None,
     pcie_gbytes: Annotated[
-        float | None,
-        typer.Option(help="Speed between host and device, in GB/s in each direction.", show_default="25"),
+        float | None, _option("Speed between host and device, in GB/s in each direction.", "25")
     ] = None,
-    gbits: Annotated[
-        float | None, typer.Option(help="Speed of each rank's link, in Gbit/s in each direction.", show_default="100")
-    ] = None,
-    latency_us: Annotated[
-        float | None, typer.Option(help="Latency from one rank to another, in microseconds.", show_default="20")
-    ] = None,
-    tflops: Annotated[
-        float | None, typer.Option(help="Speed of forward and backward, in TFLOP/s.", show_default="measured here")
-    ] = None,
+    gbits: Annotated[float | None, _option("Speed of each rank's link, in Gbit/s in each direction.", "100")] = None,
+    latency_us: Annotated[float | None, _option("Latency from one rank to another, in microseconds.", "20")] = None,
+    tflops: Annotated[float | None, _option("Speed of forward and backward, in TFLOP/s.", "measured here")] = None,
     terabytes: Annotated[
-        float | None,
-        typer.Option(help="Speed at which the step reads and writes memory, in TB/s.", show_default="measured here"),
+        float | None, _option("Speed at which the step reads and writes memory, in TB/s.", "measured here")
     ] = None,
     forward_ms: Annotated[
-        float | None,
-        typer.Option(
-            help="Measured time of one forward, in milliseconds.", show_default="estimated from its operations"
-        ),
+        float | None, _option("Measured time of one forward, in milliseconds.", "estimated from its operations")
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write all numbers to this file.", show_default=False)] = None,
+    json: Annotated[Path | None, _option("Write all numbers to this file.")] = None,
     refusals: Annotated[
-        bool, typer.Option("--refusals", help="Show the options that attach would refuse, with the reasons.")
+        bool, _option("Show the options that attach would refuse, with the reasons.", False, "--refusals")
     ] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Show only the verdict, the peaks and the times.")
-    ] = False,
+    quiet: Annotated[bool, _option("Show only the verdict, the peaks and the times.", False, *QUIET)] = False,
 ) -> None:
     """Predict the memory and the time of a training run, with instep and without, before the run.
 
@@ -236,20 +198,8 @@ def plan(
     almost no memory. The output says what instep would save and which line to write. Then follow the memory with and
     without instep, the buckets, and an estimate of the time.
     """
-    job = Job(
-        build,
-        optimizer,
-        tuple(option or ()),
-        inputs,
-        loss,
-        world_size,
-        bucket_cap_mb,
-        bucket_view,
-        bucket_bytes,
-        Rates(gbits, latency_us, tflops, terabytes, forward_ms, pcie_gbytes),
-        micro_batches,
-        offload,
-    )
+    given = locals()  # the options have the names of the job's fields
+    job = Job(**{**{name: given[name] for name in Job.__dataclass_fields__}, "options": tuple(options or ())})
     from instep_tools.planning.show import run  # before ``_exit_codes``, as in ``demo``
 
     with _exit_codes("plan"):
@@ -273,7 +223,7 @@ def _exit_codes(command: str) -> Iterator[None]:
     try:
         with raising():
             yield
-    except (DemoError, SelftestError, PlanError, NotARecordingError, NotWrittenError) as error:
+    except CannotRunError as error:
         _leave(command, str(error), CANNOT_RUN)
     except KeyboardInterrupt:
         _leave(command, "interrupted", INTERRUPTED)

@@ -6,7 +6,7 @@ broken, that is what the report is about.
 
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
@@ -29,20 +29,18 @@ BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 
 def report() -> str:
     """Return the lines to paste, one for each fact. This function never raises."""
-    return "\n".join(f"{name + ':':<22}{value}" for name, value in _facts())
-
-
-def _facts() -> Iterator[tuple[str, str]]:
-    yield "instep", __version__
-    yield "torch", _told(_torch)
-    yield "Python", _told(lambda: f"{platform.python_version()} ({platform.python_implementation()})")
-    yield "platform", _told(platform.platform)
-    yield "CPU", _told(_cpu)
-    yield "accelerators", _told(_accelerators)
-    yield "distributed backends", _told(_backends)
-    for package in PACKAGES:
-        yield package, _told(partial(_installed, package))
-    yield "environment", _told(_variables)
+    facts: dict[str, Callable[[], str]] = {
+        "instep": lambda: __version__,
+        "torch": _torch,
+        "Python": lambda: f"{platform.python_version()} ({platform.python_implementation()})",
+        "platform": platform.platform,
+        "CPU": _cpu,
+        "accelerators": _accelerators,
+        "distributed backends": _backends,
+        **{package: partial(_installed, package) for package in PACKAGES},
+        "environment": _variables,
+    }
+    return "\n".join(f"{name + ':':<22}{_told(find)}" for name, find in facts.items())
 
 
 def _told(find: Callable[[], str]) -> str:

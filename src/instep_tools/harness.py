@@ -223,17 +223,18 @@ class Peak:
 
     Attributes:
         is_known: whether the backend tells.
+        nbytes: the peak, once the block has ended.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._live = LiveBytes() if device.type == "cpu" else None
         self._allocator: Any = None if device.type == "cpu" else torch.get_device_module(device)
-        self._live = LiveBytes()
-        self._before = self._most = 0
+        self._before = self.nbytes = 0
         self.is_known = device.type == "cpu" or hasattr(self._allocator, "max_memory_allocated")
 
     def __enter__(self) -> "Peak":
-        if self._allocator is None:
+        if self._live is not None:
             self._live.__enter__()
         elif self.is_known:
             self._before = self._allocator.memory_allocated(self._device)
@@ -241,28 +242,20 @@ class Peak:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._most = self._now()
-        if self._allocator is None:
+        wait(self._device)
+        if self._live is not None:
+            self.nbytes = self._live.peak
             self._live.__exit__(*error)
+        elif self.is_known:
+            self.nbytes = int(self._allocator.max_memory_allocated(self._device)) - self._before
 
     def reset(self) -> None:
         """Look for the peak from now on."""
         wait(self._device)
-        if self._allocator is None:
+        if self._live is not None:
             self._live.reset()
         elif self.is_known:
             self._allocator.reset_peak_memory_stats(self._device)
-
-    def _now(self) -> int:
-        wait(self._device)
-        if self._allocator is None:
-            return self._live.peak
-        return int(self._allocator.max_memory_allocated(self._device)) - self._before if self.is_known else 0
-
-    @property
-    def nbytes(self) -> int:
-        """The peak, once the block has ended."""
-        return self._most
 
 
 def wait(device: torch.device) -> None:

@@ -1,13 +1,12 @@
 """SIGINT and SIGTERM, for the command: they end the process at once, raise, or wait.
 
-The command begins with ``end_at_once``, while it imports, and goes on in ``raising``. What must not be cut short runs
-in ``waiting``: the writing of a file, and the demo while it has processes.
+While the command imports they end it, and its work runs in ``raising``. The writing of a file, which must not be cut
+short, and the start of processes run in ``waiting``.
 
 A signal that the process was started to ignore stays ignored: a job in the background of a shell, or under ``nohup``.
 """
 
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -19,63 +18,28 @@ class TerminatedError(BaseException):
     """SIGTERM arrived. No ``Exception``, as ``KeyboardInterrupt`` is none: nothing on the way may handle it."""
 
 
-def end_at_once() -> None:
-    """From now on either signal ends this process, without a word: there is nothing to clean up.
-
-    An exception would not do while modules are imported: extensions of torch's and NumPy's swallow one.
-    """
-    for number in _heard():
-        signal.signal(number, signal.SIG_DFL)
-
-
 @contextmanager
 def raising() -> Iterator[None]:
     """SIGINT raises ``KeyboardInterrupt``, SIGTERM ``TerminatedError``."""
-    with _handled_by(_raise):
+
+    def throw(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt if number == signal.SIGINT else TerminatedError
+
+    with _handled_by(throw):
         yield
 
 
 @contextmanager
-def waiting() -> Iterator[socket.socket]:
-    """Both signals wait for the end of this block. The first that came has its old effect then.
-
-    Yields a socket that becomes ready for reading when a signal has come.
-    """
+def waiting() -> Iterator[None]:
+    """Both signals wait for the end of this block. The first that came has its old effect then."""
     came: list[int] = []
-    ready, tell = socket.socketpair()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if not came:
-            tell.send(b"\0")
-        came.append(number)
-
     try:
-        with ready, tell, _handled_by(note):
-            yield ready
+        with _handled_by(lambda number, frame: came.append(number)):
+            yield
     finally:
         # The old handlers are back: the signal does now what it would have done before the block.
         for number in came[:1]:
             signal.raise_signal(number)
-
-
-@contextmanager
-def blocked() -> Iterator[None]:
-    """Processes that are started in this block get neither signal, for as long as they do not ask for it."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    from multiprocessing import resource_tracker
-
-    resource_tracker.ensure_running()  # else Python 3.11 unblocks both with the first process
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _raise(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt if number == signal.SIGINT else TerminatedError
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 import instep
 from instep.errors import AttachError, InstepError, UnsupportedOptimizerError
 from instep.options import Schedules
-from instep_tools.planning.job import Job, Rates
+from instep_tools.planning.job import Job
 from instep_tools.planning.plan import plan
 from tests.accelerator import ACCELERATOR
 from tests.accelerator.comparing import compare
@@ -432,7 +432,9 @@ def test_the_plan_says_what_the_allocator_gives_out(way: str) -> None:
         inputs="tests.planning.models:two_rows",
         bucket_bytes=BUCKET,
         offload="host",
-        rates=Rates(tflops=1, terabytes=1, pcie_gbytes=1),
+        tflops=1,
+        terabytes=1,
+        pcie_gbytes=1,
     )
     with torch.device("cpu"):
         said = {one.way: one.total for one in plan(job).peaks}

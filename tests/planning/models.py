@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from instep_tools.demo.job import Shape
-from instep_tools.demo.loops import ByteGPT
+from instep_tools.training import ByteGPT, Shape
 
 
 def layers() -> nn.Module:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import instep
 from instep_tools.cli import app
-from instep_tools.planning import plan as making
+from instep_tools.planning import times as making
 from tests import net
 
 HERE = "tests.planning.models"
@@ -102,13 +102,13 @@ def test_quiet_and_several_ranks() -> None:
     [
         (["layers"], "name a function as module:function"),
         (["no_such_module:build"], "there is no module 'no_such_module'"),
-        ([f"{HERE}:nothing"], "there is no 'nothing' in"),
+        ([f"{HERE}:nothing"], "has no attribute 'nothing'"),
         ([f"{HERE}:a_number"], "returned a int"),
         ([f"{HERE}:a_failure"], "raised RuntimeError: the model's own error. It is run without any data"),
         ([f"{HERE}:frozen"], "has no parameter that is trained"),
         ([f"{HERE}:chooses"], "cannot be rehearsed without data: DynamicOutputShapeException"),
-        ([f"{HERE}:layers", "--inputs", f"{HERE}:nothing"], "--inputs tests.planning.models:nothing: there is no"),
-        ([f"{HERE}:layers", "--optimizer", "Adm"], "--optimizer Adm: torch.optim has none of that name"),
+        ([f"{HERE}:layers", "--inputs", f"{HERE}:nothing"], "--inputs tests.planning.models:nothing: module"),
+        ([f"{HERE}:layers", "--optimizer", "Adm"], "--optimizer Adm: module 'torch.optim' has no attribute 'Adm'"),
         ([f"{HERE}:layers", "--optimizer", f"{HERE}:a_failure"], "takes 0 positional arguments"),
         ([f"{HERE}:layers", "-o", "momentum=0.9"], "unexpected keyword argument 'momentum'"),
         ([f"{HERE}:layers", "-o", "0.9"], "write it as name=value"),

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import instep
-from instep_tools.report.memory import Memory
 
 WIDTH, DEPTH, ROWS = 128, 6, 4
 LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes
@@ -36,7 +35,3 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, micro_
                 model(inputs).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def held(memory: Memory, at: float) -> int:
-    return [n for time, n in zip(memory.times, memory.nbytes, strict=True) if time <= at][-1]

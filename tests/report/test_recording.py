@@ -18,7 +18,7 @@ from instep_tools.harness import first_difference, training_state
 from instep_tools.report.figures import figures
 from instep_tools.report.run import Run, load
 from tests.inside import trial_of
-from tests.report.loops import DEPTH, HOW, LAYER, ROWS, WIDTH, held, made, train
+from tests.report.loops import DEPTH, HOW, LAYER, ROWS, WIDTH, made, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:Profiler clears events")
 
@@ -57,37 +57,17 @@ def test_a_loop(how: str, tmp_path: Path) -> None:
         assert start <= forward.start < forward.end <= backward.start < backward.end <= end
         stepped = [s for s in of_kind["step"] if backward.start < s.start < backward.end and s.parameters]
         assert len(stepped) == (DEPTH if how == "backward" else 0)
-    if how != "plain":
-        assert [list(bucket.parameters) for bucket in found.buckets] == [list(names) for names in run.setup.buckets]
-        assert all(bucket.step > 0 and bucket.nbytes == LAYER for bucket in found.buckets)
     if how == "forward":
         workers = {s.thread for s in of_kind["step"] if s.parameters}
         assert workers
         assert rank.main not in workers
 
 
-def test_the_memory_of_a_plain_loop(tmp_path: Path) -> None:
-    """At the end of backward all gradients are there, and nothing else is but what always is."""
-    run = recorded("plain", tmp_path / "run.json")
-    rank = run.ranks[0]
-    memory = rank.memory
-    always = run.setup.nbytes["parameters"] + run.setup.nbytes["optimizer state"]
-    for start, _ in rank.iterations:
-        assert 0 <= held(memory, start) - always < LAYER // 8
-        step = next(s for s in rank.spans if s.kind == "step" and s.start > start)
-        assert 0 <= held(memory, step.start) - always - DEPTH * LAYER < LAYER // 8
-    assert memory.alive["parameters"] == DEPTH * LAYER
-    assert memory.alive["optimizer state"] == run.setup.nbytes["optimizer state"]
-    assert memory.alive["gradients"] == pytest.approx(DEPTH * LAYER, rel=0.01), "they set the peak"
-    assert memory.alive.get("activations", 0) < LAYER / 4
-    assert memory.peak == sum(memory.alive.values())
-
-
-def test_stepping_in_backward_saves_what_it_says(tmp_path: Path) -> None:
-    plain, attached = (recorded(how, tmp_path / f"{how}.json") for how in ("plain", "backward"))
-    saved = plain.ranks[0].memory.peak - attached.ranks[0].memory.peak
-    assert saved > (DEPTH - 2.5) * LAYER, "all gradients less a bucket, and one that is made beside it"
-    assert attached.ranks[0].memory.alive["gradients"] <= 2.1 * LAYER
+def test_stepping_in_backward_has_fewer_gradients_at_once(tmp_path: Path) -> None:
+    most = {how: recorded(how, tmp_path / f"{how}.json").ranks[0].gradient_bytes for how in HOW}
+    assert most["plain"] == pytest.approx(DEPTH * LAYER, rel=0.01)
+    assert most["backward"] <= 2.1 * LAYER, "a bucket, and one that is made beside it"
+    assert most["forward"] <= 1.1 * DEPTH * LAYER, "the next forward has waited before more are made"
 
 
 def test_gradients_that_a_worker_lets_go_in_backward_are_gone(tmp_path: Path) -> None:
@@ -105,39 +85,8 @@ def test_gradients_that_a_worker_lets_go_in_backward_are_gone(tmp_path: Path) ->
     assert run is not None
     rank = run.ranks[0]
     assert {s.thread for s in rank.spans if s.kind == "step" and s.parameters} - {rank.main}, "a worker stepped"
-    always = run.setup.nbytes["parameters"] + run.setup.nbytes["optimizer state"]
-    for start, _ in rank.iterations[1:]:
-        assert 0 <= held(rank.memory, start) - always < LAYER // 2
     # Those that wait for the worker, the one that it updates, and one that is made beside them.
-    assert rank.memory.alive["gradients"] <= (MOST + 2.1) * LAYER
-
-
-def test_gradients_of_a_step_that_is_put_off_are_there_until_the_next_forward_has_waited(tmp_path: Path) -> None:
-    """``zero_grad()`` has taken them off before, and a worker applies them on a thread that the profiler does not see:
-    who waits for the update lets them go."""
-    run = recorded("forward", tmp_path / "run.json")
-    rank = run.ranks[0]
-    memory = rank.memory
-    always = run.setup.nbytes["parameters"] + run.setup.nbytes["optimizer state"]
-    starts = {kind: sorted(s.start for s in rank.spans if s.kind == kind) for kind in ("forward", "backward")}
-    assert [len(found) for found in starts.values()] == [3, 3]
-    for forward in starts["forward"][1:]:
-        assert 0 <= held(memory, forward) - always - DEPTH * LAYER < LAYER // 2
-    for backward in starts["backward"]:
-        assert 0 <= held(memory, backward) - always < LAYER // 2
-    assert memory.alive["gradients"] <= 1.1 * DEPTH * LAYER
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_state_that_a_first_step_makes_is_state(how: str) -> None:
-    """Also on the thread that steps behind the next forward, which torch's profiler does not follow."""
-    model, optimizer = made(how)
-    with instep.record(model, optimizer, 2) as recording:
-        train(model, optimizer, 3)
-    run = recording.run()
-    assert run is not None
-    assert 2 * DEPTH * LAYER <= run.ranks[0].memory.alive["optimizer state"] < 2.1 * DEPTH * LAYER
-    assert run.ranks[0].memory.alive.get("temporaries of the step", 0) < LAYER / 10
+    assert rank.gradient_bytes <= (MOST + 2.1) * LAYER
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -266,26 +215,3 @@ def test_what_is_gone_cannot_be_recorded() -> None:
     with pytest.raises(instep.errors.InstepError, match="nothing to record"):
         overlap.record()
     del optimizer
-
-
-def test_two_recordings_show_whether_the_same_was_trained(tmp_path: Path) -> None:
-    plain, *attached = (recorded(how, tmp_path / f"{how}.json").ranks[0].weights for how in HOW)
-    assert len(set(plain)) == len(plain) == 2
-    assert attached == [plain] * len(attached)
-
-
-def test_weights_of_which_no_digest_can_be_taken_are_not_compared() -> None:
-    """A class of one's own may keep the values elsewhere."""
-
-    class Own(torch.Tensor):
-        pass
-
-    model = nn.Linear(2, 2)
-    model.weight = nn.Parameter(torch.zeros(2, 2).as_subclass(Own))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with instep.record(model, optimizer, 1) as recording:
-        model(torch.zeros(1, 2)).sum().backward()
-        optimizer.step()
-    found = recording.run()
-    assert found is not None
-    assert list(found.ranks[0].weights) == []

@@ -1,7 +1,6 @@
 """``instep selftest``: every cell is equal here, and a machine on which one is not is told of."""
 
 import json
-import multiprocessing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,13 @@ from rich.console import Console
 from torch.optim import Optimizer
 
 import instep
-from instep_tools.demo.job import Shape
-from instep_tools.selftest import SelftestError, features, gains, ranks, run
+from instep_tools.output import CannotRunError
+from instep_tools.selftest import features, gains, ranks, run
 from instep_tools.selftest.features import FEATURES, WAYS, Cell, Feature, Loop, compare
-from instep_tools.selftest.gains import Gain
+from instep_tools.selftest.gains import said_of
 from instep_tools.selftest.ranks import SOURCES, compare_on_ranks
-from instep_tools.selftest.run import Result, said_of
+from instep_tools.selftest.run import Result
+from instep_tools.training import Gain, Job, Shape
 from tests.devices import here
 
 BY_NAME = {feature.name: feature for feature in FEATURES}
@@ -130,15 +130,12 @@ def test_an_optimizer_that_the_device_does_not_have() -> None:
 def test_what_cannot_run(device: str, ranks: int | None, said: str) -> None:
     if device == here().type:
         pytest.skip("it is there")
-    with pytest.raises(SelftestError, match=said):
+    with pytest.raises(CannotRunError, match=said):
         run.run(device, ranks, None, quiet=True)
 
 
 def test_memory_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gains, "ON_CPU", Shape(width=32, depth=2, heads=2))
-    monkeypatch.setattr(gains, "_that_fits", lambda device: gains.ON_CPU)
-    monkeypatch.setattr(gains, "TRIED", 2)
-    monkeypatch.setattr(gains, "ROUNDS", 3)
+    monkeypatch.setattr(gains, "Job", lambda _, device: Job(Shape(32, 2, 2), device, tried=2, rounds=3))
     told: list[str] = []
     found = {gain.name: gain for gain in gains.measure(here(), told.append)}
     assert list(found) == [kind.name for kind in gains.kinds(here())]
@@ -153,31 +150,35 @@ def test_memory_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_said_of_gains() -> None:
-    plain = Gain("plain", "plain", 40 << 20, 10.0, 1.0, 1.0, 1.0)
-    faster = Gain("default", "plain", 40 << 20, 8.0, 1.25, 1.1, 1.3)
-    smaller = Gain('schedule="backward"', "plain", 4 << 20, 10.1, 0.99, 0.9, 1.1)
-    unknown = Gain("offload", "plain", None, 20.0, 0.5, 0.4, 0.6)
-    again = Gain("plain, again", "plain", 40 << 20, 10.0, 1.0, 0.9, 1.1)
+    mib = 1 << 20
+    plain = Gain("plain", "plain", 50 * mib, 40 * mib, 10.0, 1.0, 1.0, 1.0)
+    faster = Gain("default", "plain", 50 * mib, 40 * mib, 8.0, 1.25, 1.1, 1.3)
+    smaller = Gain('schedule="backward"', "plain", 14 * mib, 4 * mib, 10.1, 0.99, 0.9, 1.1)
+    unknown = Gain("offload", "plain", None, None, 20.0, 0.5, 0.4, 0.6)
+    again = Gain("plain, again", "plain", 50 * mib, 40 * mib, 10.0, 1.0, 0.9, 1.1)
     assert list(said_of([plain, again, faster, smaller, unknown])) == [
-        "default: 40 MiB above weights and state in place of 40, 1.25 of the plain loop's speed",
-        'schedule="backward": 4 MiB above weights and state in place of 40, 0.99 of the plain loop\'s speed '
+        "default: 40.00 MiB above weights and state in place of 40.00 MiB, 1.25 of the plain loop's speed",
+        'schedule="backward": 4.00 MiB above weights and state in place of 40.00 MiB, 0.99 of the plain loop\'s speed '
         "(within chance)",
         "offload: 0.50 of the plain loop's speed",
     ]
 
 
-def test_a_rank_that_dies_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = multiprocessing.Pipe(duplex=False)
-    monkeypatch.setattr(ranks, "TIMEOUT", 0.01)
-    hangs = ranks._answer(ours)
-    theirs.close()
-    dies = ranks._answer(ours)
-    assert {cell.said for cells in hangs.values() for cell in cells.values()} == {"a rank gave no answer in 0 s"}
-    joined = ranks._joined([{source: dict.fromkeys(WAYS, Cell("equal")) for source in SOURCES}, dies])
-    assert {cell for cells in joined.values() for cell in cells.values()} == {Cell("failed", "rank 1: a rank has died")}
+def test_ranks_that_fail_and_one_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: Any, **options: Any) -> None:
+        raise CannotRunError("rank 1 was killed by SIGKILL\nand more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "run_on_ranks", fails)
+        failed = compare_on_ranks(2, "cpu")
+    assert {cell.said for cells in failed.values() for cell in cells.values()} == {"rank 1 was killed by SIGKILL"}
+    equal = {source: dict.fromkeys(WAYS, Cell("equal")) for source in SOURCES}
+    wrong = {source: dict.fromkeys(WAYS, Cell("differs", "after step 1")) for source in SOURCES}
+    joined = ranks._joined([equal, wrong])
+    assert {cell for cells in joined.values() for cell in cells.values()} == {Cell("differs", "rank 1: after step 1")}
 
 
 def test_the_result_of_one_wrong_cell() -> None:
     cells = {"a": {"default": Cell("equal"), "undo": Cell("differs", "after step 1: x")}}
-    result = Result("cpu", {"a": Cell("equal")}, cells, [], 1.0)
+    result = Result("cpu", {"a": Cell("equal")}, cells, [])
     assert result.verdict == "NOT EQUAL on cpu in 1 of 2 comparisons: a, undo: differs: after step 1: x"

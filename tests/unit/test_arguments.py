@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import instep
 from instep.errors import AttachError, InstepError, UnsupportedOptimizerError
 from instep_tools.cli import app
-from instep_tools.planning.job import PlanError
+from instep_tools.output import CannotRunError
 from instep_tools.planning.model import options_of
 
 
@@ -404,5 +404,5 @@ def test_a_recording_that_is_nested_within_what_it_holds(tmp_path: Path) -> None
 
 
 def test_an_option_of_a_plan_that_is_nested_too_deeply() -> None:
-    with pytest.raises(PlanError, match="--option lr: its value is nested too deeply"):
+    with pytest.raises(CannotRunError, match="--option lr: its value is nested too deeply"):
         options_of(["lr=" + "-" * 100_000 + "1"])

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from instep_tools.planning.simulate import (
+from iteration_model import (
     SCHEDULES,
     Host,
     Link,

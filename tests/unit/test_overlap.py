@@ -1,12 +1,10 @@
 """The arithmetic on spans, by cases and against counting."""
 
-import threading
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instep_tools.report.spans import Span, SpanRecorder, busy, exposed, outside, title, union, within
+from instep_tools.report.spans import busy, exposed, outside, title, union, within
 
 
 @pytest.mark.parametrize(
@@ -70,27 +68,6 @@ def test_equals_counting_unit_cells(steps: list[tuple[int, int]], cover: list[tu
 def test_what_is_left_lies_where_it_was() -> None:
     assert outside([(0, 4), (6, 9)], [(3, 7)]) == [(0, 3), (7, 9)]
     assert within([(0, 4), (6, 9), (9, 10)], (3, 9)) == [(3, 4), (6, 9)]
-
-
-def test_the_recorder_hands_out_each_span_once_from_any_thread() -> None:
-    recorder = SpanRecorder()
-    recorder("step", ["a"], 0.0, 1.0)
-    told: list[int] = []
-
-    def tell() -> None:
-        told.append(threading.get_native_id())
-        recorder("communication", ["a", "b"], 0.5, 2.0)
-
-    other = threading.Thread(target=tell)
-    other.start()
-    other.join()
-    here = threading.get_native_id()
-    assert told != [here]
-    assert recorder.take() == [
-        Span("step", "a", 0.0, 1.0, here, ("a",)),
-        Span("communication", "a, b", 0.5, 2.0, told[0], ("a", "b")),
-    ]
-    assert recorder.take() == []
 
 
 def test_a_bucket_is_called_by_its_first_and_last() -> None:

@@ -8,7 +8,7 @@ of weights apart.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -26,8 +26,7 @@ from instep._torch.engine import Backward, Phase, current
 from instep._torch.hooks import BoundHook, PlainPickles, is_called_by_step, nodes_of, tensors_in
 from instep._torch.lifetime import weakly
 from instep._torch.pipelining import LOSS, Around, Pipeline
-from instep._torch.watch import plain_type
-from instep.naming import modules_of, parameters_of
+from instep.naming import modules_of
 from instep.target import called_in, name_parameters
 
 
@@ -36,24 +35,20 @@ class Described(NamedTuple):
 
     Attributes:
         options: of ``attach``; none: it is not attached.
-        buckets: the names of the parameters in each.
-        gradients: the bytes of the gradient of each name in ``buckets``; ``None``: those of the model's own names.
     """
 
     label: str
     options: Mapping[str, str]
-    buckets: Sequence[Sequence[str]]
-    gradients: Mapping[str, int] | None
 
 
-PLAIN = Described("plain", {}, [], None)
+PLAIN = Described("plain", {})
 
 
 class RecordedLoop:
     """A loop that is to be recorded.
 
     Args:
-        described: says what it is, at the end.
+        described: what it is.
         schedule: of its attachment, which is told whom to tell of buckets; ``None``: its steps are torch's.
         pipeline: that runs its model.
     """
@@ -62,7 +57,7 @@ class RecordedLoop:
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        described: Callable[[], Described],
+        described: Described,
         schedule: Schedule | None,
         pipeline: Pipeline | None,
     ) -> None:
@@ -110,18 +105,9 @@ class RecordedLoop:
         finally:
             self._schedule.times.recorder, self._schedule.times.listener = self._own, None
 
-    def names(self) -> Iterator[str]:
-        """Names, shapes and dtypes of the bare model: the same with each wrapper and on each rank."""
-        return (f"{one.name} {tuple(one.tensor.shape)} {one.tensor.dtype}" for one in parameters_of(self.model))
-
     def modules(self) -> list[nn.Module]:
         """The modules that are called, without their wrappers."""
         return [[module for prefix, module in modules_of(one) if not prefix][-1] for one in called_in(self.model)]
-
-    @staticmethod
-    def kind_of(tensor: torch.Tensor) -> type:
-        """Its class. One that instep watches has another."""
-        return plain_type(tensor)
 
     @staticmethod
     def gather(value: Any) -> list[Any] | None:
@@ -243,12 +229,11 @@ class Computed(NamedTuple):
 
 
 class StageClock:
-    """Notes the runs of a pipeline on this rank, and what this rank's stages compute in them.
+    """Notes what this rank's stages of a pipeline compute.
 
     Attributes:
         forwards: the forward of each micro-batch through a stage, and its loss.
         backwards: the backward of each micro-batch through a stage.
-        runs: when each run, that is ``schedule.step(…)``, began and ended.
         stages: their places in the pipeline.
         stage_of: the stage of each parameter, by the names that buckets have.
         given: what the first stage's forwards were given, in words.
@@ -257,7 +242,6 @@ class StageClock:
     def __init__(self, pipeline: Pipeline, model: nn.Module, run_begins: Callable[[], None]) -> None:
         self.forwards: list[Computed] = []
         self.backwards: list[Computed] = []
-        self.runs: list[tuple[float, float]] = []
         self.given: set[str] = set()
         self._run_begins = run_begins
         modules = pipeline.stages
@@ -275,12 +259,7 @@ class StageClock:
 
     def _run(self, call: "partial[Any]", options: object) -> Any:
         self._run_begins()
-        began = perf_counter()
-        try:
-            return call()
-        finally:
-            if self._calls:  # else the recording is over
-                self.runs.append((began, perf_counter()))
+        return call()
 
     def _around(self, stage: int, method: str) -> Around:
         return partial(self._compute, stage, method)

@@ -15,7 +15,6 @@ from instep._torch.pipelining import Pipeline
 from instep._wiring.build import Parts
 from instep._wiring.recorded import PLAIN, Described, RecordedLoop
 from instep._wiring.weak_refs import living_parameters
-from instep.buckets import Plan
 from instep.errors import InstepError
 from instep.options import Options
 from instep.target import called_in
@@ -31,7 +30,7 @@ def record_plain(
     model: nn.Module, optimizers: Sequence[Optimizer], steps: int, pipeline: Pipeline | None = None
 ) -> "Recording":
     """Of a loop whose steps are torch's."""
-    return _recording(RecordedLoop(model, optimizers, lambda: PLAIN, None, pipeline), steps, pipeline)
+    return _recording(RecordedLoop(model, optimizers, PLAIN, None, pipeline), steps, pipeline)
 
 
 def record_attached(
@@ -43,16 +42,14 @@ def record_attached(
 ) -> "Recording":
     """Of a loop whose steps are instep's."""
     pipeline = options.communication.pipeline
-    loop = RecordedLoop(model, optimizers, lambda: _described(options, parts.planned.now()), parts.schedule, pipeline)
+    loop = RecordedLoop(model, optimizers, _described(options), parts.schedule, pipeline)
     return _recording(loop, steps, pipeline)
 
 
-def _described(options: Options, plan: Plan) -> Described:
+def _described(options: Options) -> Described:
     said = options.given()
     label = ", ".join(f"{name}={value}" for name, value in said.items())
-    buckets = [[spec.name for spec in bucket.parameters] for bucket in plan.buckets]
-    gradients = {spec.name: spec.nbytes for bucket in plan.buckets for spec in bucket.parameters}
-    return Described(f"instep, {label}", said, buckets, gradients)
+    return Described(f"instep, {label}", said)
 
 
 def _recording(loop: RecordedLoop, steps: int, pipeline: Pipeline | None) -> "Recording":

@@ -1,40 +1,15 @@
 """The two ends of a plan: the ``Job`` that the command line gives, and the ``Estimate`` that ``plan`` makes of it.
 
-Both are plain values, and this file imports no torch, so that the command line can refuse without waiting for torch.
+Both are plain values, and this file imports no torch, so that the command line need not wait for torch.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 
-class PlanError(Exception):
-    """The job cannot be planned. The message is for the user: what was found and what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """How fast the machine is that is to train, as far as the user says so.
-
-    Attributes:
-        gbits: Gbit/s of each rank's link, in each direction; ``None``: a default.
-        latency_us: microseconds from one rank to another; ``None``: a default.
-        tflops: TFLOP/s that forward and backward reach; ``None``: measured on this machine.
-        terabytes: TB/s at which the step reads and writes memory; ``None``: measured on this machine.
-        forward_ms: measured milliseconds of one forward; ``None``: computed from its operations.
-        pcie_gbytes: GB a second between host and device, in each direction; ``None``: a default.
-    """
-
-    gbits: float | None = None
-    latency_us: float | None = None
-    tflops: float | None = None
-    terabytes: float | None = None
-    forward_ms: float | None = None
-    pcie_gbytes: float | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be planned, in the words of the command line.
+    """What is to be planned, in the words of the command line, and how fast the machine is that is to train.
 
     Attributes:
         build: ``module:function`` that returns the model, or ``(model, inputs)``.
@@ -48,6 +23,12 @@ class Job:
         bucket_bytes: the option of ``instep.attach``; ``None``: its default.
         micro_batches: forwards and backwards in one step, on one device.
         offload: ``"host"``: plan with optimizer state in host memory, too; ``None``: do not.
+        gbits: Gbit/s of each rank's link, in each direction; ``None``: a default.
+        latency_us: microseconds from one rank to another; ``None``: a default.
+        tflops: TFLOP/s that forward and backward reach; ``None``: measured on this machine.
+        terabytes: TB/s at which the step reads and writes memory; ``None``: measured on this machine.
+        forward_ms: measured milliseconds of one forward; ``None``: computed from its operations.
+        pcie_gbytes: GB a second between host and device, in each direction; ``None``: a default.
     """
 
     build: str
@@ -59,9 +40,14 @@ class Job:
     bucket_cap_mb: float | None = None
     bucket_view: bool = True
     bucket_bytes: int | None = None
-    rates: Rates = Rates()
     micro_batches: int = 1
     offload: str | None = None
+    gbits: float | None = None
+    latency_us: float | None = None
+    tflops: float | None = None
+    terabytes: float | None = None
+    forward_ms: float | None = None
+    pcie_gbytes: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +64,6 @@ class Sizes:
     gradients: Mapping[str, int]
     state: Mapping[str, int]
     activations: int | None
-
-    @property
-    def own(self) -> int:
-        """The bytes that are there whatever the loop does: parameters, buffers and state."""
-        return sum(sum(one.values()) for one in (self.parameters, self.buffers, self.state))
 
 
 @dataclass(frozen=True, slots=True)

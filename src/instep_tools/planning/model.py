@@ -1,17 +1,18 @@
 """The user's model, inputs, loss and optimizer, made of tensors without data.
 
 ``PlannedModel`` and ``optimizer_makers`` make them of a ``Job``: what the job names is imported, called, and put on
-``FakeTensors``, on which a training loop runs as it is and takes no memory. Whatever fails is a ``PlanError`` of one
-line: the user's program runs here, and anything may be raised.
+``FakeTensors``, on which a training loop runs as it is and takes no memory. Whatever fails is a ``CannotRunError`` of
+one line: the user's program runs here, and anything may be raised.
 """
 
 import ast
-import importlib
 import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -19,12 +20,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from instep.errors import class_name
-from instep_tools.planning.job import Job, PlanError
+from instep_tools.output import CannotRunError
+from instep_tools.planning.job import Job
 
 MakeOptimizer = Callable[[Iterable[torch.Tensor]], Optimizer]
 """Makes the user's optimizer of parameters."""
@@ -52,17 +53,17 @@ class PlannedModel:
         if isinstance(built, tuple) and len(built) == 2:
             built, self._inputs = built[0], self.fakes.put_inputs(built[1])
         if not isinstance(built, nn.Module):
-            raise PlanError(
+            raise CannotRunError(
                 f"{job.build} returned a {class_name(built, in_full=True)}: let it return a torch.nn.Module, or the "
                 "model and its inputs as a pair"
             )
         for name, parameter in built.named_parameters():
             if is_lazy(parameter):
-                raise PlanError(f"{job.build}: parameter {name!r} has no shape yet (lazy module)")
+                raise CannotRunError(f"{job.build}: parameter {name!r} has no shape yet (lazy module)")
         self.model = built.train()
         self.fakes.put(self.model)
         if not any(p.requires_grad for p in self.model.parameters()):
-            raise PlanError(f"{job.build}: the model has no parameter that is trained")
+            raise CannotRunError(f"{job.build}: the model has no parameter that is trained")
         self.runs = self._inputs is not None or job.inputs is not None
         if not self.runs:
             # On the instance: hooks around the forward still run, as ``attach`` needs.
@@ -84,7 +85,7 @@ class PlannedModel:
         if self._job.loss is not None:
             loss = called("--loss", self._job.loss, output)
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                raise PlanError(f"--loss {self._job.loss} returned no tensor of one element")
+                raise CannotRunError(f"--loss {self._job.loss} returned no tensor of one element")
             return loss
         own = getattr(output, "loss", None)
         if isinstance(own, torch.Tensor):
@@ -92,31 +93,14 @@ class PlannedModel:
         # As a real loss would: a scalar that depends on every output with a graph.
         leaves = [one for one in tree_leaves(output) if isinstance(one, torch.Tensor) and one.requires_grad]
         if not leaves:
-            raise PlanError(f"{self._job.build}: the model's output has no tensor that depends on a parameter")
+            raise CannotRunError(f"{self._job.build}: the model's output has no tensor that depends on a parameter")
         self.sums_outputs = leaves[0].numel() > 1 or len(leaves) > 1
         return torch.stack([leaf.sum() for leaf in leaves]).sum()
 
     def _gradients_alone(self) -> torch.Tensor:
         """Stand in for a forward that has no inputs: backward makes all gradients, as in a model that uses its
         parameters in the order in which it has them."""
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        x = torch.zeros((), device=parameters[0].device, requires_grad=True)
-        for parameter in parameters:
-            x = _Use.apply(x, parameter)
-        return x
-
-
-class _Use(torch.autograd.Function):
-    """The use of a parameter: backward makes a gradient of the parameter's shape."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(parameter)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, torch.empty_like(ctx.saved_tensors[0])
+        return torch.stack([p.sum() for p in self.model.parameters() if p.requires_grad]).sum()
 
 
 def optimizer_makers(job: Job) -> dict[str, MakeOptimizer]:
@@ -125,61 +109,55 @@ def optimizer_makers(job: Job) -> dict[str, MakeOptimizer]:
     An optimizer of torch's comes as it is built without an option (on a CPU as a for-loop, on a GPU as foreach), and as
     fused, unless an option says which. Any other optimizer comes as it is.
     """
-    make, options = optimizer_named(job.optimizer), options_of(job.options)
+    options = options_of(job.options)
+    make = function_named("--optimizer", job.optimizer if ":" in job.optimizer else f"torch.optim:{job.optimizer}")
+    named = [one for one in IMPLEMENTATIONS if options.get(one)]
     choices = []
-    if f"{make.__module__}.".startswith("torch.optim.") and not any(options.get(one) for one in IMPLEMENTATIONS):
-        takes = inspect.signature(make).parameters
-        choices = [one for one in IMPLEMENTATIONS if one in takes]
-    if not choices:
-        named = [one for one in IMPLEMENTATIONS if options.get(one)]
-        return {named[0] if named else "as it comes": _maker(job, make, options)}
-    found = {one: _maker(job, make, {**options, one: True}) for one in choices}
+    if make.__module__.startswith("torch.optim.") and not named:
+        choices = [one for one in IMPLEMENTATIONS if one in inspect.signature(make).parameters]
+    found = {one: partial(_optimizer, job, make, {**options, one: True}) for one in choices}
+    if not found:
+        return {(*named, "as it comes")[0]: partial(_optimizer, job, make, options)}
     if "foreach" in found and not torch.cuda.is_available():
         found.pop("foreach")
-        found = {FOR_LOOP: _maker(job, make, {**options, **dict.fromkeys(choices, False)}), **found}
-    return found
+        found = {FOR_LOOP: partial(_optimizer, job, make, {**options, **dict.fromkeys(choices, False)}), **found}
+    return dict(found)
 
 
-def _maker(job: Job, make: Callable[..., Optimizer], options: dict[str, Any]) -> MakeOptimizer:
-    def made(parameters: Iterable[torch.Tensor]) -> Optimizer:
-        try:
-            optimizer = make(parameters, **options)
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise PlanError(f"--optimizer {job.optimizer} with {options} raised {said}") from error
-        if not isinstance(optimizer, Optimizer):
-            raise PlanError(
-                f"--optimizer {job.optimizer} made a {class_name(optimizer, in_full=True)}, not a torch optimizer"
-            )
-        if callable(train := getattr(optimizer, "train", None)):
-            train()  # schedule-free optimizers refuse to step otherwise
-        return optimizer
-
-    return made
+def _optimizer(
+    job: Job, make: Callable[..., Any], options: Mapping[str, Any], parameters: Iterable[torch.Tensor]
+) -> Optimizer:
+    try:
+        optimizer = make(parameters, **options)
+    except Exception as error:
+        raise CannotRunError(f"--optimizer {job.optimizer} with {options} raised {said_of(error)}") from error
+    if not isinstance(optimizer, Optimizer):
+        made = class_name(optimizer, in_full=True)
+        raise CannotRunError(f"--optimizer {job.optimizer} made a {made}, not a torch optimizer")
+    if callable(train := getattr(optimizer, "train", None)):
+        train()  # schedule-free optimizers refuse to step otherwise
+    return optimizer
 
 
 def function_named(option: str, name: str) -> Callable[..., Any]:
     """Return the function ``module:function``. Modules are looked for in the working directory, too."""
-    module_name, _, function_name = name.partition(":")
-    if not module_name or not function_name:
-        raise PlanError(f"{option} {name}: name a function as module:function, as in mymodel:build")
+    if not all(name.partition(":")):
+        raise CannotRunError(f"{option} {name}: name a function as module:function, as in mymodel:build")
     # A console script has its own folder on the path, and not the working directory.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found: Any = importlib.import_module(module_name)
+        found: Any = resolve_name(name)
     except ModuleNotFoundError as error:
-        raise PlanError(
+        raise CannotRunError(
             f"{option} {name}: there is no module {error.name!r} here or among the installed ones"
         ) from error
+    except AttributeError as error:
+        raise CannotRunError(f"{option} {name}: {error}") from error
     except Exception as error:
-        raise PlanError(f"{option} {name}: importing {module_name} raised {_said(error)}") from error
-    for part in function_name.split("."):
-        if not hasattr(found, part):
-            raise PlanError(f"{option} {name}: there is no {part!r} in {module_name}")
-        found = getattr(found, part)
+        raise CannotRunError(f"{option} {name}: importing it raised {said_of(error)}") from error
     if not callable(found):
-        raise PlanError(f"{option} {name}: it is a {type(found).__name__}, and cannot be called")
+        raise CannotRunError(f"{option} {name}: it is a {type(found).__name__}, and cannot be called")
     return found  # type: ignore[no-any-return]
 
 
@@ -189,26 +167,10 @@ def called(option: str, name: str, *args: Any) -> Any:
     try:
         return function(*args)
     except Exception as error:
-        raise PlanError(
-            f"{option} {name} raised {_said(error)}. It is run without any data, on tensors that have shapes and no "
+        raise CannotRunError(
+            f"{option} {name} raised {said_of(error)}. It is run without any data, on tensors that have shapes and no "
             "values: build from a configuration, not from files, and on no device"
         ) from error
-
-
-def optimizer_named(name: str) -> Callable[..., Optimizer]:
-    """Return the class of ``torch.optim``, or the function ``module:name``, that makes an optimizer."""
-    if ":" in name:
-        return function_named("--optimizer", name)
-    found = getattr(torch.optim, name, None)
-    if not (isinstance(found, type) and issubclass(found, Optimizer)):
-        known = [
-            one for one in dir(torch.optim) if one[0].isupper() and isinstance(getattr(torch.optim, one), type)
-        ]  # a few more than optimizers, were there any
-        raise PlanError(
-            f"--optimizer {name}: torch.optim has none of that name. It has "
-            f"{', '.join(one for one in known if one != 'Optimizer')}; others are named module:Class"
-        )
-    return found
 
 
 def options_of(pairs: Sequence[str]) -> dict[str, Any]:
@@ -217,17 +179,18 @@ def options_of(pairs: Sequence[str]) -> dict[str, Any]:
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name.isidentifier():
-            raise PlanError(f"--option {pair}: write it as name=value, as in lr=0.1")
+            raise CannotRunError(f"--option {pair}: write it as name=value, as in lr=0.1")
         try:
             found[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             found[name] = value
         except (RecursionError, MemoryError) as error:  # of Python's parser
-            raise PlanError(f"--option {name}: its value is nested too deeply") from error
+            raise CannotRunError(f"--option {name}: its value is nested too deeply") from error
     return found
 
 
-def _said(error: BaseException) -> str:
+def said_of(error: BaseException) -> str:
+    """Return an error's class and its first line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
@@ -246,12 +209,6 @@ class FakeTensors:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         with self._mode, _AnyValue():
-            yield
-
-    @contextmanager
-    def copying(self) -> Iterator[None]:
-        """The same mode, in which tensors may be deep-copied, too."""
-        with self(), _Copies():
             yield
 
     @contextmanager
@@ -309,15 +266,3 @@ def _one(dtype: torch.dtype) -> Any:
     if dtype is torch.bool:
         return True
     return 1.0 if dtype.is_floating_point else 1 + 0j if dtype.is_complex else 1
-
-
-class _Copies(TorchFunctionMode):
-    """A mode that deep-copies tensors without memory: torch's own way to copy crashes on them."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is torch.Tensor.__deepcopy__ and isinstance(args[0], FakeTensor):
-            tensor, memo = args
-            return memo.setdefault(id(tensor), tensor.detach().clone())
-        return func(*args, **(kwargs or {}))

@@ -1,37 +1,26 @@
 """A plan from a job: rehearse the loop, lay out the buckets, ask ``attach`` about its options, and compute the times.
 
-``plan`` is the entry. A ``_Planning`` collects the numbers of one ``Estimate``; rates of the machine that the job does
-not give are measured here, in about two seconds.
+``plan`` is the entry. A ``_Planning`` collects the numbers of one ``Estimate``.
 """
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from time import perf_counter
 
 import torch
 import torch.distributed as dist
 
 from instep import attach
-from instep_tools.planning.job import (
-    EVERYTHING,
-    Estimate,
-    Job,
-    Offloaded,
-    PlanError,
-    PlannedBucket,
-    PlannedPeak,
-    Sizes,
-)
+from instep_tools.output import MIB, CannotRunError
+from instep_tools.planning.job import EVERYTHING, Estimate, Job, Offloaded, PlannedBucket, PlannedPeak, Sizes
 from instep_tools.planning.model import MakeOptimizer, PlannedModel, optimizer_makers
 from instep_tools.planning.refusals import ask_attach, is_judged
-from instep_tools.planning.rehearse import DryRun, Measured, bytes_by_dtype, forward_flops, order_of_gradients
-from instep_tools.planning.simulate import MachineRates, times
+from instep_tools.planning.rehearse import DryRun, Measured, bytes_by_dtype, order_of_gradients
+from instep_tools.planning.times import forward_seconds, machine_of, times
 
-GBITS, LATENCY_US, PCIE_GBYTES = 100.0, 20.0, 25.0
-"""The defaults of the rates that cannot be measured here."""
-MIB = 1024 * 1024
+PCIE_GBYTES = 25.0
+"""The speed between host and device, unless the job says another."""
 DDP_MIB = (1, 25)
 """The sizes of DDP's first bucket, and of all others, where ``bucket_cap_mb`` is not given."""
 ON_THEIR_WAY = 2
@@ -48,7 +37,7 @@ def plan(job: Job, *, refusals: bool = False) -> Estimate:
         refusals: whether each option of ``attach`` is tried, too.
 
     Raises:
-        PlanError: something that ``job`` names is not there, or cannot be run without data.
+        CannotRunError: something that ``job`` names is not there, or cannot be run without data.
     """
     _require_sensible(job)
     makers = optimizer_makers(job)
@@ -58,29 +47,25 @@ def plan(job: Job, *, refusals: bool = False) -> Estimate:
 
 def _require_sensible(job: Job) -> None:
     """Refuse numbers that make no sense, and options that do not go together, before anything is built."""
-    positive = ("world_size", "micro_batches", "bucket_cap_mb", "bucket_bytes")
+    sizes = ("world_size", "micro_batches", "bucket_cap_mb", "bucket_bytes")
     rates = ("gbits", "tflops", "terabytes", "forward_ms", "pcie_gbytes")
-    given = {name: getattr(job, name) for name in positive} | {name: getattr(job.rates, name) for name in rates}
-    for name, value in given.items():
-        if value is not None and not value > 0:
-            raise PlanError(f"--{name.replace('_', '-')} {value}: a number above 0 is needed")
-    latency = job.rates.latency_us
-    if latency is not None and latency < 0:
-        raise PlanError(f"--latency-us {latency}: a number of at least 0 is needed")
-    if job.offload not in (None, "host"):
-        raise PlanError(f"--offload {job.offload}: it is host, or left out")
-    if job.rates.pcie_gbytes is not None and job.offload is None:
-        raise PlanError("--pcie-gbytes is for --offload host: give both")
-    if job.world_size > 1 and job.bucket_bytes is not None:
-        raise PlanError("--bucket-bytes is for one device: DistributedDataParallel's buckets have --bucket-cap-mb")
-    if job.world_size > 1 and job.micro_batches > 1:
-        raise PlanError("--micro-batches is for one device: leave it out with --world-size above 1")
-    if job.world_size == 1 and job.bucket_cap_mb is not None:
-        raise PlanError("--bucket-cap-mb is for --world-size above 1: the buckets of one device have --bucket-bytes")
-    if os.environ.get("INSTEP_DISABLE", "") not in ("", "0"):
-        raise PlanError(
-            "INSTEP_DISABLE is set, with which torch takes every step: unset it to see what attach() would do"
-        )
+    for name in (*sizes, *rates):
+        if (value := getattr(job, name)) is not None and not value > 0:
+            raise CannotRunError(f"--{name.replace('_', '-')} {value}: a number above 0 is needed")
+    if job.latency_us is not None and job.latency_us < 0:
+        raise CannotRunError(f"--latency-us {job.latency_us}: a number of at least 0 is needed")
+    has_ranks, is_off = job.world_size > 1, os.environ.get("INSTEP_DISABLE", "") not in ("", "0")
+    wrong = {
+        f"--offload {job.offload}: it is host, or left out": job.offload not in (None, "host"),
+        "--pcie-gbytes is for --offload host: give both": job.pcie_gbytes is not None and job.offload is None,
+        "--bucket-bytes is for one device: buckets of ranks have --bucket-cap-mb": has_ranks and job.bucket_bytes,
+        "--micro-batches is for one device: leave it out with --world-size": has_ranks and job.micro_batches > 1,
+        "--bucket-cap-mb is for ranks: buckets of one device have --bucket-bytes": not has_ranks and job.bucket_cap_mb,
+        "INSTEP_DISABLE is set, with which torch takes every step: unset it to see what attach() would do": is_off,
+    }
+    for reason, holds in wrong.items():
+        if holds:
+            raise CannotRunError(reason)
 
 
 class _Planning:
@@ -99,19 +84,19 @@ class _Planning:
         job, model = self._job, self._planned.model
         make = next(iter(self._makers.values()))
         refusals, accepted = ask_attach(self._planned, make, job, every_option=try_all)
-        self._order = order_of_gradients(self._planned)
         # The default schedule takes every optimizer, so that a refused one has a row for ``forward`` alone.
         self._refused = next((one.reason for one in refusals if one.options.startswith(EVERYTHING)), None)
         name = job.optimizer.rpartition(":")[2]
-        peaks = self._peaks()
         if self._refused is None and is_judged(self._planned, make):
             self._assumptions.append(
                 f"{name} updates each parameter by itself, as its first two updates show, with the memory of plain"
             )
+        self._order = order_of_gradients(self._planned)
+        peaks = self._peaks()
         plain = self._first
         assert plain is not None
         buckets = self._buckets(plain)
-        machine = self._machine()
+        machine = machine_of(job, self._assumptions, has_forward=self._planned.runs)
         sizes = Sizes(
             dict(bytes_by_dtype(model.parameters())),
             dict(bytes_by_dtype(model.buffers())),
@@ -119,8 +104,7 @@ class _Planning:
             dict(sum(plain.state.values(), Counter())),
             plain.activations if self._planned.runs else None,
         )
-        forward = self._forward_seconds(machine)
-        found = times(buckets, machine, forward)
+        found = times(buckets, machine, forward_seconds(job, self._planned, machine, self._assumptions))
         return Estimate(
             model=type(model).__name__,
             optimizer=name,
@@ -140,15 +124,15 @@ class _Planning:
     def _peaks(self) -> list[PlannedPeak]:
         """Rehearse each way to train with each implementation of the optimizer."""
         found: dict[str, list[PlannedPeak]] = {}
-        failed: list[PlanError] = []
+        failed: list[CannotRunError] = []
         for implementation, make in self._makers.items():
             try:
                 for way, seen in (self._alone if self._job.world_size == 1 else self._among_ranks)(make):
                     found.setdefault(way, []).append(PlannedPeak(way, implementation, seen.peak, seen.own))
-            except PlanError as error:
+            except CannotRunError as error:
                 failed.append(error)
         if not found:
-            raise failed[0] if self._refused is None else PlanError(f"instep refuses it: {self._refused}")
+            raise failed[0] if self._refused is None else CannotRunError(f"instep refuses it: {self._refused}")
         self._assumptions += [f"left out: {error}" for error in failed]
         return [peak for peaks in found.values() for peak in peaks]
 
@@ -220,8 +204,7 @@ class _Planning:
 
     def _state_of(self, seen: Measured, names: Sequence[str]) -> int:
         """Return the bytes of state that these parameters have."""
-        places = {name: number for number, (name, _) in enumerate(self._planned.model.named_parameters())}
-        return sum(sum(seen.state.get(places[name], {}).values()) for name in names)
+        return sum(sum(seen.state.get(name, {}).values()) for name in names)
 
     def _named(self, buckets: Sequence[Sequence[torch.Tensor]]) -> list[list[str]]:
         names = {id(p): name for name, p in self._trained.items()}
@@ -230,8 +213,8 @@ class _Planning:
     def _offloaded(self, state: int, backward: float | None) -> Offloaded | None:
         if self._job.offload is None:
             return None
-        speed = self._job.rates.pcie_gbytes or PCIE_GBYTES
-        if self._job.rates.pcie_gbytes is None:
+        speed = self._job.pcie_gbytes or PCIE_GBYTES
+        if self._job.pcie_gbytes is None:
             self._assumptions.append(f"{speed:g} GB/s between host and device, in each direction (--pcie-gbytes)")
         # To the device and back at the same time, beside backward, which hides as much as it lasts.
         seconds = state / (speed * 1e9)
@@ -243,11 +226,8 @@ class _Planning:
         modules = [module for module in self._planned.model.modules() if getattr(module, "sparse", False)]
         rows = {id(p) for module in modules for p in module.parameters(recurse=False)}
         # As DDP itself asks for them (``torch/nn/parallel/distributed.py``). It has no public name.
-        sizes = (
-            [int(mib * MIB) for mib in DDP_MIB]
-            if self._job.bucket_cap_mb is None
-            else [int(self._job.bucket_cap_mb * MIB)]
-        )
+        given = self._job.bucket_cap_mb
+        sizes = [int(mib * MIB) for mib in (DDP_MIB if given is None else [given])]
         sparse, order = [id(p) in rows for p in parameters], list(range(len(parameters)))
         found, _ = dist._compute_bucket_assignment_by_size(parameters, sizes, sparse, order)
         return [[parameters[number] for number in bucket] for bucket in found]
@@ -272,83 +252,3 @@ class _Planning:
             nbytes = sum(self._trained[name].nbytes for name in bucket)
             made.append(PlannedBucket(nbytes, bucket, 3 * nbytes + 2 * self._state_of(plain, bucket)))
         return tuple(made)
-
-    def _machine(self) -> MachineRates:
-        """Return the machine's rates: given, measured here, or by default. What is not given is an assumption."""
-        job = self._job
-        terabytes, tflops = job.rates.terabytes, job.rates.tflops
-        if terabytes is None:
-            terabytes = measured_memory_bytes() / 1e12
-            self._assumptions.append(
-                f"{terabytes:.3g} TB/s of memory, measured here on a step of fused AdamW (--terabytes)"
-            )
-        if tflops is None and self._planned.runs and job.rates.forward_ms is None:
-            tflops = measured_flops() / 1e12
-            self._assumptions.append(f"{tflops:.3g} TFLOP/s, measured here on a product of float32 matrices (--tflops)")
-        gbits, latency = job.rates.gbits or GBITS, LATENCY_US if job.rates.latency_us is None else job.rates.latency_us
-        if job.world_size > 1 and job.rates.gbits is None:
-            self._assumptions.append(f"{gbits:g} Gbit/s of each rank's link (--gbits)")
-        if job.world_size > 1 and job.rates.latency_us is None:
-            self._assumptions.append(f"{latency:g} µs from one rank to another (--latency-us)")
-        return MachineRates(job.world_size, (tflops or 1.0) * 1e12, terabytes * 1e12, gbits * 1e9 / 8, latency * 1e-6)
-
-    def _forward_seconds(self, machine: MachineRates) -> float | None:
-        """Return the seconds of all forwards of a step; ``None``: they are not known."""
-        if self._job.rates.forward_ms is not None:
-            return self._job.micro_batches * self._job.rates.forward_ms / 1e3
-        if not self._planned.runs:
-            self._assumptions.append("no activations, and no times of an iteration: the model has no --inputs")
-            return None
-        if self._planned.sums_outputs:
-            self._assumptions.append("the loss is the sum of the model's outputs, which keeps nothing (--loss)")
-        flops = forward_flops(self._planned)
-        if not flops:
-            self._assumptions.append("no times of an iteration: the forward has no operations that torch counts")
-            return None
-        return self._job.micro_batches * flops / machine.flops
-
-
-SECONDS = 0.7
-"""How long each rate is measured."""
-MATRIX_SIDE = 768
-"""The side of the matrices that are multiplied: large enough for all cores, and quick on one."""
-ELEMENTS = 4 << 20
-"""The numbers that AdamW updates: more than fit in a CPU's caches."""
-ARRAYS = 7
-"""The arrays that AdamW reads or writes: gradient, weight and two moments, of which the last three are written, too."""
-
-
-def measured_flops() -> float:
-    """Return the operations a second of a product of float32 matrices."""
-    matrix = torch.ones(MATRIX_SIDE, MATRIX_SIDE, device=_device())
-    return 2 * MATRIX_SIDE**3 / _seconds(lambda: matrix @ matrix)
-
-
-def measured_memory_bytes() -> float:
-    """Return the bytes a second that a step of fused AdamW reads and writes."""
-    parameter = torch.nn.Parameter(torch.ones(ELEMENTS, device=_device()))
-    parameter.grad = torch.ones_like(parameter)
-    optimizer = torch.optim.AdamW([parameter], fused=True)
-    return ARRAYS * parameter.nbytes / _seconds(optimizer.step)
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    """Return the seconds of one call: the least, since other programs only take time away."""
-    best = float("inf")  # of one call at least, however long that takes
-    end = perf_counter() + SECONDS
-    while best == float("inf") or perf_counter() < end:
-        _wait()
-        started = perf_counter()
-        work()
-        _wait()
-        best = min(best, perf_counter() - started)
-    return best
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from instep import ClipNorm, ClipValue, attach
 from instep.errors import AttachError
-from instep_tools.planning.job import EVERYTHING, Job, PlanError, Refusal
+from instep_tools.output import CannotRunError
+from instep_tools.planning.job import EVERYTHING, Job, Refusal
 from instep_tools.planning.model import MakeOptimizer, PlannedModel
 
 SCHEDULES: Mapping[str, dict[str, Any]] = {
@@ -51,7 +52,7 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
 def ask_attach(
     planned: PlannedModel, make: MakeOptimizer, job: Job, *, every_option: bool
 ) -> tuple[tuple[Refusal, ...], tuple[str, ...]]:
-    """Return the refusals, with their reasons, and the options that are accepted.
+    """Return the refusals, with their reasons, and the options that are accepted. The model has not run yet.
 
     Every schedule is tried without any option. With ``every_option`` each option is tried by itself, with each schedule
     that was accepted.
@@ -87,7 +88,7 @@ def _as_trained(job: Job) -> Iterator[Any]:
         yield lambda model: model
         return
     if dist.is_initialized():
-        raise PlanError("a process group is there already: plan for several ranks in a process of its own")
+        raise CannotRunError("a process group is there already: plan for several ranks in a process of its own")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     # One rank stands for all: ``attach`` asks for the wrapper, and not for the world size.
     stores: Any = dist  # its type does not tell of HashStore, a store without a network
@@ -102,9 +103,8 @@ def _refusal(planned: PlannedModel, make: MakeOptimizer, wrap: Any, arguments: d
     """Return why ``attach`` refuses these arguments; ``None``: it takes them."""
     model = _small(planned)
     optimizer = make(p for p in model.parameters() if p.requires_grad)
-    wrapped = wrap(model)
     try:
-        attach(wrapped, optimizer, **arguments).detach()  # what it refuses, it refuses before it changes anything
+        attach(wrap(model), optimizer, **arguments).detach()  # what it refuses, it refuses before it changes anything
     except AttachError as error:
         return str(error)
     return None
@@ -118,18 +118,13 @@ def is_judged(planned: PlannedModel, make: MakeOptimizer) -> bool:
         return bool(overlap.plan.judged)
 
 
-SIDE = 2
-"""The length of each side of the small model's parameters."""
-
-
 def _small(planned: PlannedModel) -> nn.Module:
     """Return a model of the same modules and names, with parameters of the same kinds that hold a few numbers each."""
     # A deep copy takes what is in ``memo`` for copied: the small tensors come in without any large one being made.
     memo: dict[int, Any] = {id(planned): planned}
     for parameter in planned.model.parameters():
-        small = torch.zeros((SIDE,) * parameter.dim(), dtype=parameter.dtype)
+        small = torch.zeros((2,) * parameter.dim(), dtype=parameter.dtype)
         memo[id(parameter)] = nn.Parameter(small, requires_grad=parameter.requires_grad)
     for buffer in planned.model.buffers():
         memo[id(buffer)] = torch.zeros((), dtype=buffer.dtype)
-    with planned.fakes.copying():
-        return copy.deepcopy(planned.model, memo)
+    return copy.deepcopy(planned.model, memo)

@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from instep import Attachment, ClipNorm, attach
 from instep_tools.harness import LiveBytes
-from instep_tools.planning.job import PlanError
-from instep_tools.planning.model import MakeOptimizer, PlannedModel
+from instep_tools.output import CannotRunError
+from instep_tools.planning.model import MakeOptimizer, PlannedModel, said_of
 
 Hold = Callable[[], AbstractContextManager[None]]
 """Makes the context of each micro-batch but the last, such as ``accumulate``."""
@@ -33,14 +33,14 @@ class Measured:
     Attributes:
         peak: the most bytes that were alive in the step.
         own: the bytes of parameters, buffers and state.
-        state: the bytes of each parameter's state by dtype, by the parameter's position in the model.
+        state: the bytes of each parameter's state by dtype, by the parameter's name.
         activations: the bytes that the forward left for backward.
         buckets: the names of the parameters that instep stepped together, on one device.
     """
 
     peak: int
     own: int
-    state: dict[int, Counter[str]]
+    state: dict[str, Counter[str]]
     activations: int
     buckets: tuple[tuple[str, ...], ...] = ()
 
@@ -109,27 +109,27 @@ class DryRun:
 
     @contextmanager
     def _flat(self, permanent: Buckets, view: bool) -> Iterator[None]:
-        """Keep DDP's buckets for as long as the block runs."""
+        """Keep the memory of DDP's buckets for as long as the block runs. With ``view`` each gradient becomes a part of
+        its bucket on arrival."""
+        handles = []
         with self._planned.fakes(), self._live:
-            flat = [_Flat(bucket, view) for bucket in permanent]
+            kept = [bucket[0].new_empty(sum(p.numel() for p in bucket)) for bucket in permanent]
+            for buffer, bucket in zip(kept, permanent, strict=True) if view else ():
+                for p, part in zip(bucket, buffer.split([p.numel() for p in bucket]), strict=True):
+                    handles.append(p.register_post_accumulate_grad_hook(partial(_become_view, part.view(p.shape))))
         try:
             yield
         finally:
-            for one in flat:
-                one.remove()
+            for handle in handles:
+                handle.remove()
 
-    def _counted(
-        self,
-        step: Callable[[], object],
-        how: Attachment | Hold = nullcontext,
-        backward: Callable[[torch.Tensor], object] = torch.Tensor.backward,
-    ) -> Measured:
-        """Run one iteration, and return its memory."""
+    def _counted(self, *iteration: Any) -> Measured:
+        """Run one iteration, given as for ``_step``, and return its memory."""
         self._live.reset()
-        activations = self._step(step, how, backward)
-        places = {id(p): number for number, p in enumerate(self._planned.model.parameters())}
+        activations = self._step(*iteration)
+        names = {id(p): name for name, p in self._planned.model.named_parameters()}
         state = {
-            places[id(p)]: bytes_by_dtype(value for value in entry.values() if isinstance(value, torch.Tensor))
+            names[id(p)]: bytes_by_dtype(value for value in entry.values() if isinstance(value, torch.Tensor))
             for p, entry in self._optimizer.state.items()
             if isinstance(p, torch.Tensor)
         }
@@ -173,22 +173,6 @@ class DryRun:
         return loss
 
 
-class _Flat:
-    """The memory of one of DDP's buckets. With ``view`` each gradient becomes a part of it on arrival."""
-
-    def __init__(self, parameters: Sequence[torch.Tensor], view: bool) -> None:
-        self._buffer = parameters[0].new_empty(sum(p.numel() for p in parameters))
-        self._handles = []
-        for parameter, part in zip(parameters, self._buffer.split([p.numel() for p in parameters]), strict=True):
-            if view:
-                hook = partial(_become_view, part.view(parameter.shape))
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-
 def _become_view(part: torch.Tensor, parameter: torch.Tensor) -> None:
     parameter.grad = part
 
@@ -220,13 +204,12 @@ def _explained(what: str) -> Iterator[None]:
     """Turn what a program without data cannot do into one line."""
     try:
         yield
-    except PlanError:
+    except CannotRunError:
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        raise PlanError(
-            f"{what} cannot be rehearsed without data: {type(error).__name__}: {lines[0]}. What depends on the values "
-            "of tensors, or calls kernels that torch does not know, cannot be planned"
+        raise CannotRunError(
+            f"{what} cannot be rehearsed without data: {said_of(error)}. What depends on the values of tensors, or "
+            "calls kernels that torch does not know, cannot be planned"
         ) from error
 
 
@@ -260,7 +243,7 @@ def bytes_by_dtype(tensors: Iterable[torch.Tensor]) -> Counter[str]:
     """Add up the bytes of tensors, by the name of their dtype."""
     found: Counter[str] = Counter()
     for tensor in tensors:
-        found[str(tensor.dtype).removeprefix("torch.")] += tensor.numel() * tensor.element_size()
+        found[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
     return found
 
 
@@ -287,16 +270,12 @@ def inside(func: Any, args: Sequence[Any], result: Any) -> int:
     result out of that layout, as torch's allocator shows. Other kernels are taken as if they needed nothing.
     """
     if func is _FORWARD and _copies(args[1]):
-        return max(_bytes(args[0]) + _bytes(args[1]), _bytes(result))
+        return int(max(args[0].nbytes + args[1].nbytes, result.nbytes))
     if func is _BACKWARD and _copies(args[2]):
-        return max(_bytes(args[0]) + _bytes(args[1]), _bytes(args[2]))
+        return int(max(args[0].nbytes + args[1].nbytes, args[2].nbytes))
     return 0
 
 
 def _copies(weight: torch.Tensor) -> bool:
     """Return whether a convolution with this weight copies."""
     return weight.device.type == "cpu" and any(size > 1 for size in weight.shape[2:])
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

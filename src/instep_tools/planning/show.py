@@ -1,73 +1,60 @@
 """``instep plan`` from its options to its tables and its verdict: tables on a terminal, the same words in a pipe."""
 
 import dataclasses
-import json as jsonlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-import torch
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from instep import __version__
-from instep_tools.planning.job import EVERYTHING, Estimate, Job, Offloaded, PlannedBucket, PlannedPeak, PlannedTimes
+from instep_tools.output import print_line, require_writable, size_of, table, time_of, write_numbers
+from instep_tools.planning.job import EVERYTHING, Estimate, Job, Offloaded, PlannedPeak, PlannedTimes
 from instep_tools.planning.plan import plan
-from instep_tools.report.files import require_writable, write
 
 
 def run(job: Job, refusals: bool, json: Path | None, quiet: bool) -> None:
     """Plan, show and write what was found.
 
     Raises:
-        PlanError: something that ``job`` names is not there, or cannot be run without data.
-        NotWrittenError: ``json`` cannot be written.
+        CannotRunError: something that ``job`` names is not there, or cannot be run without data, or ``json`` cannot
+            be written.
     """
     # Before the rehearsal, which takes seconds.
-    if json is not None:
-        require_writable("--json", json)
+    require_writable("--json", json)
     terminal = Console(stderr=True)  # stdout may be a pipe: it gets the plan alone
     with terminal.status("rehearsing some steps without data") if terminal.is_terminal else nullcontext():
         estimate = plan(job, refusals=refusals)
-    if json is not None:
-        versions = {"instep_version": __version__, "torch_version": torch.__version__}
-        write("--json", json, jsonlib.dumps({**versions, **dataclasses.asdict(estimate)}, indent=2) + "\n")
+    write_numbers(json, dataclasses.asdict(estimate))
     show(Console(), estimate, quiet)
 
 
-SHOWN = 12
-"""The most buckets that are listed; of more, the first ones and the last."""
-
-
 def show(console: Console, estimate: Estimate, quiet: bool) -> None:
-    """The verdict, peaks and times; unless ``quiet`` the sizes, the buckets and what was assumed, too."""
+    """The verdict, peaks and times; unless ``quiet`` the sizes and what was assumed, too."""
     ranks = f"{estimate.ranks} ranks" if estimate.ranks > 1 else "one device"
-    _print(
+    print_line(
         console,
         f"{estimate.model} with {estimate.optimizer}, {ranks}: {estimate.numel / 1e6:,.1f} M parameters in "
         f"{estimate.tensors} tensors",
     )
     for line in verdict(estimate):
-        _print(console, line)
+        print_line(console, line)
     if not quiet:
         console.print(_sizes(estimate))
-    _print(console, "The most bytes in a step" + (", on each rank" if estimate.ranks > 1 else ""))
+    print_line(console, "The most bytes in a step" + (", on each rank" if estimate.ranks > 1 else ""))
     console.print(_peaks(estimate.peaks))
     if not quiet:
-        count = len(estimate.buckets)
-        said = "1 bucket" if count == 1 else f"{count} buckets, in the order in which backward completes them"
-        _print(console, said)
-        console.print(_buckets(estimate.buckets))
+        largest = size_of(max(bucket.nbytes for bucket in estimate.buckets))
+        count = "1 bucket" if len(estimate.buckets) == 1 else f"{len(estimate.buckets)} buckets"
+        print_line(console, f"{count}, of {largest} at most; --json FILE has their parameters")
     _show_times(console, estimate)
     _show_offloaded(console, estimate.offloaded, estimate.times)
     _show_refusals(console, estimate, quiet)
     if not quiet:
         for assumption in estimate.assumptions:
-            _print(console, f"Assumed: {assumption}")
+            print_line(console, f"Assumed: {assumption}")
 
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 # What an option that frees gradients early is called in the verdict.
 BACKWARD, REPLICATE, TOGETHER = 'schedule="backward"', "instep.replicate", "overlap.micro_batches()"
 OFFLOAD = f'{BACKWARD}, offload="host"'
@@ -105,7 +92,7 @@ def verdict(estimate: Estimate) -> Iterator[str]:
 
 def _where_it_clips(saved: int, backward: float | None) -> str:
     """Return what a loop that calls ``clip_grad_norm_`` takes instead: the norm is known when all gradients are."""
-    second = "a second backward" if backward is None else f"a second backward ({_time(backward)})"
+    second = "a second backward" if backward is None else f"a second backward ({time_of(backward)})"
     said = "A loop that clips by the norm of all gradients takes instep.attach(model, optimizer), which saves nothing"
     if saved > 0:
         said += (
@@ -149,21 +136,21 @@ def _sizes(estimate: Estimate) -> Table:
         "optimizer state": sizes.state,
         "buffers": sizes.buffers,
     }
-    table = _table("", "bytes", "by dtype")
+    made = table("", "bytes", "by dtype", words=["by dtype"])
     for name, found in rows.items():
         if found or name != "buffers":
             dtypes = ", ".join(f"{dtype} {size_of(size)}" for dtype, size in sorted(found.items()))
-            table.add_row(name, size_of(sum(found.values())), dtypes if len(found) != 1 else next(iter(found)))
+            made.add_row(name, size_of(sum(found.values())), dtypes if len(found) != 1 else next(iter(found)))
     if sizes.activations is not None:
-        table.add_row("activations", size_of(sizes.activations), "what the forward leaves for backward")
-    return table
+        made.add_row("activations", size_of(sizes.activations), "what the forward leaves for backward")
+    return made
 
 
 def _peaks(peaks: Sequence[PlannedPeak]) -> Table:
     implementations = list(dict.fromkeys(peak.implementation for peak in peaks))
     plain = {peak.implementation: peak for peak in peaks if peak.way == "plain"}
     # Two columns for each implementation of the optimizer: the peak, and what is saved of the plain loop's.
-    table = _table("", *(name for one in implementations for name in (one, "saves")))
+    made = table("", *(name for one in implementations for name in (one, "saves")))
     for way in dict.fromkeys(peak.way for peak in peaks):
         mine = {peak.implementation: peak for peak in peaks if peak.way == way}
         cells = []
@@ -171,38 +158,25 @@ def _peaks(peaks: Sequence[PlannedPeak]) -> Table:
             peak = mine.get(one)
             saved = "" if way == "plain" or peak is None else size_of(plain[one].total - peak.total)
             cells += ["" if peak is None else size_of(peak.total), saved]
-        table.add_row(way, *cells)
-    return table
-
-
-def _buckets(buckets: Sequence[PlannedBucket]) -> Table:
-    table = _table("", "bytes", "parameters", "names", left=("", "names"))
-    numbered = list(enumerate(buckets))
-    shown = numbered if len(numbered) <= SHOWN else [*numbered[: SHOWN - 1], numbered[-1]]
-    for number, bucket in shown:
-        if number == len(buckets) - 1 and len(numbered) > SHOWN:
-            table.add_row("…", "", "", "")
-        names = bucket.parameters
-        span = ", ".join(names) if len(names) <= 2 else f"{names[0]} … {names[-1]}"
-        table.add_row(str(number), size_of(bucket.nbytes), str(len(names)), span)
-    return table
+        made.add_row(way, *cells)
+    return made
 
 
 def _show_times(console: Console, estimate: Estimate) -> None:
     times = estimate.times
-    alone = [f"step {_time(times.step)}"]
+    alone = [f"step {time_of(times.step)}"]
     if times.forward is not None and times.backward is not None:
-        alone = [f"forward {_time(times.forward)}", f"backward {_time(times.backward)}", *alone]
+        alone = [f"forward {time_of(times.forward)}", f"backward {time_of(times.backward)}", *alone]
     if estimate.ranks > 1:
-        alone.append(f"communication {_time(times.communication)} ({times.algorithm})")
-    _print(console, f"Each by itself: {', '.join(alone)}")
+        alone.append(f"communication {time_of(times.communication)} ({times.algorithm})")
+    print_line(console, f"Each by itself: {', '.join(alone)}")
     if not times.schedules:
         return
-    table = _table("", "iteration", "step, exposed", "plain / this")
+    made = table("", "iteration", "step, exposed", "plain / this")
     plain = times.schedules[0].iteration
     for one in times.schedules:
-        table.add_row(one.schedule, _time(one.iteration), _time(one.exposed), f"{plain / one.iteration:.3f}")
-    console.print(table)
+        made.add_row(one.schedule, time_of(one.iteration), time_of(one.exposed), f"{plain / one.iteration:.3f}")
+    console.print(made)
 
 
 def _show_offloaded(console: Console, offloaded: Offloaded | None, times: PlannedTimes) -> None:
@@ -210,11 +184,11 @@ def _show_offloaded(console: Console, offloaded: Offloaded | None, times: Planne
         return
     beside = ""
     if offloaded.exposed is not None and times.backward is not None:
-        beside = f", beside a backward of {_time(times.backward)}: {_time(offloaded.exposed)} more in an iteration"
-    _print(
+        beside = f", beside a backward of {time_of(times.backward)}: {time_of(offloaded.exposed)} more in an iteration"
+    print_line(
         console,
         f"offload='host' copies {size_of(offloaded.nbytes)} of state to the device and back in each step: "
-        f"{_time(offloaded.seconds)}{beside}",
+        f"{time_of(offloaded.seconds)}{beside}",
     )
 
 
@@ -222,30 +196,6 @@ def _show_refusals(console: Console, estimate: Estimate, quiet: bool) -> None:
     # A refusal of everything is shown always: it is the reason why a row is missing.
     refusals = [one for one in estimate.refusals if not quiet or one.options == EVERYTHING]
     if refusals:
-        _print(console, "attach refuses")
+        print_line(console, "attach refuses")
     for refusal in refusals:
-        _print(console, f"  {refusal.options}: {refusal.reason}")
-
-
-def size_of(size: int) -> str:
-    """Return a size in words, in the unit that suits it."""
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if abs(size) >= unit:
-            return f"{size / unit:,.2f} {name}"
-    return f"{size} B"
-
-
-def _time(seconds: float) -> str:
-    return f"{1e3 * seconds:.2f} ms" if abs(seconds) >= 1e-3 else f"{1e6 * seconds:.1f} µs"
-
-
-def _table(*columns: str, left: Sequence[str] = ("", "by dtype")) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column, justify="left" if column in left else "right", no_wrap=column != "names")
-    return table
-
-
-def _print(console: Console, line: str) -> None:
-    # Reasons and names are the user's text: brackets in them are no markup, and a pipe gets whole lines.
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"  {refusal.options}: {refusal.reason}")

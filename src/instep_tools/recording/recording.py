@@ -1,13 +1,12 @@
 """The recording of some iterations of a loop, from ``record`` to a file.
 
 A ``Recording`` is the user's context manager. While its block runs, a ``_Running`` holds the hooks and the profiler: a
-``Clock`` notes forwards and backwards (of a pipeline a ``StageClock``: ``stages.py``), ``Weights`` digests the
-parameters at both ends, and instep tells a ``SpanRecorder`` of its buckets. At the end of the block the profiler's
-trace is read (``profile.py``), and all of it becomes this rank's part of a ``Run``. ``save`` and ``run`` gather the
-parts of all ranks.
+``Clock`` notes forwards and backwards (of a pipeline a ``StageClock``), ``LiveGradients`` counts gradients, and instep
+tells a ``_Recorder`` of its buckets. At the end of the block the profiler's trace is read (``trace.py``), and all of it
+becomes this rank's part of a ``Run``. ``save`` and ``run`` gather the parts of all ranks.
 """
 
-import hashlib
+import gc
 import logging
 import os
 import platform
@@ -15,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -30,25 +29,15 @@ from torch.autograd import profiler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_leaves
 
 from instep import __version__
-from instep.errors import AttachError, InstepError, UncommittedStepError
-from instep_tools.recording.profile import (
-    PARAMETERS,
-    STATE,
-    GradientNotes,
-    Trace,
-    held_before,
-    memory_of,
-    state_beside_parameters,
-    storages,
-    tensors_in_state,
-    without_collection,
-)
+from instep.errors import AttachError, InstepError
+from instep_tools.recording.gradients import LiveGradients, storage_of
+from instep_tools.recording.trace import Trace
 from instep_tools.report.figures import COMPUTE
-from instep_tools.report.memory import GRADIENTS
-from instep_tools.report.run import Job, Rank, Run, Setup, TraceEvent, rank_from, setup_from
-from instep_tools.report.spans import Interval, Span, SpanRecorder, intervals, outside
+from instep_tools.report.run import Rank, Run, Setup, TraceEvent, rank_from
+from instep_tools.report.spans import Interval, Span, intervals, outside, title
 
 if TYPE_CHECKING:
     from instep._wiring.recorded import RecordedLoop
@@ -108,8 +97,7 @@ class Recording:
         try:
             running.stop()
             if running.clock.forwards:
-                with without_collection():
-                    self._found = describe(loop, sorted(running.clock.given)), *running.found()
+                self._found = describe(loop, sorted(running.clock.given)), *running.found()
         except Exception:
             # The loop's own error is the one to raise.
             if error is None:
@@ -144,8 +132,13 @@ class Recording:
                 "nothing was recorded: leave the `with` block first, and run at least one forward of the model that "
                 "was given to record() in it"
             )
-        parts = _gathered(self._found, self._gather_all)
-        return None if parts is None else _together(parts)
+        if not (dist.is_available() and dist.is_initialized()):
+            return _together([self._found])
+        setup, rank, events = self._found
+        parts = self._gather_all([asdict(setup), asdict(rank), events])
+        if parts is None:
+            return None
+        return _together([(Setup(**setup), rank_from(rank), events) for setup, rank, events in parts])
 
 
 class _Iterations:
@@ -182,21 +175,17 @@ class _Iterations:
         return found if self._due or len(found) < 2 else found[:-1]
 
 
-class _Recorder(SpanRecorder):
-    """Of a loop whose gradients are noted: a worker, which the profiler does not follow, updates a bucket and lets go
-    of its gradients."""
+class _Recorder:
+    """Collects the spans that instep tells of, in ``perf_counter`` seconds, and hears of the gradients that another
+    thread will let go of."""
 
-    def __init__(self, notes: GradientNotes) -> None:
-        super().__init__()
-        self._notes = notes
+    def __init__(self, gradients: LiveGradients) -> None:
+        self.spans: list[Span] = []
+        self.handed_over = gradients.handed_over
 
     def __call__(self, kind: str, names: Sequence[str], start: float, end: float) -> None:
-        super().__call__(kind, names, start, end)
-        if kind == "step":
-            self._notes.look()
-
-    def handed_over(self, gradients: Sequence[torch.Tensor]) -> None:
-        self._notes.handed_over(gradients)
+        # On any thread: communication ends on the backend's own. An append needs no lock.
+        self.spans.append(Span(kind, title(names), start, end, threading.get_native_id(), tuple(names)))
 
 
 class _Running:
@@ -221,20 +210,16 @@ class _Running:
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
                 activities.append(ProfilerActivity.CUDA)
-            self._weights = Weights(model, optimizers, loop.kind_of)
-            self._weights.look()
-            self._profile = profile(activities=activities, profile_memory=True, record_shapes=True)
+            self._profile = profile(activities=activities, record_shapes=True)
             self._undo.callback(self._stop_profile)  # first, for Ctrl-C
             self._profile.start()
-            self._began = perf_counter()
-            self._held = held_before(model, optimizers)
-            self._notes = GradientNotes(model)
-            self._undo.callback(self._notes.stop)
+            self._gradients = LiveGradients(model)
+            self._undo.callback(self._gradients.stop)
             self._undo.callback(loop.leave_out_of_copies())
-            self.clock = loop.watch(self._forward_begins, self._notes.look)
+            self.clock = loop.watch(self._forward_begins, self._gradients.look)
             self._undo.callback(self.clock.stop)
             self._undo.callback(optimizers[0].register_step_post_hook(self._step_ended).remove)
-            self._recorder = _Recorder(self._notes)
+            self._recorder = _Recorder(self._gradients)
             loop.listen(self._recorder)
             self._undo.callback(loop.stop_listening)
         except BaseException:
@@ -249,7 +234,7 @@ class _Running:
             self._profile = None
 
     def _forward_begins(self) -> None:
-        self._notes.look()
+        self._gradients.look()
         if self._ends is None and not self._iterations.forward_begins() and threading.get_native_id() == self._main:
             self.stop()  # the profiler ends on the thread on which it began
 
@@ -257,15 +242,13 @@ class _Running:
         # A class's ``step()`` may call the one that it inherits, and both run this hook: the inner one is no step.
         if not self._loop.is_inner(optimizer):
             self._iterations.step_ended()
-            self._notes.look()
+            self._gradients.look()
 
     def stop(self) -> None:
         """Take the hooks off, once: the forward after the last step calls this, or else the end of the block."""
         if self._ends is None:
             self._ends = perf_counter()
             self._undo.close()
-            self._state = state_beside_parameters(self._loop.optimizers)
-            self._weights.look()
 
     def found(self) -> tuple[Rank, list[TraceEvent]]:
         """Return what this rank did, in seconds of the time of day, and the operations for a trace viewer."""
@@ -283,16 +266,17 @@ class _Running:
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / "trace.json"
             self._profile.export_chrome_trace(str(path))
-            trace = Trace(path, self._offset)
+            was_on = gc.isenabled()
+            gc.disable()  # of a million new objects it would look at each again and again
+            try:
+                trace = Trace(path, self._offset)
+            finally:
+                gc.enable() if was_on else None
         assert self._ends is not None
-        spans = self._spans(trace, self._recorder.take())
-        memory = memory_of(trace, spans, self._held, self._notes, self._state, (self._began, self._ends))
+        spans = sorted(self._spans(trace, self._recorder.spans), key=lambda span: span.start)
         iterations = self._iterations.until(self._ends)
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        spans = sorted(spans, key=lambda span: span.start)
-        here = Rank(rank, platform.node(), self._main, iterations, spans, memory, self._weights.digests)
-        if stages is not None:
-            here = replace(here, stages=stages, runs=clock.runs)
+        here = Rank(rank, platform.node(), self._main, iterations, spans, self._gradients.most, stages or ())
         return _shifted(here, self._offset), trace.shown(-self._offset)
 
     def _spans(self, trace: Trace, told: Sequence[Span]) -> list[Span]:
@@ -312,16 +296,10 @@ class _Running:
 
 
 def _of_stages(clock: Any, seen: Sequence[Span]) -> list[Span]:
-    """Return ``seen``, where steps are of a stage, with what the stages computed and the bubbles: in those no stage of
-    this rank computed, nor was stepped, and a run was under way."""
+    """Return ``seen``, where steps are of a stage, with what the stages computed."""
     found = [one._replace(stage=clock.stage_of.get((*one.parameters, "")[0])) for one in seen]
-    found += [
-        Span(one.kind, one.name, one.start, one.end, one.thread, (), one.stage)
-        for one in (*clock.forwards, *clock.backwards)
-    ]
-    busy = intervals(span for span in found if span.kind in (*COMPUTE, "step"))
-    thread = threading.get_native_id()
-    return found + [Span("bubble", "bubble", *gap, thread) for gap in outside(clock.runs, busy)]
+    computed = (*clock.forwards, *clock.backwards)
+    return found + [Span(one.kind, one.name, one.start, one.end, one.thread, (), one.stage) for one in computed]
 
 
 def _backwards(times: Sequence[Any], trace: Trace, others: Sequence[Span]) -> Iterator[Span]:
@@ -352,90 +330,25 @@ def _without_closures(steps: Sequence[Span], spans: Sequence[Span]) -> Iterator[
             yield step._replace(start=start, end=end)
 
 
-def _gathered(part: RankPart, gather: Callable[[Any], list[Any] | None]) -> list[RankPart] | None:
-    """Return the parts of all ranks, on the first rank; ``None`` on the others."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return [part]
-    setup, rank, events = part
-    parts = gather([asdict(setup), asdict(rank), events])
-    return None if parts is None else [(setup_from(setup), rank_from(rank), events) for setup, rank, events in parts]
-
-
 def _together(parts: Sequence[RankPart]) -> tuple[Run, list[list[TraceEvent]]]:
     """Make one run of the parts. Its times count from when the first rank began."""
     zero = min(rank.iterations[0][0] for _, rank, _ in parts)
-    # Each rank of a pipeline has stages of its own: the job is that of all. Ranks with the same stages have one.
-    jobs = list({tuple(rank.stages): setup.job for setup, rank, _ in reversed(parts)}.values())
-    job = replace(
-        parts[0][0].job,
-        parameters="+".join(dict.fromkeys(job.parameters for job in jobs)),
-        count=sum(job.count for job in jobs),
-        dtypes=tuple(sorted({dtype for job in jobs for dtype in job.dtypes})),
-    )
-    run = Run(replace(parts[0][0], job=job), [_shifted(rank, -zero) for _, rank, _ in parts])
+    # Each rank of a pipeline has stages of its own: what is trained is that of all. Ranks with the same stages have
+    # one.
+    setups = list({tuple(rank.stages): setup for setup, rank, _ in reversed(parts)}.values())
+    dtypes = sorted({dtype for setup in setups for dtype in setup.dtypes})
+    whole = replace(parts[0][0], count=sum(setup.count for setup in setups), dtypes=dtypes)
+    run = Run(whole, [_shifted(rank, -zero) for _, rank, _ in parts])
     return run, [[{**event, "ts": event["ts"] - 1e6 * zero} for event in events] for _, _, events in parts]
 
 
 def _shifted(rank: Rank, by: float) -> Rank:
     """Return ``rank`` with ``by`` seconds added to all of its times."""
-    memory = rank.memory
     return replace(
         rank,
         iterations=[(start + by, end + by) for start, end in rank.iterations],
         spans=[span._replace(start=span.start + by, end=span.end + by) for span in rank.spans],
-        memory=replace(memory, times=[t + by for t in memory.times], peak_at=memory.peak_at + by),
-        runs=[(start + by, end + by) for start, end in rank.runs],
     )
-
-
-class Weights:
-    """Digests of the weights: two recordings show by them whether their loops have trained the same model.
-
-    They are of this rank's part of the parameters of ``optimizers``, in the order of their groups.
-    """
-
-    def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], kind_of: Callable[[torch.Tensor], type] = type
-    ) -> None:
-        self._model = model
-        self._optimizers = optimizers
-        self._kind_of = kind_of
-        self._digests: list[str] = []
-
-    def look(self) -> None:
-        """Take the digest of the weights as they are now."""
-        self._digests.append(self._digest())
-
-    @property
-    def digests(self) -> Sequence[str]:
-        """The digest of each ``look``; empty if one of them could not read the weights."""
-        return self._digests if all(self._digests) else ()
-
-    def _digest(self) -> str:
-        """Return a SHA-256; empty for FSDP1, whose parameters are views that FSDP1 moves about, for tensors of an
-        unknown kind, and where backward has updated some of them for a step that has not come."""
-        if _fsdp1_in(self._model):
-            return ""
-        try:
-            return self._read()
-        except UncommittedStepError:  # the block was left in the middle of a step
-            return ""
-
-    def _read(self) -> str:
-        found = hashlib.sha256()
-        for parameter in (
-            p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]
-        ):
-            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # a DTensor
-            known = self._kind_of(local) in (nn.Parameter, torch.Tensor)
-            if not known or local.layout is not torch.strided or local.is_meta:
-                return ""
-            found.update(f"{tuple(local.shape)} {local.dtype}".encode())
-            # Of a copy: once NumPy has had a parameter's own memory, nobody can tell any more whether others have it,
-            # and its updates are no longer put off.
-            copied = local.detach().clone(memory_format=torch.contiguous_format).to("cpu")
-            found.update(copied.flatten().view(torch.uint8).numpy())
-        return found.hexdigest()
 
 
 def describe(loop: "RecordedLoop", batch: Sequence[str]) -> Setup:
@@ -445,42 +358,33 @@ def describe(loop: "RecordedLoop", batch: Sequence[str]) -> Setup:
         batch: the inputs that forwards were given, in words.
     """
     model, optimizers = loop.model, loop.optimizers
-    label, options, buckets, gradients = loop.described()
     trained = [p for p in model.parameters() if p.requires_grad]
-    ddps = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    state = {address: n for o in optimizers for tensor in tensors_in_state(o) for address, n in storages(tensor)}
+    state = tree_leaves([list(one.state.values()) for one in optimizers])
+    device = trained[0].device if trained else torch.device("cpu")
     return Setup(
-        job=_job(loop, trained, batch),
-        label=label,
-        options=options,
+        label=loop.described.label,
+        options=loop.described.options,
+        model=", ".join(dict.fromkeys(map(_name_of_module, loop.modules()))),
+        count=sum(p.numel() for p in trained),
+        dtypes=sorted({str(p.dtype).removeprefix("torch.") for p in trained}),
+        batch=batch,
+        ranks=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         optimizer=", ".join(_name_of_class(optimizer) for optimizer in optimizers),
-        fused=all(bool(optimizer.defaults.get("fused")) for optimizer in optimizers),
-        wrapper="DistributedDataParallel" if ddps else _sharding(model),
-        bucket_view=all(ddp.gradient_as_bucket_view for ddp in ddps),
-        buckets=buckets,
-        gradients={name: sum(n for _, n in storages(p)) for name, p in model.named_parameters() if p.requires_grad}
-        if gradients is None
-        else gradients,
+        wrapper=_wrapper(model),
         nbytes={
-            PARAMETERS: sum(n for p in model.parameters() for _, n in storages(p)),
-            GRADIENTS: sum(n for p in trained for _, n in storages(p)),
-            STATE: sum(state.values()),
+            "parameters": _bytes_of(model.parameters()),
+            "gradients": _bytes_of(trained),
+            "optimizer state": _bytes_of(value for value in state if isinstance(value, torch.Tensor)),
         },
         versions={"instep": __version__, "torch": torch.__version__, "python": platform.python_version()},
     )
 
 
-def _job(loop: "RecordedLoop", trained: Sequence[nn.Parameter], batch: Sequence[str]) -> Job:
-    device = trained[0].device if trained else torch.device("cpu")
-    return Job(
-        model=", ".join(dict.fromkeys(map(_name_of_module, loop.modules()))),
-        parameters=hashlib.sha256("\n".join(loop.names()).encode()).hexdigest()[:16],
-        count=sum(p.numel() for p in trained),
-        dtypes=tuple(sorted({str(p.dtype).removeprefix("torch.") for p in trained})),
-        batch=tuple(batch),
-        ranks=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-    )
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of what these tensors have on this rank, shared memory counted once."""
+    storages = (storage for tensor in tensors if (storage := storage_of(tensor)) is not None)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _name_of_module(module: nn.Module) -> str:
@@ -497,13 +401,12 @@ def _name_of_class(optimizer: Optimizer) -> str:
     return name
 
 
-def _sharding(model: nn.Module) -> str:
-    """Return what shards the model; empty if nothing does."""
+def _wrapper(model: nn.Module) -> str:
+    """Return what trains the model on several ranks; empty if nothing does."""
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        return "DistributedDataParallel"
     if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
         return "DTensor"
-    return "FullyShardedDataParallel" if _fsdp1_in(model) else ""
-
-
-def _fsdp1_in(model: nn.Module) -> bool:
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules())
+    is_fsdp1 = fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in model.modules())
+    return "FullyShardedDataParallel" if is_fsdp1 else ""

@@ -12,37 +12,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from instep_tools.report.files import write_whole
-from instep_tools.report.memory import Memory
+from instep_tools.output import CannotRunError, write_whole
 from instep_tools.report.spans import Span
 
-FORMAT = 3
+FORMAT = 4
 """The number in a file that changes whenever ``load`` could not read an older file."""
 
 TraceEvent = dict[str, Any]
 """An event of a Chrome trace."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """What the loop computes. Recordings with equal jobs are compared, and no others.
-
-    Attributes:
-        model: the name of the model's class.
-        parameters: a digest of the parameters' names, shapes and dtypes.
-        count: how many numbers the trained parameters hold on all ranks together, each counted once.
-        dtypes: the dtypes of the trained parameters.
-        batch: shapes and dtypes of the tensors that the recorded forwards were given, and what autocast computed in.
-        device: the device's type, or the model of a GPU.
-    """
-
-    model: str
-    parameters: str
-    count: int
-    dtypes: Sequence[str]
-    batch: Sequence[str]
-    ranks: int
-    device: str
 
 
 @dataclass(frozen=True)
@@ -52,26 +29,37 @@ class Setup:
     Attributes:
         label: ``"plain"``, or how instep was attached.
         options: the options of ``attach`` that were given; empty for the plain loop.
+        model: the name of the model's class.
+        count: how many numbers the trained parameters hold on all ranks together, each counted once.
+        dtypes: the dtypes of the trained parameters.
+        batch: shapes and dtypes of the tensors that the recorded forwards were given, and what autocast computed in.
+        device: the device's type, or the model of a GPU.
         optimizer: the optimizer's class, with its implementation.
-        fused: whether the implementation is the fused one.
         wrapper: ``"DistributedDataParallel"`` and the like, or ``""``.
-        bucket_view: whether DDP has ``gradient_as_bucket_view`` set.
-        buckets: the names of each bucket's parameters; empty where the buckets are not known.
-        gradients: the bytes of each parameter's gradient on this rank, by name.
         nbytes: the bytes of all parameters, gradients and optimizer state on this rank, by category.
     """
 
-    job: Job
     label: str
     options: Mapping[str, str]
+    model: str
+    count: int
+    dtypes: Sequence[str]
+    batch: Sequence[str]
+    ranks: int
+    device: str
     optimizer: str
-    fused: bool
     wrapper: str
-    bucket_view: bool
-    buckets: Sequence[Sequence[str]]
-    gradients: Mapping[str, int]
     nbytes: Mapping[str, int]
     versions: Mapping[str, str]
+
+    @property
+    def job(self) -> str:
+        """What was trained, in words."""
+        ranks = "one rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        within = f" in {self.wrapper}" if self.wrapper else ""
+        batch = f", given {' and '.join(self.batch)}" if self.batch else ""
+        count = f"{self.count / 1e6:.1f} M parameters of {' and '.join(self.dtypes)}"
+        return f"{self.model}, {count}, {self.optimizer}, {ranks}{within}, {self.device}{batch}"
 
 
 @dataclass(frozen=True)
@@ -82,10 +70,8 @@ class Rank:
         main: the thread of the loop.
         iterations: when each began and ended, from forward to forward.
         spans: in order of their start.
-        weights: SHA-256 of this rank's parameters before the first recorded forward and after the last recorded step;
-            empty where the parameters could not be read.
+        gradient_bytes: the most bytes of gradients that were alive at once.
         stages: the places of this rank's stages in their pipeline; empty where there is no pipeline.
-        runs: when each run of the pipeline, that is ``schedule.step(…)``, began and ended.
     """
 
     rank: int
@@ -93,10 +79,8 @@ class Rank:
     main: int
     iterations: Sequence[tuple[float, float]]
     spans: Sequence[Span]
-    memory: Memory
-    weights: Sequence[str] = ()
+    gradient_bytes: int
     stages: Sequence[int] = ()
-    runs: Sequence[tuple[float, float]] = ()
 
 
 @dataclass(frozen=True)
@@ -105,10 +89,6 @@ class Run:
 
     setup: Setup
     ranks: Sequence[Rank]
-
-    @property
-    def job(self) -> Job:
-        return self.setup.job
 
     def save(self, path: Path, events: Sequence[Sequence[TraceEvent]] = ()) -> None:
         """Write the recording to ``path``, whole or not at all. A name that ends in ``.gz`` is compressed.
@@ -125,8 +105,6 @@ class Run:
         write_whole(path, gzip.compress(content, 6) if path.suffix == ".gz" else content)
 
 
-_ROWS = ("flight", "bubble")
-"""The kinds of spans that have rows of their own."""
 FIRST_ROW = 1 << 24
 """The first number for a row that is no thread: Linux gives threads lower numbers."""
 
@@ -134,38 +112,28 @@ FIRST_ROW = 1 << 24
 def _events(rank: Rank, events: Sequence[Sequence[TraceEvent]], number: int) -> list[TraceEvent]:
     """Return a rank in Chrome's trace format: in microseconds, a process for each rank with a row for each thread."""
     pid = rank.rank
-    # ``ph`` is the kind of an event: "M" names a process or a row, "X" is a span, "C" a value of a curve.
+    # ``ph`` is the kind of an event: "M" names a process or a row, "X" is a span.
     made: list[TraceEvent] = [
         {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"rank {rank.rank} on {rank.host}"}},
-        {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": rank.rank}},
         {"ph": "M", "name": "thread_name", "pid": pid, "tid": rank.main, "args": {"name": "the loop"}},
     ]
     rows: dict[tuple[str, ...], int] = {}
     for span in rank.spans:
-        tid = span.thread
-        if span.kind in _ROWS:
-            # Flights overlap, and bubbles begin in the middle of operations. One row of a trace viewer shows nested
-            # events only: each bucket has a row, and the bubbles have one.
-            tid = rows.setdefault((span.kind, *span.parameters), FIRST_ROW + len(rows))
+        # Flights overlap, and one row of a trace viewer shows nested events only: each bucket has a row.
+        is_flight = span.kind == "flight"
+        tid = rows.setdefault(span.parameters, FIRST_ROW + len(rows)) if is_flight else span.thread
         common = {"pid": pid, "tid": tid, "cat": "instep", "ts": 1e6 * span.start, "name": f"{span.kind}: {span.label}"}
         arguments = {"parameters": list(span.parameters)} if span.parameters else {}
         made.append({**common, "ph": "X", "dur": 1e6 * (span.end - span.start), "args": arguments})
-    for row, ((kind, *_), tid) in enumerate(rows.items()):
-        name = "bubbles" if kind == "bubble" else f"flight {row}"
-        made.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}})
-    for time, nbytes in zip(rank.memory.times, rank.memory.nbytes, strict=True):
-        made.append({"ph": "C", "name": "memory", "pid": pid, "ts": 1e6 * time, "args": {"bytes": nbytes}})
+    for row, tid in enumerate(rows.values()):
+        made.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": f"flight {row}"}})
     if events:
         made += [{**event, "pid": pid} for event in events[number]]
     return made
 
 
-class NotARecordingError(ValueError):
-    """The file is not one that ``Run.save`` wrote."""
-
-
 def load_all(paths: Sequence[Path]) -> list[Run]:
-    """Load recordings, with labels that tell them apart. Raises ``NotARecordingError``."""
+    """Load recordings, with labels that tell them apart. Raises ``CannotRunError``."""
     runs = [load(path) for path in paths]
     # Recordings that were attached alike have the same label: then the file's name tells.
     labels = [run.setup.label for run in runs]
@@ -176,35 +144,23 @@ def load_all(paths: Sequence[Path]) -> list[Run]:
 
 
 def load(path: Path) -> Run:
-    """Read the recording in ``path``, or raise ``NotARecordingError``."""
+    """Read the recording in ``path``, or raise ``CannotRunError``."""
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise NotARecordingError(f"cannot read {path}: {error.strerror}") from error
+        raise CannotRunError(f"cannot read {path}: {error.strerror}") from error
     # gzip is known by its first two bytes, whatever the file is called.
     try:
         document = json.loads(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
         found = document["instep"]
-        version = found["format"]
-    except (ValueError, KeyError, TypeError, EOFError, OSError, RecursionError) as error:
-        raise NotARecordingError(f"{path} is not a recording of instep's: recording.save(path) writes one") from error
-    if version != FORMAT:
-        raise NotARecordingError(f"{path} has format {version}; this version of instep reads {FORMAT}")
-    try:
-        return Run(setup_from(found["setup"]), list(map(rank_from, found["ranks"])))
-    except (TypeError, KeyError, IndexError) as error:
-        raise NotARecordingError(f"{path} is damaged: {error}") from error
-
-
-def setup_from(found: Mapping[str, Any]) -> Setup:
-    """Return the ``Setup`` whose ``asdict`` went through JSON."""
-    # JSON has no tuples, and a ``Job`` is hashed: ``by_job`` groups by it.
-    job: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in found["job"].items()}
-    return Setup(**{**found, "job": Job(**job)})
+        if found["format"] != FORMAT:
+            raise CannotRunError(f"{path} has format {found['format']}; this version of instep reads {FORMAT}")
+        return Run(Setup(**found["setup"]), list(map(rank_from, found["ranks"])))
+    except (ValueError, KeyError, TypeError, IndexError, EOFError, OSError, RecursionError) as error:
+        raise CannotRunError(f"{path} is not a recording of instep's: recording.save(path) writes one") from error
 
 
 def rank_from(found: Mapping[str, Any]) -> Rank:
     """Return the ``Rank`` whose ``asdict`` went through JSON."""
-    # A file of an older version of instep has no stages.
-    spans = [Span._make([*span[:5], tuple(span[5]), *(span[6:] or [None])]) for span in found["spans"]]
-    return Rank(**{**found, "spans": spans, "memory": Memory(**found["memory"])})
+    spans = [Span._make([*span[:5], tuple(span[5]), span[6]]) for span in found["spans"]]
+    return Rank(**{**found, "spans": spans})

@@ -1,12 +1,10 @@
 """Spans of time: what ran when, and how much of it ran while something else did.
 
-``SpanRecorder`` is set as ``Attachment.recorder`` and collects ``Span``s while a loop runs. The functions below it are
-pure arithmetic on intervals, in the intervals' own unit.
+The functions are pure arithmetic on intervals, in the intervals' own unit.
 """
 
-import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 
@@ -15,8 +13,8 @@ class Span(NamedTuple):
 
     Attributes:
         kind: ``"forward"``, ``"backward"``, ``"step"`` (an update of parameters), ``"communication"`` (between ranks),
-            ``"flight"`` (of a bucket's gradients, from when they are handed over to when they have come back),
-            ``"waiting"`` or ``"bubble"`` (a pipeline runs, and no stage of this rank computes, nor is stepped).
+            ``"flight"`` (of a bucket's gradients, from when they are handed over to when they have come back) or
+            ``"waiting"``.
         name: for people.
         thread: the thread on which it ran, by the operating system's number.
         parameters: the names of the parameters that it is about; empty where it is about none in particular.
@@ -35,23 +33,6 @@ class Span(NamedTuple):
     def label(self) -> str:
         """The name, with the stage."""
         return self.name if self.stage is None else f"stage {self.stage}, {self.name}"
-
-
-class SpanRecorder:
-    """A collector of spans, in ``perf_counter`` seconds."""
-
-    def __init__(self) -> None:
-        self._spans: list[Span] = []
-
-    def __call__(self, kind: str, names: Sequence[str], start: float, end: float) -> None:
-        # On any thread: communication ends on the backend's own. An append needs no lock.
-        self._spans.append(Span(kind, title(names), start, end, threading.get_native_id(), tuple(names)))
-
-    def take(self) -> list[Span]:
-        """The spans that ended since the last call, in the order in which they ended."""
-        # One statement: a span that another thread appends meanwhile is in the old list or in the new one.
-        spans, self._spans = self._spans, []
-        return spans
 
 
 def title(parameters: Sequence[str]) -> str:
@@ -85,15 +66,9 @@ def union(parts: Iterable[Interval]) -> list[Interval]:
 
 def outside(parts: Iterable[Interval], cover: Iterable[Interval]) -> list[Interval]:
     """Return the time that at least one of ``parts`` covers, and none of ``cover``."""
-    return [piece for pieces in _without(union(parts), cover) for piece in pieces]
-
-
-def _without(parts: Iterable[Interval], cover: Iterable[Interval]) -> Iterator[list[Interval]]:
-    """Cut ``cover`` out of each of ``parts``."""
-    covering = union(cover)
+    covering, pieces = union(cover), []
     ends = [end for _, end in covering]
-    for start, end in parts:
-        pieces = []
+    for start, end in union(parts):
         for number in range(bisect_right(ends, start), len(covering)):
             cover_start, cover_end = covering[number]
             if cover_start >= end:
@@ -103,7 +78,7 @@ def _without(parts: Iterable[Interval], cover: Iterable[Interval]) -> Iterator[l
             start = cover_end
         if start < end:
             pieces.append((start, end))
-        yield pieces
+    return pieces
 
 
 def within(parts: Iterable[Interval], window: Interval) -> list[Interval]:
@@ -115,11 +90,6 @@ def within(parts: Iterable[Interval], window: Interval) -> list[Interval]:
 def busy(parts: Iterable[Interval]) -> float:
     """Return for how long at least one of ``parts`` ran."""
     return sum(end - start for start, end in union(parts))
-
-
-def exposed_of_each(parts: Iterable[Interval], cover: Iterable[Interval]) -> list[float]:
-    """Return for how long each of ``parts`` ran while none of ``cover`` did."""
-    return [sum(end - start for start, end in pieces) for pieces in _without(parts, cover)]
 
 
 def exposed(parts: Iterable[Interval], cover: Iterable[Interval]) -> float:

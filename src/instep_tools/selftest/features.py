@@ -8,6 +8,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -16,11 +17,11 @@ import torch.nn.functional as F  # noqa: N812  # as everybody calls it
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.checkpoint import checkpoint
 
 from instep import Attachment, ClipNorm, attach
 from instep.errors import InstepError
 from instep_tools.harness import lockstep, training_state
+from instep_tools.training import BYTES, ByteGPT, Shape
 
 STEPS = 4
 MICRO_BATCHES = 3
@@ -53,26 +54,7 @@ class Cell:
         return self.outcome in ("equal", "-")
 
 
-class Model(nn.Module):
-    """A small transformer on tokens. The last layer's weight is that of the first; a block may be checkpointed."""
-
-    def __init__(self, dropout: float, checkpoints: bool) -> None:
-        super().__init__()
-        self.words = nn.Embedding(64, 32)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(32, 2, 64, dropout, activation="gelu", batch_first=True, norm_first=True)
-            for _ in range(3)
-        )
-        self.out = nn.Linear(32, 64)
-        self.out.weight = self.words.weight
-        self._checkpoints = checkpoints
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.words(tokens)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self._checkpoints else block(x)
-        found: torch.Tensor = self.out(x)
-        return found.clone()  # a view, which FSDP2 warns of
+small_model = partial(ByteGPT, Shape(width=32, depth=3, heads=2), ties=True)
 
 
 class Loop:
@@ -92,7 +74,7 @@ class Loop:
 
     def loss(self, seed: int, share: int = 1) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
-        tokens = torch.randint(64, (2, 9), generator=generator).to(self.device)
+        tokens = torch.randint(BYTES, (2, 9), generator=generator).to(self.device)
         logits = self.model(tokens[:, :-1]).float()
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / share
 
@@ -212,16 +194,8 @@ def resumed(loop: Loop, i: int) -> None:
 # The optimizers.
 
 
-def adamw(model: nn.Module) -> Sequence[Optimizer]:
-    return [AdamW(model.parameters(), lr=1e-2)]
-
-
-def fused_adamw(model: nn.Module) -> Sequence[Optimizer]:
-    return [AdamW(model.parameters(), lr=1e-2, fused=True)]
-
-
-def foreach_adamw(model: nn.Module) -> Sequence[Optimizer]:
-    return [AdamW(model.parameters(), lr=1e-2, foreach=True)]
+def adamw(model: nn.Module, **options: Any) -> Sequence[Optimizer]:
+    return [AdamW(model.parameters(), lr=1e-2, **options)]
 
 
 def sgd(model: nn.Module) -> Sequence[Optimizer]:
@@ -230,7 +204,7 @@ def sgd(model: nn.Module) -> Sequence[Optimizer]:
 
 def muon(model: nn.Module) -> Sequence[Optimizer]:
     """torch's Muon for the matrices, and AdamW for the rest."""
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "words" not in name]
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and name != "byte.weight"]
     inside = set(map(id, matrices))
     rest = [p for p in model.parameters() if id(p) not in inside]
     made: Any = torch.optim
@@ -242,8 +216,8 @@ TWO_PASS = {"clip": ClipNorm(LIMIT, mode="two_pass")}
 
 FEATURES: Sequence[Feature] = (
     Feature("AdamW", usual, ALL, adamw),
-    Feature("AdamW, fused", usual, ALL, fused_adamw),
-    Feature("AdamW, foreach", usual, ALL, foreach_adamw),
+    Feature("AdamW, fused", usual, ALL, partial(adamw, fused=True)),
+    Feature("AdamW, foreach", usual, ALL, partial(adamw, foreach=True)),
     Feature("SGD with momentum", usual, ALL, sgd),
     *([Feature("Muon beside AdamW", usual, ALL, muon)] if hasattr(torch.optim, "Muon") else []),
     Feature("dropout", usual, ALL, adamw, dropout=0.1),
@@ -253,7 +227,7 @@ FEATURES: Sequence[Feature] = (
     Feature("clipping by the norm", clipped, {**ALL, "backward": TWO_PASS}, adamw),
     Feature("accumulation", accumulated, ALL, adamw),
     Feature("accumulation, one backward", together, ALL, adamw),
-    Feature("a loss scale", scaled, {**ALL, "backward": None}, fused_adamw),
+    Feature("a loss scale", scaled, {**ALL, "backward": None}, partial(adamw, fused=True)),
     Feature("a checkpoint in between", resumed, ALL, adamw),
     Feature("state in host memory", usual, {way: {"offload": "host"} for way in WAYS}, adamw, on_accelerator=True),
 )
@@ -273,18 +247,18 @@ def compare(feature: Feature, way: str | None, device: torch.device) -> Cell:
     try:
         plain, other = (_loop(feature, device) for _ in range(2))
     except (RuntimeError, NotImplementedError) as error:
-        return Cell("-", f"not on this device: {_first_line(error)}")
+        return Cell("-", f"not on this device: {first_line(error)}")
     try:
         with nullcontext() if way is None else attach(other.model, other.optimizers, **WAYS[way], **given) as overlap:
             other.overlap = overlap
             return train(feature.iterate, plain, other)
-    except Exception as error:  # whatever is wrong on this machine is what the table is for
-        return Cell("failed", f"{type(error).__name__}: {_first_line(error)}")
+    except Exception as error:
+        return failed(error)
 
 
 def _loop(feature: Feature, device: torch.device) -> Loop:
     torch.manual_seed(0)
-    model = Model(feature.dropout, feature.checkpoints).to(device)
+    model = small_model(dropout=feature.dropout, checkpoints=feature.checkpoints).to(device)
     return Loop(model, feature.optimizers(model), device)
 
 
@@ -303,7 +277,7 @@ def train(iterate: Iterate, plain: Loop, other: Loop, first: int = 0) -> Cell:
         try:
             iterate(plain, first + i)
         except Exception as error:
-            raise NotHereError(f"{type(error).__name__}: {_first_line(error)}") from error
+            raise NotHereError(f"{type(error).__name__}: {first_line(error)}") from error
 
     def states() -> Any:
         return [training_state(loop.model, loop.optimizers) for loop in (plain, other)]
@@ -314,11 +288,15 @@ def train(iterate: Iterate, plain: Loop, other: Loop, first: int = 0) -> Cell:
                 return Cell("differs", difference)
     except NotHereError as error:
         return Cell("-", f"the plain loop does not run here: {error}")
-    except Exception as error:  # whatever is wrong on this machine is what the table is for
-        return Cell("failed", f"{type(error).__name__}: {_first_line(error)}")
     return Cell("equal")
 
 
-def _first_line(error: Exception) -> str:
+def failed(error: Exception) -> Cell:
+    """Whatever is wrong on this machine is what the table is for."""
+    return Cell("failed", f"{type(error).__name__}: {first_line(error)}")
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of what an error says."""
     found = next(islice(str(error).splitlines(), 1), "")
     return found if isinstance(error, InstepError) else found[:200]

@@ -4,15 +4,12 @@ A model of the loop, not of the machine: forward, backward, communication and st
 and wait for each other, and for a core that they share, as they do in the loop. Every schedule is drained when the next
 backward begins: what runs from there to the following backward is all of the steady state.
 
-``times`` is the entry for a plan. It divides forward and backward among buckets, and asks ``iteration_seconds`` for
-each schedule, which builds a ``_Program`` of tasks and runs it.
+``iteration_seconds`` is the entry: it builds a ``_Program`` of tasks and runs it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
-
-from instep_tools.planning.job import PlannedBucket, PlannedTimes, Timing
 
 Algorithm = Literal["ring", "tree"]
 ScheduleName = Literal["plain", "backward", "forward", "no optimizer"]
@@ -111,57 +108,6 @@ class Host:
     def __post_init__(self) -> None:
         if self.cores < 1 or self.communication_cpu < 0:
             raise ValueError(f"no such host: {self}")
-
-
-@dataclass(frozen=True, slots=True)
-class MachineRates:
-    """The rates that a machine reaches, which are not those of a data sheet.
-
-    Attributes:
-        flops: operations a second of forward and backward.
-        memory_bytes: bytes a second that the step reads and writes.
-        link_bytes: bytes a second of each rank's link, in each direction.
-        latency: seconds from one rank to another.
-    """
-
-    ranks: int
-    flops: float
-    memory_bytes: float
-    link_bytes: float
-    latency: float
-
-
-BACKWARD_TO_FORWARD = 2.0
-"""For each matrix product of the forward, backward takes two: the gradients of the inputs, and of the weights."""
-
-
-def times(buckets: Sequence[PlannedBucket], machine: MachineRates, forward: float | None) -> PlannedTimes:
-    """Return how long an iteration takes under each schedule.
-
-    Args:
-        forward: seconds of the whole forward; ``None``: not known, and then neither is an iteration.
-    """
-    sizes = [bucket.nbytes for bucket in buckets]
-    steps = [bucket.step_bytes / machine.memory_bytes for bucket in buckets]
-    link = _quicker(sizes, machine)
-    communication = sum(map(link.allreduce, sizes))
-    if forward is None:
-        return PlannedTimes(None, None, sum(steps), communication, link.algorithm, ())
-    # Nothing tells how forward and backward are spread over the layers: each bucket gets its share of the bytes.
-    shares = [forward * size / max(sum(sizes), 1) for size in sizes]
-    work = Work(sizes, shares, [BACKWARD_TO_FORWARD * share for share in shares], steps)
-    host = Host()
-    found = tuple(
-        Timing(one, iteration_seconds(one, work, link, host), exposed_seconds(one, work, link, host))
-        for one in SCHEDULES
-    )
-    return PlannedTimes(forward, BACKWARD_TO_FORWARD * forward, sum(steps), communication, link.algorithm, found)
-
-
-def _quicker(sizes: Sequence[int], machine: MachineRates) -> Link:
-    """Return the link with the algorithm that all-reduces these buckets sooner, as backends choose it."""
-    links = [Link(machine.link_bytes, machine.latency, machine.ranks, algorithm) for algorithm in get_args(Algorithm)]
-    return min(links, key=lambda link: sum(map(link.allreduce, sizes)))
 
 
 def iteration_seconds(schedule: ScheduleName, work: Work, link: Link, host: Host) -> float:
