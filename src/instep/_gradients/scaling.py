@@ -158,7 +158,7 @@ def nonfinite_error(gradients: Named, rank: int, at: str) -> NonFiniteGradientEr
         rank: a rank with a gradient that is not finite: the first, where ranks were asked; else this one.
         at: what was or was not written.
     """
-    name = first_nonfinite(gradients)
+    name = next((name for name, g in gradients if not bool(_values(g).isfinite().all())), None)
     if name is None:
         where = f"a gradient is not finite on rank {rank}, and all gradients of this rank are"
     else:
@@ -169,11 +169,6 @@ def nonfinite_error(gradients: Named, rank: int, at: str) -> NonFiniteGradientEr
         name,
         rank,
     )
-
-
-def first_nonfinite(gradients: Named) -> str | None:
-    """The name of the first that is not finite."""
-    return next((name for name, g in gradients if not bool(_values(g).isfinite().all())), None)
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:

@@ -17,28 +17,18 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from instep.errors import AccumulationError
+from instep.sources.fsdp.micro_batches import WideGradient
 
 Names = Callable[[torch.Tensor], str]
 """Returns the name of a leaf for messages."""
 
 
-class Keeper(Protocol):
-    """Takes the sum of a leaf that must not go on to the leaf's node, since it has another dtype than the leaf.
-
-    Attributes:
-        dtype: of the sum.
-    """
-
-    dtype: torch.dtype
-
-    def keep(self, total: torch.Tensor) -> None: ...
-
-
 KeepEach = Callable[[int, torch.Tensor | None], None]
 """Takes the sum of one micro-batch's contributions to a leaf, with the number of the micro-batch."""
 
-KeeperOf = Callable[[torch.Tensor, Sequence[int]], Keeper | None]
-"""Takes a leaf, and the number of contributions to it from each micro-batch. Returns its keeper, if it needs one."""
+KeeperOf = Callable[[torch.Tensor, Sequence[int]], WideGradient | None]
+"""Takes a leaf, and the number of contributions to it from each micro-batch. Returns who takes the sum where that must
+not go on to the leaf's node, since it has another dtype than the leaf."""
 
 # Names of nodes: the one that writes a leaf's .grad, and the one of reentrant checkpointing.
 _LEAF = "torch::autograd::AccumulateGrad"
@@ -102,14 +92,18 @@ class Graphs:
         graphs: list[list[Node]] = [[] for _ in range(self._count)]
         for node, number in self._number_of.items():
             graphs[number].append(node)
+        places: list[tuple[int, int, int, Node]] = []  # with ``ends``: of each node its layer, graph, and place there
         for number, nodes in enumerate(graphs):
             nodes.sort(key=_NUMBER)
-            if not ends:
-                for place, node in enumerate(nodes):
+            layer = 0
+            for place, node in enumerate(nodes):
+                if ends:
+                    layer += node in ends
+                    places.append((layer, -number, place, node))
+                else:
                     cast(Any, node)._set_sequence_nr(self._count * place + self._count - 1 - number)
-        if ends:
-            for place, node in enumerate(_by_layers(graphs, ends)):
-                cast(Any, node)._set_sequence_nr(place)
+        for place, (*_, node) in enumerate(sorted(places, key=itemgetter(0, 1, 2))):
+            cast(Any, node)._set_sequence_nr(place)
 
     def add_in_order(
         self, keeper_of: KeeperOf, apart_of: Callable[[torch.Tensor, Sequence[int]], KeepEach | None]
@@ -145,7 +139,11 @@ class Graphs:
                 if following is None:
                     continue
                 if following.name() == _LEAF:
-                    self._count_edge(number, node, place, cast(_Leaf, following).variable)
+                    leaf = cast(_Leaf, following).variable
+                    self._edges.setdefault(node, []).append((place, leaf))
+                    self.contributions.setdefault(leaf, [0] * self._count)[number] += 1
+                    if getattr(node, "_saved_sparse", False) or getattr(node, "_saved_sparse_grad", False):
+                        self._sparse[leaf] += 1
                 else:
                     self._come_to(number, following, todo)
 
@@ -159,12 +157,6 @@ class Graphs:
                 "gradient would be computed once for both, and the plain loop computes it for each. Compute in "
                 "loss_of(batch) all that depends on parameters"
             )
-
-    def _count_edge(self, number: int, node: Node, place: int, leaf: torch.Tensor) -> None:
-        self._edges.setdefault(node, []).append((place, leaf))
-        self.contributions.setdefault(leaf, [0] * self._count)[number] += 1
-        if getattr(node, "_saved_sparse", False) or getattr(node, "_saved_sparse_grad", False):
-            self._sparse[leaf] += 1
 
     def _require_in_order(self, node: Node, numbers: set[int]) -> None:
         """Raise unless it is known when the plain loop's backward would come to ``node``, whose number is added to
@@ -224,28 +216,12 @@ class _Leaf(Protocol):
     variable: torch.Tensor
 
 
-def _by_layers(graphs: Sequence[Sequence[Node]], ends: Collection[Node]) -> list[Node]:
-    """The nodes of all graphs, last of all that to which backward is to come first.
-
-    Args:
-        graphs: each in the order in which its nodes were made.
-        ends: in a graph the first node of each layer.
-    """
-    places: list[tuple[int, int, int, Node]] = []
-    for number, nodes in enumerate(graphs):
-        layer = 0
-        for place, node in enumerate(nodes):
-            layer += node in ends
-            places.append((layer, -number, place, node))
-    return [node for *_, node in sorted(places, key=itemgetter(0, 1, 2))]
-
-
 class _LeafSum:
     """The sum of all contributions to a leaf, which goes on to the leaf's node or to a keeper."""
 
     __slots__ = ("_keeper", "_leaf", "_sum")
 
-    def __init__(self, leaf: torch.Tensor, contributions: Sequence[int], keeper: Keeper | None) -> None:
+    def __init__(self, leaf: torch.Tensor, contributions: Sequence[int], keeper: WideGradient | None) -> None:
         self._leaf = leaf
         self._keeper = keeper
         self._sum = OrderedSum(contributions, None if keeper is None else keeper.dtype)
@@ -334,7 +310,9 @@ class OrderedSum:
         while self._next < len(self._left) and self._left[self._next] == 0:
             done, self._sums[self._next] = self._sums[self._next], _Sum()
             if self._total.value is None:
-                self._total = self._in_dtype(done)
+                if done.value is not None and self._dtype is not None:
+                    done.value = done.value.to(self._dtype)
+                self._total = done
             elif done.value is not None:
                 self._total.add(done.value)
             self._next += 1
@@ -343,11 +321,6 @@ class OrderedSum:
         total = self._total.value
         self._begin()
         return total
-
-    def _in_dtype(self, first: "_Sum") -> "_Sum":
-        if first.value is not None and self._dtype is not None:
-            first.value = first.value.to(self._dtype)
-        return first
 
 
 class _Sum:
