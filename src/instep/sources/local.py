@@ -110,7 +110,8 @@ class LocalSource:
                 self._hooks.add(attached, weakly(self._accumulated, attached.spec.index))
 
     def _listen_to_last(self) -> None:
-        last = self._layout.last_of_each()
+        # Of each bucket, by number, the parameter whose gradient has arrived last in this step.
+        last = {self._layout.bucket_of[attached.spec.index]: attached for attached in self._layout.observed}
         self._hooks.remove()
         for number, attached in last.items():
             self._hooks.add(attached, weakly(self._bucket_accumulated, number, attached.spec.index))
@@ -251,7 +252,7 @@ class LocalSource:
         self._close()
 
     def _close(self) -> None:
-        self._backwards.no_more()
+        self._backwards.ended = True
         # Now, and not after DDP's own end, which may use what the side stream has written.
         self._sink.join()
         # An error before the end of a DDP instance in the same backward would leave the instance unusable.
@@ -422,10 +423,6 @@ class LocalLayout:
         """Whether the buckets follow the order of arrival, and every gradient of this step has arrived."""
         return self.follows_observed and len(self.observed) == len(self.trainable)
 
-    def last_of_each(self) -> dict[int, AttachedParameter]:
-        """For the number of each bucket, the parameter in it whose gradient has arrived last in this step."""
-        return {self.bucket_of[attached.spec.index]: attached for attached in self.observed}
-
     def _fill(self, order: Iterable[AttachedParameter]) -> None:
         attached = {a.spec.index: a for a in order}
         specs = [a.spec for a in attached.values()]
@@ -490,6 +487,7 @@ class WritingBackwards:
 
     Attributes:
         open_in: the graph task of the backward that was last found to be one that may write; ``None``: none runs.
+        ended: whether no backward after the running ones may write this step.
     """
 
     def __init__(self, end: Callable[[], None], raised: Callable[[], None]) -> None:
@@ -498,21 +496,21 @@ class WritingBackwards:
         self._raised = raised
         self._running: set[int] = set()
         self._late: set[int] = set()
-        self._ended = False
+        self.ended = False
 
     def begin_step(self) -> None:
         """The next backward may write."""
         self.open_in = None
         self._running.clear()
         self._late.clear()
-        self._ended = False
+        self.ended = False
 
     def accepts_update(self, task: int | None) -> bool:
         """Whether the running backward, whose ``graph_task`` this is, may write. If so, its end is asked for."""
         if task is None or task in self._late:
             return False
         if task not in self._running:
-            if self._ended and not self._running:
+            if self.ended and not self._running:
                 self._late.add(task)
                 return False
             self._running.add(task)
@@ -521,10 +519,6 @@ class WritingBackwards:
             )
         self.open_in = task
         return True
-
-    def no_more(self) -> None:
-        """No backward after the running ones may write this step."""
-        self._ended = True
 
     def _leave(self, task: int, then: Callable[[], None]) -> None:
         self._running.discard(task)
@@ -555,8 +549,12 @@ class FSDP2Gradients:
 
     def takes(self, attached: AttachedParameter) -> bool:
         """Whether the gradient that has just arrived is a late one, or a part of one: then it is taken in."""
-        if not self._uses.several(attached.spec.group) and not _is_being_copied(attached.get()):
-            return False
+        if not self._uses.several(attached.spec.group):
+            # FSDP2's ``CPUOffloadPolicy`` copies a gradient to the host beside what the host does. It waits for that
+            # where backward ends; in a torch before 2.13 or so for hooks of its parameters, too.
+            gradient = attached.get().grad
+            if gradient is None or not is_pinned(gradient):
+                return False
         if not self._gradients:
             # FSDP2 has asked for the end of this backward before its first gradient, so that its own end comes first.
             current().at(Phase.BEFORE_DDP, self._step, self._drop)
@@ -580,12 +578,6 @@ class FSDP2Gradients:
     def _drop(self) -> None:
         self._gradients.clear()
         self._sink.backward_raised()
-
-
-def _is_being_copied(parameter: torch.Tensor) -> bool:
-    """Whether FSDP2's ``CPUOffloadPolicy`` copies this gradient to the host beside what the host does. It waits for
-    that where backward ends; in a torch before 2.13 or so for hooks of its parameters, too."""
-    return parameter.grad is not None and is_pinned(parameter.grad)
 
 
 class ForwardCounts:

@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -69,16 +69,15 @@ def fsdp1_of(parameters: Sequence[torch.Tensor]) -> list[Any]:
     return [wrapper for wrapper in found if any(id(p) in ours for p in wrapper.parameters())]
 
 
-class ShardedGroup:
+class ShardedGroup(NamedTuple):
     """One module that FSDP, 1 or 2, was applied to, with the parameters that are gathered and reduced with it.
 
     Attributes:
         members: the parameters, by ``id``.
     """
 
-    def __init__(self, module: nn.Module, members: frozenset[int]) -> None:
-        self.module = weakref.ref(module)
-        self.members = members
+    module: "weakref.ref[nn.Module]"
+    members: frozenset[int]
 
 
 def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
@@ -90,7 +89,7 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
     for module in modules:
         members = frozenset(id(p) for p in _own_parameters(module, modules) if id(p) not in seen)
         seen |= members
-        groups.append(ShardedGroup(module, members))
+        groups.append(ShardedGroup(weakref.ref(module), members))
     return groups
 
 

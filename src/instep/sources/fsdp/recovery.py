@@ -162,7 +162,12 @@ def rebuild_fsdp2(model: nn.Module, *, gradients: bool) -> None:
             for group in groups:
                 reset_group(group)  # it may have been gathered by unshard(), which needs no root
         elif hasattr(root, "reset_iter_state"):
-            _reset_iter_state(root, groups)
+            try:
+                root.reset_iter_state()
+            except RuntimeError:  # of weights gathered ahead, from a peer that is gone or did not come
+                for group in groups:
+                    drop_gathered(group)
+                root.reset_iter_state()
         else:
             reset_iter_state(states)
         for one in kept:
@@ -225,17 +230,6 @@ def unmake(states: Iterable[Any]) -> None:
                 handles.clear()
 
 
-def _reset_iter_state(root: Any, groups: Sequence[Any]) -> None:
-    try:
-        root.reset_iter_state()
-    except RuntimeError:  # of weights gathered ahead, from a peer that is gone or did not come
-        for group in groups:
-            if group._all_gather_result is not None:
-                wait_for_work(group._all_gather_result.all_gather_work)
-                group._all_gather_result = None
-        root.reset_iter_state()
-
-
 # The streams on which FSDP2 communicates, in the context that all modules of a root share.
 _FSDP2_STREAMS = ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream")
 
@@ -262,10 +256,20 @@ def reset_iter_state(states: Iterable[Any]) -> None:
             reset_group(group)
 
 
-def reset_group(group: Any) -> None:
-    if group._all_gather_result is not None:  # gathered ahead, and not used
-        wait_for_work(group._all_gather_result.all_gather_work)
+def drop_gathered(group: Any) -> None:
+    """Drop weights that were gathered ahead, and not used."""
+    if group._all_gather_result is not None:
+        work = group._all_gather_result.all_gather_work
+        if isinstance(work, dist.Work):
+            # Its peer may be gone, or may never have come. The loop is told of the error that led here, not of this
+            # one.
+            with suppress(RuntimeError):
+                work.wait()
         group._all_gather_result = None
+
+
+def reset_group(group: Any) -> None:
+    drop_gathered(group)
     # The rest of what was in flight, and events of streams that are waited for now.
     group._post_reduce_event = group._all_reduce_state = group._reshard_after_forward_event = None
     group._post_forward_indices.clear()  # its places in post_forward_order
@@ -298,7 +302,12 @@ class GroupGradients:
         if _LAYOUT in self._partial:
             self._partial[_LAYOUT] = dict(self._partial[_LAYOUT])  # a copy: FSDP2 empties its own
         for parameter in group.fsdp_params if not unreduced else ():
-            _drop_unreduced(parameter)
+            if hasattr(parameter, "_unsharded_param"):  # since it was first gathered
+                parameter._unsharded_param.grad = None
+            if "unsharded_accumulated_grad" in vars(
+                parameter
+            ):  # until torch 2.13 or so: micro-batches, in reduce_dtype
+                parameter.unsharded_accumulated_grad = None
 
     def restore(self) -> None:
         for parameter, gradient in self._gradients:
@@ -312,13 +321,6 @@ class GroupGradients:
             # Registers the parameter that the optimizer holds, and frees the gathered one. Each of a group is asked: an
             # interrupt may have come between two of them.
             parameter.to_sharded()
-
-
-def _drop_unreduced(parameter: Any) -> None:
-    if hasattr(parameter, "_unsharded_param"):  # since it was first gathered
-        parameter._unsharded_param.grad = None
-    if "unsharded_accumulated_grad" in vars(parameter):  # until torch 2.13 or so: micro-batches, in reduce_dtype
-        parameter.unsharded_accumulated_grad = None
 
 
 def noted_forwards(states: Iterable[Any]) -> list[tuple[Any, int]]:
@@ -407,10 +409,3 @@ def wait_for(owner: Any, streams: Iterable[str], device_handle: Any) -> None:
         stream = getattr(owner, name, None)  # made in the first forward
         if stream is not None:
             device_handle.current_stream().wait_stream(stream)
-
-
-def wait_for_work(work: Any) -> None:
-    if isinstance(work, dist.Work):
-        # Its peer may be gone, or may never have come. The loop is told of the error that led here, not of this one.
-        with suppress(RuntimeError):
-            work.wait()

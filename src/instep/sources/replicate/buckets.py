@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence, Set
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,33 +31,11 @@ from instep.sources import LaunchedBucket
 from instep.sources.ddp.buckets import slices_of
 from instep.sources.replicate.layout import BucketLayout, BucketSizes, as_they_arrived, before_any_backward
 
+if TYPE_CHECKING:
+    from instep.sources.replicate.source import ReplicatedSource
+
 IN_FLIGHT = 2
 """How many buckets are in flight at once. So many have memory of their own."""
-
-
-class Receiver(Protocol):
-    """A source, as ``TransientBuckets`` sees it: told of averaged gradients during backward. Only ``ended`` may raise.
-
-    Attributes:
-        reduce_dtype: what the mean is computed and sent in; ``None``: as the gradients are.
-    """
-
-    reduce_dtype: torch.dtype | None
-
-    def launched(self, parameters: Sequence[torch.Tensor], future: torch.futures.Future[Any]) -> None:
-        """The bucket with the gradients of ``parameters`` was sent."""
-
-    def delivered(self, parameters: Sequence[torch.Tensor]) -> None:
-        """A bucket has arrived: ``.grad`` of ``parameters`` is the mean of all ranks, and final."""
-
-    def ended(self) -> None:
-        """Backward ends: all gradients of it were delivered."""
-
-    def failed(self, error: BaseException) -> None:
-        """A communication failed: nothing more is delivered, and ``backward()`` raises ``error``."""
-
-    def raised(self) -> None:
-        """Backward raises, for whatever reason: nothing more is delivered."""
 
 
 class TransientBucket(LaunchedBucket[torch.futures.Future[Any]]):
@@ -97,16 +75,12 @@ class TransientBucket(LaunchedBucket[torch.futures.Future[Any]]):
     def put_means(self, used: Set[int]) -> None:
         """The bucket has arrived: put the mean into ``.grad`` of the members with these numbers, and let go of the
         bucket. From now on ``.grad`` alone keeps its memory."""
-        for number, parameter, mean in zip(self.numbers, self.members, self._means(), strict=True):
+        result, dtype = self.communication.value(), self.members[0].dtype
+        means = [result.to(dtype)] if self._sparse else slices_of(result[0].to(dtype.to_real()), self.members)
+        for number, parameter, mean in zip(self.numbers, self.members, means, strict=True):
             if number in used:
                 parameter.grad = mean
         self.communication = torch.futures.Future()
-
-    def _means(self) -> Sequence[torch.Tensor]:
-        result, dtype = self.communication.value(), self.members[0].dtype
-        if self._sparse:
-            return [result.to(dtype)]
-        return slices_of(result[0].to(dtype.to_real()), self.members)
 
 
 class _BackwardProgress:
@@ -121,7 +95,6 @@ class _BackwardProgress:
         held: the buckets that have arrived, and have parameters that this rank has not used: whether another rank has
             used them is known at the end of backward.
         unused: the numbers of all such parameters.
-        use_counts: asks the other ranks at the end of backward.
     """
 
     def __init__(self, layout: BucketLayout) -> None:
@@ -133,15 +106,6 @@ class _BackwardProgress:
         self.in_flight: deque[TransientBucket] = deque()
         self.held: list[TransientBucket] = []
         self.unused: set[int] = set()
-        self.use_counts: torch.futures.Future[Any] | None = None
-
-    def count(self, number: int) -> None:
-        self.arrived[number] = None
-        self.missing[self.bucket_of[number]] -= 1
-
-    @property
-    def next_is_full(self) -> bool:
-        return self.sent < len(self.missing) and self.missing[self.sent] == 0
 
 
 class TransientBuckets:
@@ -152,7 +116,7 @@ class TransientBuckets:
         sparse: the numbers of those whose gradients are sparse.
 
     Attributes:
-        receiver: is told of each bucket; ``None``: gradients stay in ``.grad``.
+        receiver: is told of each bucket; only its ``ended`` may raise. ``None``: gradients stay in ``.grad``.
     """
 
     def __init__(
@@ -162,7 +126,7 @@ class TransientBuckets:
         group: dist.ProcessGroup,
         sizes: BucketSizes,
     ) -> None:
-        self.receiver: Receiver | None = None
+        self.receiver: ReplicatedSource | None = None
         self.group = group
         self._names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
@@ -266,12 +230,13 @@ class TransientBuckets:
             )
         if number in backward.arrived:
             return
-        backward.count(number)
+        backward.arrived[number] = None
+        backward.missing[place] -= 1
         try:
-            while backward.next_is_full:
+            while backward.sent < len(backward.missing) and backward.missing[backward.sent] == 0:
                 self._send(backward)
         except BaseException as error:
-            self._fail(backward, error)
+            self._fail(error)
             raise
 
     # In backward: a bucket is sent, has arrived, and is handed over.
@@ -369,14 +334,14 @@ class TransientBuckets:
         try:
             while backward.sent < len(backward.layout.buckets):
                 self._send(backward)
-            backward.use_counts = self._count_uses(backward)
+            use_counts = self._count_uses(backward)
             while backward.in_flight:
                 self._deliver(backward, backward.in_flight.popleft())
-            self._hand_over_held(backward, backward.use_counts)
+            self._hand_over_held(backward, use_counts)
             if not backward.layout.agreed:
                 self._agree_on_order(backward)
         except BaseException as error:
-            self._fail(backward, error)
+            self._fail(error)
             raise
         self._backward = None
         if self.receiver is not None:
@@ -384,9 +349,7 @@ class TransientBuckets:
 
     def _count_uses(self, backward: _BackwardProgress) -> torch.futures.Future[Any]:
         """Ask how many ranks have a new gradient of each parameter, by number. Read only by ranks that lack one."""
-        count = len(self._parameters)
-        device = self._parameters[0].device
-        used = torch.ones(count, dtype=torch.int32, device=device)
+        used = torch.ones(len(self._parameters), dtype=torch.int32, device=self._parameters[0].device)
         if backward.unused:
             used[sorted(backward.unused)] = 0
         return _future_of(dist.all_reduce(used, group=self.group, async_op=True))
@@ -420,7 +383,7 @@ class TransientBuckets:
         if self.receiver is not None:
             self.receiver.raised()
 
-    def _fail(self, backward: _BackwardProgress, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         self._backward = None
         # Buckets in flight are not waited for: they have memory of their own, and what is sent later is behind them.
         # Once a rank is lost, each of them would take as long as the process group waits.
