@@ -82,23 +82,20 @@ def as_default_device(device: torch.device | None) -> AbstractContextManager[Any
     if now == device:
         return AS_IT_IS
     # torch's own way also writes a variable that all threads share.
-    return _DefaultDevice(DeviceContext(device)) if now is None else device or torch.device("cpu")
+    return _on_stack(DeviceContext(device)) if now is None else device or torch.device("cpu")
 
 
 AS_IT_IS: AbstractContextManager[None] = nullcontext()
 
 
-class _DefaultDevice:
-    """Puts torch's mode on this thread's stack, and takes it off again."""
-
-    def __init__(self, mode: Any) -> None:
-        self._mode = mode
-
-    def __enter__(self) -> None:
-        TorchFunctionMode.__enter__(self._mode)
-
-    def __exit__(self, *error: Any) -> None:
-        TorchFunctionMode.__exit__(self._mode, *error)
+@contextmanager
+def _on_stack(mode: Any) -> Iterator[None]:
+    """Have torch's ``mode`` on this thread's stack."""
+    TorchFunctionMode.__enter__(mode)
+    try:
+        yield
+    finally:
+        TorchFunctionMode.__exit__(mode, None, None, None)
 
 
 @contextmanager

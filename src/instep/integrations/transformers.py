@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 try:
     from accelerate import Accelerator
@@ -125,9 +124,12 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
             if self._writes_in_backward and state.global_step == 0 and attached(model) is self.overlap:
                 self.overlap.require_committed()
             self.detach()
+        optimizer = trainer.optimizer
+        while isinstance(optimizer, AcceleratedOptimizer):  # which adds nothing to a step but whether it is due
+            optimizer = optimizer.optimizer
         overlap = self._attach(
             model,
-            _torch_optimizer(trainer.optimizer),
+            optimizer,
             clip=clip,
             # Under DDP the Trainer runs all but the last micro-batch in no_sync(), which tells. With fewer in the last
             # step of an epoch, optimizer.step() finds their gradients, and applies them.
@@ -358,10 +360,3 @@ def _trainer_of(state: TrainerState) -> Trainer:
         "InstepCallback is for a transformers.Trainer, and none has this TrainerState. In a loop of your own call "
         "instep.attach(model, optimizer)"
     )
-
-
-def _torch_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The optimizer inside accelerate's wrapper, which adds nothing to a step but whether it is due."""
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
