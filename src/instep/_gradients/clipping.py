@@ -158,13 +158,11 @@ class Clipping:
         self.drop_norms()
 
     def measure(self, parameters: Sequence[AttachedParameter], gradients: Sequence[torch.Tensor]) -> None:
-        """Take the norms of final gradients."""
         if isinstance(self.policy, ClipNorm):
             for attached, norm in zip(parameters, norms_of(gradients, self.policy.norm_type), strict=True):
                 self._norms[attached.spec.index] = norm
 
     def is_measured(self, attached: AttachedParameter) -> bool:
-        """Whether this gradient's norm was taken in the running step."""
         return attached.spec.index in self._norms
 
     def drop_norm(self, attached: AttachedParameter) -> None:

@@ -42,7 +42,6 @@ class LossScale:
         self.taken_off = False
 
     def unscaled(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of ``gradients`` without the scale."""
         if self._inverse is None:
             self._inverse = _reciprocal(self._scaler.scale(torch.ones((), device=gradients[0].device)))
         copies = [gradient.clone() for gradient in gradients]
@@ -104,9 +103,6 @@ def _unscale(gradients: Sequence[torch.Tensor], inverse: torch.Tensor) -> None:
     for (device, _), members in kinds.items():
         ignored = torch.zeros((), device=device)
         torch._amp_foreach_non_finite_check_and_unscale_(members, ignored, inverse.to(device))
-
-
-# Whether gradients are finite: one pass over them, and one wait.
 
 
 Policy = Literal["allow", "skip", "raise"]

@@ -3,7 +3,7 @@
 ``Graphs`` walks the graph of each loss, and refuses graphs whose one backward would not compute what a backward for
 each computes. ``walk_side_by_side`` has backward come to all graphs layer by layer, and ``add_in_order`` puts a hook on
 each node that leads to a leaf (a parameter): there the contributions of all micro-batches to the leaf meet, and an
-``OrderedSum`` adds them in the order of the plain loop.
+``_LeafSum`` adds them in the order of the plain loop.
 """
 
 from collections import Counter
@@ -127,7 +127,6 @@ class Graphs:
         return handles
 
     def _walk(self, number: int, loss: torch.Tensor) -> None:
-        """Visit each node of one graph once."""
         assert loss.grad_fn is not None
         numbers: set[int] = set()
         todo: list[Node] = []
@@ -195,7 +194,6 @@ class Graphs:
 
 
 def leaves_of(losses: Sequence[torch.Tensor]) -> set[torch.Tensor]:
-    """All leaves that the graphs of ``losses`` lead to."""
     todo = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
     seen, leaves = set(todo), set()
     while todo:
@@ -217,18 +215,50 @@ class _Leaf(Protocol):
 
 
 class _LeafSum:
-    """The sum of all contributions to a leaf, which goes on to the leaf's node or to a keeper."""
+    """The sum that M plain backwards leave in ``.grad`` of a leaf: of each micro-batch its contributions in the order
+    in which its own graph makes them, then the micro-batches, first to last. It goes on to the leaf's node or to a
+    keeper.
 
-    __slots__ = ("_keeper", "_leaf", "_sum")
+    Contributions of different micro-batches may arrive in any order. One that comes early is kept until those before
+    it are there. Floating-point sums depend on their order; so each addition here is one that the plain loop makes.
+
+    Args:
+        contributions: for each micro-batch, how many edges of its graph lead to the leaf.
+        keeper: has the dtype in which micro-batches are added to each other; ``None``: that of the contributions.
+    """
+
+    __slots__ = ("_contributions", "_keeper", "_leaf", "_left", "_next", "_sums", "_total")
 
     def __init__(self, leaf: torch.Tensor, contributions: Sequence[int], keeper: WideGradient | None) -> None:
         self._leaf = leaf
         self._keeper = keeper
-        self._sum = OrderedSum(contributions, None if keeper is None else keeper.dtype)
+        self._contributions = tuple(contributions)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._left = list(self._contributions)
+        self._sums: list[torch.Tensor | None] = [None] * len(self._left)
+        self._next = 0
+        self._total: torch.Tensor | None = None
 
     def add(self, number: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Add a contribution. Returns the gradient that goes on to the leaf's node: the sum, with the last one."""
-        total = self._sum.add(number, gradient)
+        """Add a contribution of micro-batch ``number``; ``None`` if there turned out to be none. Returns the gradient
+        that goes on to the leaf's node: the sum, with the last one. The next backward of the same graphs begins
+        again."""
+        self._sums[number] = _plus(self._sums[number], gradient)
+        self._left[number] -= 1
+        # Micro-batches that are complete, and whose predecessors are.
+        while self._next < len(self._left) and self._left[self._next] == 0:
+            done, self._sums[self._next] = self._sums[self._next], None
+            if self._total is not None and done is not None:
+                self._total.add_(done)
+            elif done is not None:
+                self._total = done if self._keeper is None else done.to(self._keeper.dtype)
+            self._next += 1
+        if self._next < len(self._left):
+            return None
+        total = self._total
+        self._begin()
         if total is None:
             return None
         if self._keeper is not None:
@@ -252,16 +282,15 @@ class _SumsApart:
         self._contributions = tuple(contributions)
         self._keep = keep
         self._left = list(contributions)
-        self._sums = [_Sum() for _ in contributions]
+        self._sums: list[torch.Tensor | None] = [None] * len(contributions)
 
     def add(self, number: int, gradient: torch.Tensor | None) -> None:
-        if gradient is not None:
-            self._sums[number].add(gradient)
+        self._sums[number] = _plus(self._sums[number], gradient)
         self._left[number] -= 1
         if self._left[number] == 0:
             self._left[number] = self._contributions[number]  # the next backward of the same graphs
-            done, self._sums[number] = self._sums[number], _Sum()
-            self._keep(number, done.value)
+            done, self._sums[number] = self._sums[number], None
+            self._keep(number, done)
 
 
 def _contribute(
@@ -275,65 +304,9 @@ def _contribute(
     return tuple(found)
 
 
-class OrderedSum:
-    """The sum that M plain backwards leave in ``.grad``: of each micro-batch its contributions in the order in which
-    its own graph makes them, then the micro-batches, first to last.
-
-    Contributions of different micro-batches may arrive in any order. One that comes early is kept until those before
-    it are there. Floating-point sums depend on their order; so each addition here is one that the plain loop makes.
-
-    Args:
-        contributions: for each micro-batch, how many edges of its graph lead to the parameter.
-        dtype: the dtype in which micro-batches are added to each other; ``None``: that of the contributions.
-    """
-
-    __slots__ = ("_contributions", "_dtype", "_left", "_next", "_sums", "_total")
-
-    def __init__(self, contributions: Sequence[int], dtype: torch.dtype | None = None) -> None:
-        self._contributions = tuple(contributions)
-        self._dtype = dtype
-        self._begin()
-
-    def _begin(self) -> None:
-        self._left = list(self._contributions)
-        self._sums = [_Sum() for _ in self._left]
-        self._next = 0
-        self._total = _Sum()
-
-    def add(self, number: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Add a contribution of micro-batch ``number``; ``None`` if there turned out to be none. Returns the sum of all
-        with the last contribution, and ``None`` before. The next backward of the same graphs begins again."""
-        if gradient is not None:
-            self._sums[number].add(gradient)
-        self._left[number] -= 1
-        # Micro-batches that are complete, and whose predecessors are.
-        while self._next < len(self._left) and self._left[self._next] == 0:
-            done, self._sums[self._next] = self._sums[self._next], _Sum()
-            if self._total.value is None:
-                if done.value is not None and self._dtype is not None:
-                    done.value = done.value.to(self._dtype)
-                self._total = done
-            elif done.value is not None:
-                self._total.add(done.value)
-            self._next += 1
-        if self._next < len(self._left):
-            return None
-        total = self._total.value
-        self._begin()
+def _plus(total: torch.Tensor | None, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Add ``gradient`` to a running sum, in place. It stays as it is, so the first one is copied: a gradient may be in
+    use elsewhere in backward, and the node that computed it may use its memory again."""
+    if gradient is None:
         return total
-
-
-class _Sum:
-    """A running sum. The tensors that are added stay as they are, so the first one is copied: a gradient may be in use
-    elsewhere in backward, and the node that computed it may use its memory again."""
-
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value: torch.Tensor | None = None
-
-    def add(self, gradient: torch.Tensor) -> None:
-        if self.value is None:
-            self.value = gradient.clone()
-        else:
-            self.value.add_(gradient)
+    return gradient.clone() if total is None else total.add_(gradient)

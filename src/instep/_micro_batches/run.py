@@ -285,7 +285,6 @@ class BackwardSideEffects:
         self._arrived[name] += 1
 
     def end(self) -> None:
-        """Backward is over."""
         for handle in self._handles:
             handle.remove()
 

@@ -18,11 +18,7 @@ from instep.errors import AttachError
 
 
 def require_another(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Ask whether ``group_beside`` can make another group like ``group``, before anything is sent.
-
-    Raises:
-        AttachError: ``group_beside`` cannot make another group like this one.
-    """
+    """Raise ``AttachError`` if ``group_beside`` cannot make another group like ``group``, before anything is sent."""
     known = type(group._get_backend(device)).__name__ in ("ProcessGroupGloo", "ProcessGroupNCCL")
     if not known and _plugin_of(group) is None:
         raise AttachError(

@@ -148,11 +148,8 @@ class StepVotes:
             self.committed(step)
 
     def heard(self, *, wait: bool) -> Exception | None:
-        """What is wrong with the last step, as the ranks have said; each outcome is returned once.
-
-        Args:
-            wait: until all have; else only if they already have.
-        """
+        """What is wrong with the last step, as the ranks have said; each outcome is returned once. ``wait`` until all
+        have; else only if they already have."""
         vote = self._vote
         if vote is None or not (wait or vote.done()):
             return None

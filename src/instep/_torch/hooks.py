@@ -248,9 +248,6 @@ def _plain_call(module: Any) -> Callable[..., Any]:
     return types.MethodType(type(module)._call_impl, module)
 
 
-# Where backward starts: the autograd nodes of what a module returned.
-
-
 def nodes_of(output: object) -> Iterator[Node]:
     """The autograd nodes of the tensors in a module's output: backward starts at them.
 
@@ -263,7 +260,6 @@ def nodes_of(output: object) -> Iterator[Node]:
 
 
 def tensors_of(output: object) -> Iterator[torch.Tensor]:
-    """The tensors in a module's output that have a node."""
     return (tensor for tensor in tensors_in(output) if tensor.grad_fn is not None)
 
 

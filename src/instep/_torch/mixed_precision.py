@@ -54,7 +54,6 @@ class LowPrecision:
     def __init__(self, model: nn.Module, policy: Policy) -> None:
         self._dtype = policy.param_dtype
         self._casts_inputs = policy.cast_forward_inputs
-        self._output_dtype = policy.output_dtype
         self._running: list[nn.Module] = []
         self._caller: tuple[int, FrameType] | None = None
         self._swapped: list[_Swap] = []
@@ -66,8 +65,9 @@ class LowPrecision:
                     # Also when the forward raises: a model that keeps its copies would train no more.
                     self._handles.append(module.register_forward_hook(BoundHook(self._leave), always_call=True))
                     self._handles.append(module.register_state_dict_pre_hook(BoundHook(self._restore_if_interrupted)))
-        if self._output_dtype is not None:
-            self._handles.append(model.register_forward_hook(BoundHook(self._cast_output)))
+        if policy.output_dtype is not None:
+            cast = BoundHook(lambda module, args, output: _map_floating(output, policy.output_dtype))
+            self._handles.append(model.register_forward_hook(cast))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -144,9 +144,6 @@ class LowPrecision:
         self._swapped.clear()
         self._running.clear()
         self._caller = None
-
-    def _cast_output(self, module: nn.Module, args: object, output: Any) -> Any:
-        return _map_floating(output, self._output_dtype)
 
 
 def _put(module: nn.Module, name: str, tensor: torch.Tensor) -> None:

@@ -45,7 +45,7 @@ class Placeholder(torch.Tensor):
     def __getattr__(self, name: str) -> Any:
         """What torch's own tensors have not: a gradient may be of another class, such as a DTensor."""
         found = vars(self).get("_class")
-        if found is None or not found.has(name):
+        if found is None or not (name in found.attributes or hasattr(found.kind, name)):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         try:
             real = self._use(f"{found.kind.__name__}.{name}", (), None, None)
@@ -102,9 +102,6 @@ class _OwnClass(NamedTuple):
             return vars(tensor).get("_class")
         kind = type(tensor)
         return None if kind in (torch.Tensor, torch.nn.Parameter) else _OwnClass(kind, frozenset(vars(tensor)))
-
-    def has(self, name: str) -> bool:
-        return name in self.attributes or hasattr(self.kind, name)
 
 
 class SpentGradient(Placeholder):

@@ -294,9 +294,6 @@ def _leaves_out_step(trainer: Trainer) -> bool:
     return ready % trainer.accumulate_grad_batches != 0 and not last
 
 
-# Fabric.
-
-
 def fabric_backward(fabric: Fabric, overlap: Attachment, loss: Tensor, *, more: bool = False) -> None:
     """``overlap.backward(loss, more=more)`` where Fabric expects ``fabric.backward(loss)``: for several micro-batches
     with one backward (``more``), and for ``ClipNorm(mode="two_pass")``.

@@ -161,7 +161,6 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Detach."""
         self.detach()
 
     def detach(self) -> None:
@@ -304,11 +303,8 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
 
 
 def _backward(overlap: Attachment, accelerator: Any, together: bool, loss: torch.Tensor, **options: Any) -> None:
-    """All that ``Accelerator.backward()`` is without a loss scale, DeepSpeed and LOMO, by ``overlap``.
-
-    Args:
-        together: whether the micro-batches of a step have one backward for all.
-    """
+    """All that ``Accelerator.backward()`` is without a loss scale, DeepSpeed and LOMO, by ``overlap``: if ``together``,
+    the micro-batches of a step have one backward for all."""
     if options:
         raise InstepError(
             f"accelerator.backward(loss, {', '.join(f'{name}=…' for name in options)}): with together=True, or "

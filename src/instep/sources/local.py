@@ -276,15 +276,11 @@ class LocalSource:
         self._offered.clear()
         self._earlier.end_backward()
 
-    # Where backward raises.
-
     def _raised(self) -> None:
         # Those that have waited are offered first: the step is to know of every gradient that this backward has made.
         with suppress(InstepError):
             self._offer()
         self._sink.backward_raised()
-
-    # After detach.
 
     def disconnect(self) -> None:
         self._hooks.remove()
@@ -397,7 +393,6 @@ class LocalLayout:
         self._fill([])
 
     def adopt(self, parameters: Sequence[AttachedParameter]) -> None:
-        """Take in more parameters."""
         self._parameters = AttachedParameters((*self._parameters, *parameters))
 
     def refresh(self) -> bool:
@@ -466,7 +461,6 @@ class GradientHooks:
         self._called_by[index] = called_by
 
     def remove(self) -> None:
-        """Take off all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -99,8 +99,6 @@ class PipelineSource:
             call.remove()
         self._calls.clear()
 
-    # In a run.
-
     def run(self, call: Callable[[], Any]) -> Any:
         self._has_heard = False
         try:

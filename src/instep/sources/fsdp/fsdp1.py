@@ -96,8 +96,6 @@ class FSDP1Source:
         self._applied.clear()
         self._sink.backward_raised()
 
-    # After detach.
-
     def disconnect(self) -> None:
         for attached in self._parameters.values():
             parameter = attached.peek()

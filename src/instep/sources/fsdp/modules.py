@@ -30,7 +30,6 @@ def instances_of(wrapper: type[T]) -> list[T]:
 
 
 def fsdp2_in(model: nn.Module) -> list[nn.Module]:
-    """The modules in ``model`` that ``fully_shard`` was applied to."""
     return [module for module in model.modules() if is_fsdp2(module)]
 
 
@@ -53,7 +52,6 @@ def defers_all_reduce(group: Any) -> bool:
 
 
 def fsdp1_in(model: nn.Module) -> list[Any]:
-    """The ``FullyShardedDataParallel`` instances in ``model``."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return []
@@ -105,9 +103,6 @@ def put_shards_in_place(model: nn.Module) -> None:
     there after a forward without a backward, and after ``unshard``."""
     for module in fsdp2_in(model):
         cast(Any, module).reshard()
-
-
-# Whether the next backward reduces.
 
 
 class _Sync:
@@ -250,9 +245,6 @@ class FSDP1Sync(_Sync):
     def _wrappers(self) -> Sequence[Any]:
         model = self._model()
         return [] if model is None else fsdp1_in(model)
-
-
-# When weights are gathered.
 
 
 def fsdp2_reading_streams(model: nn.Module) -> Iterator[torch.Stream]:

@@ -57,7 +57,6 @@ class AfterErrors:
             yield GuardedCall(module, self._called)
 
     def _called(self, module: nn.Module) -> Around | None:
-        """``module`` is about to run."""
         # Inside a backward this is a checkpointed segment run again.
         if graph_task() is not None:
             return None
@@ -95,7 +94,6 @@ class AfterErrors:
             self._rebuild(gradients=False)
 
     def backward_failed(self) -> None:
-        """A backward was left by an exception."""
         self._rebuild(gradients=True)
 
     def _rebuild(self, *, gradients: bool) -> None:
@@ -196,22 +194,22 @@ def _fsdp2_roots(model: nn.Module) -> Iterator[tuple[Any, Sequence[Any]]]:
 def is_lazily_made(root: Any) -> bool:
     """Whether FSDP2 has made all that it makes in the first forward of ``root``, the state of an outermost module. It
     takes that for made once it has begun (``_is_root``). The hooks around ``state_dict()`` come last."""
-    groups = [group for state in root._state_ctx.all_states for group in fsdp2_groups(state)]
-    hooks = [(group._module_to_pre_save_state_dict_hook_handle, _modules_of(group)) for group in groups]
-    loading = [group._module_to_pre_load_state_dict_hook_handle for group in groups]
     # The states are in the list one by one, too.
     found = {id(state) for state in root._state_ctx.all_states}
-    every = all(id(state) in found for state in states_in(root._modules[0]))
-    return every and all(map(len, loading)) and all(len(made) == len(of) for made, of in hooks)
+    if not all(id(state) in found for state in states_in(root._modules[0])):
+        return False
+    for group in (group for state in root._state_ctx.all_states for group in fsdp2_groups(state)):
+        modules = {parameter._module_info.module for parameter in group.fsdp_params}
+        if len(group._module_to_pre_save_state_dict_hook_handle) != len(modules):
+            return False
+        if not group._module_to_pre_load_state_dict_hook_handle:
+            return False
+    return True
 
 
 def states_in(module: nn.Module) -> Iterator[Any]:
     """What ``fully_shard`` keeps of ``module`` and the modules in it."""
     return (cast(Any, one)._get_fsdp_state() for one in fsdp2_in(module))
-
-
-def _modules_of(group: Any) -> set[nn.Module]:
-    return {parameter._module_info.module for parameter in group.fsdp_params}
 
 
 def unmake(states: Iterable[Any]) -> None:

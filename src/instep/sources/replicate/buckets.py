@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from instep._ranks.collectives import broadcast
 from instep._ranks.process_groups import communicating
 from instep._step.streams import ProducerStreams
-from instep._torch.engine import Phase, current, runs
+from instep._torch.engine import Phase, current, leads_to, runs
 from instep._torch.hooks import UntracedHook, nodes_of
 from instep._torch.lifetime import weakly
 from instep._torch.placeholders import Placeholder
@@ -158,8 +158,6 @@ class TransientBuckets:
     def _layout(self, layout: BucketLayout) -> None:
         self._layouts[self._trainable] = layout
 
-    # In the forward.
-
     def after_forward(self, output: object, *, reduces: bool) -> None:
         """A forward with gradients has returned ``output``.
 
@@ -171,7 +169,8 @@ class TransientBuckets:
         if reduces:
             for node in nodes_of(output):
                 # Without the node itself: a hook that refers to its own node keeps the node for good.
-                node.register_prehook(UntracedHook(partial(self._reached, _before(node))))
+                inputs = [following for following, _ in node.next_functions if following is not None]
+                node.register_prehook(UntracedHook(partial(self._reached, inputs)))
 
     def refresh(self) -> None:
         """Take in parameters that were frozen or unfrozen: on all ranks alike."""
@@ -199,7 +198,7 @@ class TransientBuckets:
         ``autograd.grad`` and ``backward(inputs=…)`` of other tensors are not, and some ranks may run these alone."""
         mine = [self._parameters[number] for number in self._trainable]
         with torch._C.DisableTorchFunctionSubclass():  # no value is used: a watched parameter need not notice
-            return any(runs(get_gradient_edge(p).node) for p in mine) or not _lead_to(inputs, mine)
+            return any(runs(get_gradient_edge(p).node) for p in mine) or not leads_to(inputs, set(map(id, mine)))
 
     def _begin(self) -> None:
         backward = _BackwardProgress(self._layout)
@@ -334,7 +333,11 @@ class TransientBuckets:
         try:
             while backward.sent < len(backward.layout.buckets):
                 self._send(backward)
-            use_counts = self._count_uses(backward)
+            # Ask how many ranks have a new gradient of each parameter, by number. Read only by ranks that lack one.
+            used = torch.ones(len(self._parameters), dtype=torch.int32, device=self._parameters[0].device)
+            if backward.unused:
+                used[sorted(backward.unused)] = 0
+            use_counts = _future_of(dist.all_reduce(used, group=self.group, async_op=True))
             while backward.in_flight:
                 self._deliver(backward, backward.in_flight.popleft())
             self._hand_over_held(backward, use_counts)
@@ -346,13 +349,6 @@ class TransientBuckets:
         self._backward = None
         if self.receiver is not None:
             self.receiver.ended()
-
-    def _count_uses(self, backward: _BackwardProgress) -> torch.futures.Future[Any]:
-        """Ask how many ranks have a new gradient of each parameter, by number. Read only by ranks that lack one."""
-        used = torch.ones(len(self._parameters), dtype=torch.int32, device=self._parameters[0].device)
-        if backward.unused:
-            used[sorted(backward.unused)] = 0
-        return _future_of(dist.all_reduce(used, group=self.group, async_op=True))
 
     def _hand_over_held(self, backward: _BackwardProgress, use_counts: torch.futures.Future[Any]) -> None:
         with communicating(self.group):
@@ -373,8 +369,6 @@ class TransientBuckets:
             broadcast([order], self.group)
         layout = as_they_arrived(self._parameters, order.tolist(), self._sparse, self._sizes)
         self._layouts[tuple(members)] = layout
-
-    # Where backward raises.
 
     def _raised(self, backward: _BackwardProgress) -> None:
         # Buckets in flight are not waited for: another rank that raised too may never send its part.
@@ -400,24 +394,6 @@ def _future_of(work: dist.Work | None) -> torch.futures.Future[Any]:
     assert work is not None, "this rank is in the group"
     future: torch.futures.Future[Any] = work.get_future()
     return future
-
-
-def _before(node: Node) -> list[Node]:
-    return [following for following, _ in node.next_functions if following is not None]
-
-
-def _lead_to(nodes: Sequence[Node], parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether the graph from ``nodes`` on comes to any of ``parameters``."""
-    looked_for = {id(parameter) for parameter in parameters}
-    found, seen = list(nodes), set(nodes)
-    while found:
-        node = found.pop()
-        if id(getattr(node, "variable", None)) in looked_for:
-            return True
-        new = set(_before(node)) - seen
-        seen |= new
-        found.extend(new)
-    return False
 
 
 def _remove(handles: dict[int, RemovableHandle]) -> None:

@@ -256,15 +256,10 @@ class ReplicatedSource:
         if self._sink.waits_for_all:
             self._waiting += mine
         elif mine:
-            self._writes = deliver(self._sink, mine, partial(self._step_if_first, mine))
+            # Asked for _writes only once these were offered: ``begin_step`` is called by the first offer of a step.
+            self._writes = deliver(self._sink, mine, lambda: self._writes and self._sink.apply_and_free(mine))
             applied = {id(a.get()) for a in mine if self._sink.is_applied(a)}
             _keep_alone([p for p in parameters if id(p) not in applied], parameters)
-
-    def _step_if_first(self, mine: AttachedParameters) -> bool:
-        # Asked only once these were offered: ``begin_step`` is called by the first offer of a step.
-        return self._writes and self._sink.apply_and_free(mine)
-
-    # Where backward ends.
 
     def ended(self) -> None:
         """Backward ends: all gradients of it were delivered."""
@@ -280,8 +275,6 @@ class ReplicatedSource:
         # Not at once: an error before the end of a DDP instance in the same backward would leave the instance unusable.
         current().at(Phase.AFTER_DDP, self._sink.raise_failure, self._sink.backward_raised)
 
-    # Where backward raises.
-
     def failed(self, error: BaseException) -> None:
         """A communication failed: nothing more is delivered, and ``backward()`` raises ``error``."""
         self._delivered = False
@@ -295,8 +288,6 @@ class ReplicatedSource:
         if self._delivered:  # else the backward was refused before it began, and the step of an earlier one is whole
             self._delivered = False
             self._sink.backward_raised()
-
-    # After detach.
 
     def disconnect(self) -> None:
         replicated = self._replicated()

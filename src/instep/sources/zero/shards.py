@@ -326,7 +326,6 @@ class ScatteredGradients:
         self.whole: torch.Tensor | None = None
 
     def expect(self, work: Any, sent: torch.Tensor) -> None:
-        """``work`` sends ``sent``."""
         self._works.append(work)
         self._sent.append(sent)
 
@@ -395,7 +394,6 @@ class GatheredShards:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Write them into the parameters."""
         for _, write in self._expected:
             write()
 

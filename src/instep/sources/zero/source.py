@@ -70,7 +70,6 @@ class Zero:
         accumulation: Accumulation,
         reduce_dtype: torch.dtype | None,
     ) -> "ZeroSource":
-        """The source of the gradients of ``ddp``."""
         return ZeroSource(sink, parameters, ddp, self.shards, accumulation, reduce_dtype)
 
     def connect(
@@ -230,7 +229,6 @@ class ZeroSource:
     # In backward: DDP has filled a bucket.
 
     def before_backward(self) -> None:
-        """A backward begins: no gradient has changed yet."""
         for attached in self._parameters:
             if isinstance(attached.get().grad, DTensor):
                 raise AccumulationError(
@@ -365,12 +363,8 @@ class ZeroSource:
     def _members(self, reductions: Sequence[Reduction]) -> AttachedParameters:
         return AttachedParameters(self._parameters[p] for reduction in reductions for p in reduction.members)
 
-    # Where backward raises.
-
     def _raised(self, reductions: Sequence[Reduction]) -> None:
         self._sink.backward_raised()
-
-    # After detach.
 
     def disconnect(self) -> None:
         disconnect_listener(self._ddp(), self)
