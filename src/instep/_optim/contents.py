@@ -32,7 +32,7 @@ from instep._optim.values import (
     is_immutable,
     is_wrapper,
 )
-from instep._torch.versions import is_pinned
+from instep._torch.versions import PLAIN, is_pinned
 
 
 class Kept(Protocol):
@@ -55,7 +55,7 @@ def copy_of(tensor: torch.Tensor, host: bool) -> Kept:
         TypeError: nobody could tell whether it was put back.
     """
     if (
-        type(tensor) in _PLAIN
+        type(tensor) in PLAIN
         and tensor.dtype in _NUMBERS
         and tensor.layout is torch.strided
         and not (tensor.is_nested or tensor.is_meta or tensor.is_neg() or tensor._is_zerotensor())
@@ -104,7 +104,6 @@ def _kind_of(tensor: torch.Tensor) -> Callable[[torch.Tensor, bool], Kept]:
     raise TypeError(f"a tensor {layout}")
 
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _NUMBERS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64})
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -372,8 +372,6 @@ class OffloadedState(Stage):
         self._optimizer = weakref.ref(optimizer)
         self._parts = parts
 
-    steps_every_parameter = True
-
     @contextmanager
     def around(self, update: Update) -> Iterator[None]:
         lent, found = self._state.lend(self._optimizer, update.owned, update.shards, update.entries), update.state

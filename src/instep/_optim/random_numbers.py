@@ -219,8 +219,6 @@ class KeyedDraws(Stage):
         self._places: dict[int, tuple[str, int | None]] = {}  # by ``id``: the name, and the shard that this rank has
         self._loops: TorchGenerators | None = None  # as the loop has left them, while step() runs
 
-    steps_every_parameter = True
-
     def keep(self, devices: Iterable[torch.device]) -> None:
         """``step()`` is about to run, and finds no gradient. What it draws even so is no draw of the loop's."""
         self._loops = TorchGenerators(devices)
@@ -268,6 +266,7 @@ class KeyedDraws(Stage):
             generators.restore()
 
     def portions_of(self, tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
+        """Each parameter of a bucket is stepped by an update of its own."""
         yield from (slice(number, number + 1) for number in range(len(tensors)))
 
     @property

@@ -96,12 +96,9 @@ class Stage:
     """What one option, or one kind of optimizer, adds to the updates of one optimizer. Here: nothing.
 
     Attributes:
-        steps_every_parameter: whether ``optimizer.step()`` itself is to find no gradient: it could not step with the
-            state where that is, or would draw by another key.
         place: among the stages of options: those with a lower number are entered first.
     """
 
-    steps_every_parameter = False
     place = 0
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
@@ -110,10 +107,6 @@ class Stage:
     def around(self, update: Update) -> AbstractContextManager[Any]:
         """Entered before the update runs, and left after it: with its error, if it has raised."""
         return AS_IT_IS
-
-    def portions_of(self, tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
-        """Where it ``steps_every_parameter``: what of a bucket is stepped by an update of its own."""
-        yield slice(0, len(tensors))
 
     def require_unchanged(self, optimizer: Optimizer) -> None:
         """``optimizer.step()`` is called: raise ``HyperparameterChangedError`` if it would find other things than the

@@ -71,7 +71,7 @@ class _RunningStep(NamedTuple):
     finds_own_state: bool
     over_parameters: Sequence[Stage]
     stages: Sequence[Stage]
-    divides: Stage | None
+    divides: OffloadedState | KeyedDraws | None
     scales: tuple[Any, ...]
     in_parts: bool
 
@@ -249,7 +249,7 @@ class Stepper:
         if self._looks_back:
             guards.append(self._state_guard)
         stages = [*guards, CopiedEntries()] if known else [*guards]
-        divides: Stage | None = self.offloaded
+        divides: OffloadedState | KeyedDraws | None = self.offloaded
         if self.offloaded is not None:
             stages.append(self.offloaded)
         if not known:

@@ -74,7 +74,8 @@ class SavedParameter:
         mappings: in which the optimizer may keep something by it.
 
     Attributes:
-        left: its attributes, and what is kept by it, as its update has left them; ``None``: it was not updated.
+        left: what ``look`` has seen when its update was over; ``None``: it was not updated. What others write there
+            from then on, a hook of this backward, say, is theirs: it is not put back.
         entry: its state was this; ``None``: there was none.
     """
 
@@ -112,12 +113,8 @@ class SavedParameter:
         mappings = mappings_with(self._parameter, self._mappings)
         self._kept = {id(mapping): contents.of(mapping[self._parameter]) for mapping in mappings}
 
-    def is_updated(self) -> None:
-        """Its update is over. What others write there from now on, a hook of this backward, say, is theirs: it is not
-        put back."""
-        self.left = self._look()
-
-    def _look(self) -> dict[Any, Any]:
+    def look(self) -> dict[Any, Any]:
+        """Its attributes, and what is kept by it, as they are now, to be compared."""
         found: dict[Any, Any] = {
             id(mapping): fingerprint(mapping[self._parameter])
             for mapping in mappings_with(self._parameter, self._mappings)
@@ -130,7 +127,7 @@ class SavedParameter:
         optimizer, left = self._optimizer(), self.left
         if optimizer is not None and is_torchs_own(optimizer):
             return  # which writes nothing there: what is new is a hook's
-        now = {} if left is None and not self._mappings else self._look()
+        now = {} if left is None and not self._mappings else self.look()
         # Without an update to compare with, all is put back.
         theirs = frozenset[Any]() if left is None else frozenset(unlike(now, left))
         if self._keeps_attributes:
@@ -403,7 +400,7 @@ class Undo:
         put back later on."""
         found = [(p, saved) for p in parameters if (saved := self._saved.get(id(p))) is not None]
         for _, saved in found:
-            saved.is_updated()
+            saved.left = saved.look()
         for parameter, saved in found:
             entry = optimizer.state.get(parameter)
             if entry is not None and saved.entry is None:

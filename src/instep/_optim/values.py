@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from instep._torch.versions import is_pinned, memory_of, version_of
+from instep._torch.versions import PLAIN, is_pinned, memory_of, version_of
 
 # What an update can get at beside what it is given: through the attributes, groups and state of its optimizer.
 
@@ -39,7 +39,6 @@ _REFER_TO_NOTHING = _NUMBERS | {
     *(MethodDescriptorType, WrapperDescriptorType, ClassMethodDescriptorType, GetSetDescriptorType),
     MemberDescriptorType,
 }
-_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def reachable_values(owners: Iterable[object], but: object = None) -> Iterator[Any]:
@@ -62,7 +61,7 @@ def reachable_values(owners: Iterable[object], but: object = None) -> Iterator[A
 
 
 def _referred_by(value: Any) -> Iterable[Any]:
-    if type(value) in _TENSORS or isinstance(value, (torch.Tensor, type, ModuleType)):
+    if type(value) in PLAIN or isinstance(value, (torch.Tensor, type, ModuleType)):
         return ()
     if isinstance(value, torch.nn.Module):
         return value.parameters()
@@ -454,7 +453,7 @@ def waits_for_host(value: Any) -> bool:
 def address_of(tensor: torch.Tensor) -> int:
     """Where its values begin; 0: torch does not tell."""
     memory = memory_of(tensor)
-    return memory.data_ptr() if type(memory) in _TENSORS and memory.layout is torch.strided else 0
+    return memory.data_ptr() if type(memory) in PLAIN and memory.layout is torch.strided else 0
 
 
 def storage_of(tensor: torch.Tensor) -> int:
