@@ -4636,7 +4636,7 @@ MUTANTS = [
     Mutant(
         "signals: those that have come are lost",
         "_Waiting.release",
-        "        if self._came:\n",
+        "        if came:\n",
         "        if False:\n",
         INTERRUPTS,
     ),
@@ -4651,9 +4651,9 @@ MUTANTS = [
     Mutant(
         "signals: one handler that raises loses the others",
         "_Waiting.release",
-        "                for number in reversed(dict.fromkeys(self._came)):\n"
+        "                for number in reversed(dict.fromkeys(came)):\n"
         "                    stack.callback(signal.raise_signal, number)\n",
-        "                for number in dict.fromkeys(self._came):\n                    signal.raise_signal(number)\n",
+        "                for number in dict.fromkeys(came):\n                    signal.raise_signal(number)\n",
         INTERRUPTS,
     ),
     Mutant(

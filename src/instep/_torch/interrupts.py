@@ -62,7 +62,8 @@ class _Waiting:
             self._before[number](number, frame)
 
     def release(self) -> None:
-        """Put the handlers back, and run those whose signal has come. Raises what they raise."""
+        """Put the handlers back, and run those whose signal has come. Raises what they raise. Called again, it does
+        what has not been done."""
         self._waits = False  # from here on each goes through, whether it is put back yet or not
         try:
             for number, handler in self._before.items():
@@ -71,9 +72,10 @@ class _Waiting:
         except BaseException:  # of one that came meanwhile
             self.release()
             raise
-        if self._came:
+        came, self._came = self._came, []
+        if came:
             with ExitStack() as stack:  # each is run, also where one before it has raised
-                for number in reversed(dict.fromkeys(self._came)):
+                for number in reversed(dict.fromkeys(came)):
                     stack.callback(signal.raise_signal, number)
 
 
@@ -139,7 +141,11 @@ class StepLock:
             self._owner = None
             self._lock.release()
             if waiting is not None:
-                waiting.release()
+                try:
+                    waiting.release()
+                except BaseException:  # sent before it began
+                    waiting.release()
+                    raise
 
 
 def _nobody(error: BaseException) -> None: ...

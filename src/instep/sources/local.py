@@ -252,7 +252,7 @@ class LocalSource:
         self._close()
 
     def _close(self) -> None:
-        self._backwards.ended = True
+        self._backwards.no_more()
         # Now, and not after DDP's own end, which may use what the side stream has written.
         self._sink.join()
         # An error before the end of a DDP instance in the same backward would leave the instance unusable.
@@ -481,7 +481,6 @@ class WritingBackwards:
 
     Attributes:
         open_in: the graph task of the backward that was last found to be one that may write; ``None``: none runs.
-        ended: whether no backward after the running ones may write this step.
     """
 
     def __init__(self, end: Callable[[], None], raised: Callable[[], None]) -> None:
@@ -490,21 +489,21 @@ class WritingBackwards:
         self._raised = raised
         self._running: set[int] = set()
         self._late: set[int] = set()
-        self.ended = False
+        self._ended = False
 
     def begin_step(self) -> None:
         """The next backward may write."""
         self.open_in = None
         self._running.clear()
         self._late.clear()
-        self.ended = False
+        self._ended = False
 
     def accepts_update(self, task: int | None) -> bool:
         """Whether the running backward, whose ``graph_task`` this is, may write. If so, its end is asked for."""
         if task is None or task in self._late:
             return False
         if task not in self._running:
-            if self.ended and not self._running:
+            if self._ended and not self._running:
                 self._late.add(task)
                 return False
             self._running.add(task)
@@ -513,6 +512,10 @@ class WritingBackwards:
             )
         self.open_in = task
         return True
+
+    def no_more(self) -> None:
+        """No backward after the running ones may write this step."""
+        self._ended = True
 
     def _leave(self, task: int, then: Callable[[], None]) -> None:
         self._running.discard(task)
