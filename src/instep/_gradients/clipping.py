@@ -102,13 +102,11 @@ class ClipValue:
         _require_number("ClipValue", "clip_value", self.clip_value)
 
 
-def _require_number(kind: str, name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_a_limit(value):
+def _require_number(kind: str, name: str, value: Any) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # Not NaN, nor a whole number that is no float.
+    if not is_number or not (0 <= value <= sys.float_info.max or value == math.inf):
         raise AttachError(f"{kind}: {name} must be a number that is not negative, not {value!r}")
-
-
-def _is_a_limit(value: float) -> bool:
-    return 0 <= value <= sys.float_info.max or value == math.inf  # not NaN, nor a whole number that is no float
 
 
 Clip = Callable[[Sequence[torch.Tensor]], None]
@@ -160,13 +158,11 @@ class Clipping:
         self.drop_norms()
 
     def measure(self, parameters: Sequence[AttachedParameter], gradients: Sequence[torch.Tensor]) -> None:
-        """Take the norms of final gradients."""
         if isinstance(self.policy, ClipNorm):
             for attached, norm in zip(parameters, norms_of(gradients, self.policy.norm_type), strict=True):
                 self._norms[attached.spec.index] = norm
 
     def is_measured(self, attached: AttachedParameter) -> bool:
-        """Whether this gradient's norm was taken in the running step."""
         return attached.spec.index in self._norms
 
     def drop_norm(self, attached: AttachedParameter) -> None:
@@ -199,10 +195,12 @@ class Clipping:
         total = total_norm([a.get() for a in known], [self._norms[a.spec.index] for a in known], norm_type)
         if self.over_stages is not None:
             total = self.over_stages(total.to(parameters[0].spec.device), norm_type)
-        if self.policy.error_if_nonfinite:
-            _require_finite(total, norm_type)
-        self.total = total
-        self.grad_norm = self.total
+        if self.policy.error_if_nonfinite and not bool(total.isfinite()):
+            raise RuntimeError(  # as torch raises it
+                f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped. "
+                "Nothing was updated. With ClipNorm(error_if_nonfinite=False) they would be scaled by it anyway"
+            )
+        self.total = self.grad_norm = total
         self._steppers_left = {a.stepper for a in known}
 
     def stepped(self, stepper: Stepper) -> None:
@@ -296,18 +294,6 @@ def total_norm(like: Sequence[torch.Tensor], norms: Sequence[torch.Tensor], norm
         total = torch.linalg.vector_norm(torch.stack([norm.to(like[0].device) for norm in ordered]), norm_type)
         totals.append(total.full_tensor() if hasattr(total, "full_tensor") else total)
     return totals[0] if len(totals) == 1 else torch.linalg.vector_norm(torch.stack(totals), norm_type)
-
-
-def _require_finite(total: torch.Tensor, norm_type: float) -> None:
-    """
-    Raises:
-        RuntimeError: as torch raises it.
-    """
-    if not bool(total.isfinite()):
-        raise RuntimeError(
-            f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped. "
-            "Nothing was updated. With ClipNorm(error_if_nonfinite=False) they would be scaled by it anyway"
-        )
 
 
 def scales_down(max_norm: float, total: torch.Tensor) -> bool:

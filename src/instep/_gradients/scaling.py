@@ -42,7 +42,6 @@ class LossScale:
         self.taken_off = False
 
     def unscaled(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of ``gradients`` without the scale."""
         if self._inverse is None:
             self._inverse = _reciprocal(self._scaler.scale(torch.ones((), device=gradients[0].device)))
         copies = [gradient.clone() for gradient in gradients]
@@ -106,9 +105,6 @@ def _unscale(gradients: Sequence[torch.Tensor], inverse: torch.Tensor) -> None:
         torch._amp_foreach_non_finite_check_and_unscale_(members, ignored, inverse.to(device))
 
 
-# Whether gradients are finite: one pass over them, and one wait.
-
-
 Policy = Literal["allow", "skip", "raise"]
 """What is done with a step that has a gradient which is not finite."""
 
@@ -158,7 +154,7 @@ def nonfinite_error(gradients: Named, rank: int, at: str) -> NonFiniteGradientEr
         rank: a rank with a gradient that is not finite: the first, where ranks were asked; else this one.
         at: what was or was not written.
     """
-    name = first_nonfinite(gradients)
+    name = next((name for name, g in gradients if not bool(_values(g).isfinite().all())), None)
     if name is None:
         where = f"a gradient is not finite on rank {rank}, and all gradients of this rank are"
     else:
@@ -169,11 +165,6 @@ def nonfinite_error(gradients: Named, rank: int, at: str) -> NonFiniteGradientEr
         name,
         rank,
     )
-
-
-def first_nonfinite(gradients: Named) -> str | None:
-    """The name of the first that is not finite."""
-    return next((name for name, g in gradients if not bool(_values(g).isfinite().all())), None)
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:

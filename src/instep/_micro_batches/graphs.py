@@ -3,7 +3,7 @@
 ``Graphs`` walks the graph of each loss, and refuses graphs whose one backward would not compute what a backward for
 each computes. ``walk_side_by_side`` has backward come to all graphs layer by layer, and ``add_in_order`` puts a hook on
 each node that leads to a leaf (a parameter): there the contributions of all micro-batches to the leaf meet, and an
-``OrderedSum`` adds them in the order of the plain loop.
+``_LeafSum`` adds them in the order of the plain loop.
 """
 
 from collections import Counter
@@ -17,28 +17,18 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from instep.errors import AccumulationError
+from instep.sources.fsdp.micro_batches import WideGradient
 
 Names = Callable[[torch.Tensor], str]
 """Returns the name of a leaf for messages."""
 
 
-class Keeper(Protocol):
-    """Takes the sum of a leaf that must not go on to the leaf's node, since it has another dtype than the leaf.
-
-    Attributes:
-        dtype: of the sum.
-    """
-
-    dtype: torch.dtype
-
-    def keep(self, total: torch.Tensor) -> None: ...
-
-
 KeepEach = Callable[[int, torch.Tensor | None], None]
 """Takes the sum of one micro-batch's contributions to a leaf, with the number of the micro-batch."""
 
-KeeperOf = Callable[[torch.Tensor, Sequence[int]], Keeper | None]
-"""Takes a leaf, and the number of contributions to it from each micro-batch. Returns its keeper, if it needs one."""
+KeeperOf = Callable[[torch.Tensor, Sequence[int]], WideGradient | None]
+"""Takes a leaf, and the number of contributions to it from each micro-batch. Returns who takes the sum where that must
+not go on to the leaf's node, since it has another dtype than the leaf."""
 
 # Names of nodes: the one that writes a leaf's .grad, and the one of reentrant checkpointing.
 _LEAF = "torch::autograd::AccumulateGrad"
@@ -102,14 +92,18 @@ class Graphs:
         graphs: list[list[Node]] = [[] for _ in range(self._count)]
         for node, number in self._number_of.items():
             graphs[number].append(node)
+        places: list[tuple[int, int, int, Node]] = []  # with ``ends``: of each node its layer, graph, and place there
         for number, nodes in enumerate(graphs):
             nodes.sort(key=_NUMBER)
-            if not ends:
-                for place, node in enumerate(nodes):
+            layer = 0
+            for place, node in enumerate(nodes):
+                if ends:
+                    layer += node in ends
+                    places.append((layer, -number, place, node))
+                else:
                     cast(Any, node)._set_sequence_nr(self._count * place + self._count - 1 - number)
-        if ends:
-            for place, node in enumerate(_by_layers(graphs, ends)):
-                cast(Any, node)._set_sequence_nr(place)
+        for place, (*_, node) in enumerate(sorted(places, key=itemgetter(0, 1, 2))):
+            cast(Any, node)._set_sequence_nr(place)
 
     def add_in_order(
         self, keeper_of: KeeperOf, apart_of: Callable[[torch.Tensor, Sequence[int]], KeepEach | None]
@@ -133,7 +127,6 @@ class Graphs:
         return handles
 
     def _walk(self, number: int, loss: torch.Tensor) -> None:
-        """Visit each node of one graph once."""
         assert loss.grad_fn is not None
         numbers: set[int] = set()
         todo: list[Node] = []
@@ -145,7 +138,11 @@ class Graphs:
                 if following is None:
                     continue
                 if following.name() == _LEAF:
-                    self._count_edge(number, node, place, cast(_Leaf, following).variable)
+                    leaf = cast(_Leaf, following).variable
+                    self._edges.setdefault(node, []).append((place, leaf))
+                    self.contributions.setdefault(leaf, [0] * self._count)[number] += 1
+                    if getattr(node, "_saved_sparse", False) or getattr(node, "_saved_sparse_grad", False):
+                        self._sparse[leaf] += 1
                 else:
                     self._come_to(number, following, todo)
 
@@ -159,12 +156,6 @@ class Graphs:
                 "gradient would be computed once for both, and the plain loop computes it for each. Compute in "
                 "loss_of(batch) all that depends on parameters"
             )
-
-    def _count_edge(self, number: int, node: Node, place: int, leaf: torch.Tensor) -> None:
-        self._edges.setdefault(node, []).append((place, leaf))
-        self.contributions.setdefault(leaf, [0] * self._count)[number] += 1
-        if getattr(node, "_saved_sparse", False) or getattr(node, "_saved_sparse_grad", False):
-            self._sparse[leaf] += 1
 
     def _require_in_order(self, node: Node, numbers: set[int]) -> None:
         """Raise unless it is known when the plain loop's backward would come to ``node``, whose number is added to
@@ -203,7 +194,6 @@ class Graphs:
 
 
 def leaves_of(losses: Sequence[torch.Tensor]) -> set[torch.Tensor]:
-    """All leaves that the graphs of ``losses`` lead to."""
     todo = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
     seen, leaves = set(todo), set()
     while todo:
@@ -224,35 +214,51 @@ class _Leaf(Protocol):
     variable: torch.Tensor
 
 
-def _by_layers(graphs: Sequence[Sequence[Node]], ends: Collection[Node]) -> list[Node]:
-    """The nodes of all graphs, last of all that to which backward is to come first.
+class _LeafSum:
+    """The sum that M plain backwards leave in ``.grad`` of a leaf: of each micro-batch its contributions in the order
+    in which its own graph makes them, then the micro-batches, first to last. It goes on to the leaf's node or to a
+    keeper.
+
+    Contributions of different micro-batches may arrive in any order. One that comes early is kept until those before
+    it are there. Floating-point sums depend on their order; so each addition here is one that the plain loop makes.
 
     Args:
-        graphs: each in the order in which its nodes were made.
-        ends: in a graph the first node of each layer.
+        contributions: for each micro-batch, how many edges of its graph lead to the leaf.
+        keeper: has the dtype in which micro-batches are added to each other; ``None``: that of the contributions.
     """
-    places: list[tuple[int, int, int, Node]] = []
-    for number, nodes in enumerate(graphs):
-        layer = 0
-        for place, node in enumerate(nodes):
-            layer += node in ends
-            places.append((layer, -number, place, node))
-    return [node for *_, node in sorted(places, key=itemgetter(0, 1, 2))]
 
+    __slots__ = ("_contributions", "_keeper", "_leaf", "_left", "_next", "_sums", "_total")
 
-class _LeafSum:
-    """The sum of all contributions to a leaf, which goes on to the leaf's node or to a keeper."""
-
-    __slots__ = ("_keeper", "_leaf", "_sum")
-
-    def __init__(self, leaf: torch.Tensor, contributions: Sequence[int], keeper: Keeper | None) -> None:
+    def __init__(self, leaf: torch.Tensor, contributions: Sequence[int], keeper: WideGradient | None) -> None:
         self._leaf = leaf
         self._keeper = keeper
-        self._sum = OrderedSum(contributions, None if keeper is None else keeper.dtype)
+        self._contributions = tuple(contributions)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._left = list(self._contributions)
+        self._sums: list[torch.Tensor | None] = [None] * len(self._left)
+        self._next = 0
+        self._total: torch.Tensor | None = None
 
     def add(self, number: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Add a contribution. Returns the gradient that goes on to the leaf's node: the sum, with the last one."""
-        total = self._sum.add(number, gradient)
+        """Add a contribution of micro-batch ``number``; ``None`` if there turned out to be none. Returns the gradient
+        that goes on to the leaf's node: the sum, with the last one. The next backward of the same graphs begins
+        again."""
+        self._sums[number] = _plus(self._sums[number], gradient)
+        self._left[number] -= 1
+        # Micro-batches that are complete, and whose predecessors are.
+        while self._next < len(self._left) and self._left[self._next] == 0:
+            done, self._sums[self._next] = self._sums[self._next], None
+            if self._total is not None and done is not None:
+                self._total.add_(done)
+            elif done is not None:
+                self._total = done if self._keeper is None else done.to(self._keeper.dtype)
+            self._next += 1
+        if self._next < len(self._left):
+            return None
+        total = self._total
+        self._begin()
         if total is None:
             return None
         if self._keeper is not None:
@@ -276,16 +282,15 @@ class _SumsApart:
         self._contributions = tuple(contributions)
         self._keep = keep
         self._left = list(contributions)
-        self._sums = [_Sum() for _ in contributions]
+        self._sums: list[torch.Tensor | None] = [None] * len(contributions)
 
     def add(self, number: int, gradient: torch.Tensor | None) -> None:
-        if gradient is not None:
-            self._sums[number].add(gradient)
+        self._sums[number] = _plus(self._sums[number], gradient)
         self._left[number] -= 1
         if self._left[number] == 0:
             self._left[number] = self._contributions[number]  # the next backward of the same graphs
-            done, self._sums[number] = self._sums[number], _Sum()
-            self._keep(number, done.value)
+            done, self._sums[number] = self._sums[number], None
+            self._keep(number, done)
 
 
 def _contribute(
@@ -299,68 +304,9 @@ def _contribute(
     return tuple(found)
 
 
-class OrderedSum:
-    """The sum that M plain backwards leave in ``.grad``: of each micro-batch its contributions in the order in which
-    its own graph makes them, then the micro-batches, first to last.
-
-    Contributions of different micro-batches may arrive in any order. One that comes early is kept until those before
-    it are there. Floating-point sums depend on their order; so each addition here is one that the plain loop makes.
-
-    Args:
-        contributions: for each micro-batch, how many edges of its graph lead to the parameter.
-        dtype: the dtype in which micro-batches are added to each other; ``None``: that of the contributions.
-    """
-
-    __slots__ = ("_contributions", "_dtype", "_left", "_next", "_sums", "_total")
-
-    def __init__(self, contributions: Sequence[int], dtype: torch.dtype | None = None) -> None:
-        self._contributions = tuple(contributions)
-        self._dtype = dtype
-        self._begin()
-
-    def _begin(self) -> None:
-        self._left = list(self._contributions)
-        self._sums = [_Sum() for _ in self._left]
-        self._next = 0
-        self._total = _Sum()
-
-    def add(self, number: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Add a contribution of micro-batch ``number``; ``None`` if there turned out to be none. Returns the sum of all
-        with the last contribution, and ``None`` before. The next backward of the same graphs begins again."""
-        if gradient is not None:
-            self._sums[number].add(gradient)
-        self._left[number] -= 1
-        # Micro-batches that are complete, and whose predecessors are.
-        while self._next < len(self._left) and self._left[self._next] == 0:
-            done, self._sums[self._next] = self._sums[self._next], _Sum()
-            if self._total.value is None:
-                self._total = self._in_dtype(done)
-            elif done.value is not None:
-                self._total.add(done.value)
-            self._next += 1
-        if self._next < len(self._left):
-            return None
-        total = self._total.value
-        self._begin()
+def _plus(total: torch.Tensor | None, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Add ``gradient`` to a running sum, in place. It stays as it is, so the first one is copied: a gradient may be in
+    use elsewhere in backward, and the node that computed it may use its memory again."""
+    if gradient is None:
         return total
-
-    def _in_dtype(self, first: "_Sum") -> "_Sum":
-        if first.value is not None and self._dtype is not None:
-            first.value = first.value.to(self._dtype)
-        return first
-
-
-class _Sum:
-    """A running sum. The tensors that are added stay as they are, so the first one is copied: a gradient may be in use
-    elsewhere in backward, and the node that computed it may use its memory again."""
-
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value: torch.Tensor | None = None
-
-    def add(self, gradient: torch.Tensor) -> None:
-        if self.value is None:
-            self.value = gradient.clone()
-        else:
-            self.value.add_(gradient)
+    return gradient.clone() if total is None else total.add_(gradient)

@@ -205,7 +205,11 @@ class Together:
             parts.schedule.backward(losses, None, parts.late.adopt)
         except RuntimeError as error:
             if _HAS_HOOKS in str(error):
-                raise _reads_buffers() from error
+                raise AccumulationError(
+                    "a torch.autograd.Function of this model asks for ctx.input_grad_buffers, which torch does not "
+                    "give in micro_batches(): gradients of several micro-batches are added up in hooks. Have its "
+                    "backward return the gradient, or run each micro-batch but the last in `with overlap.accumulate():`"
+                ) from error
             raise
         finally:
             fsdp2.restore()  # an error may have come between two hooks of a node
@@ -218,14 +222,6 @@ class Together:
 _HAS_HOOKS = "post-hooks on the producing autograd node"
 """In torch's message (2.15) where a function asks for ``ctx.input_grad_buffers`` and a node has a hook, as those have
 here that give a parameter its gradient."""
-
-
-def _reads_buffers() -> AccumulationError:
-    return AccumulationError(
-        "a torch.autograd.Function of this model asks for ctx.input_grad_buffers, which torch does not give in "
-        "micro_batches(): gradients of several micro-batches are added up in hooks. Have its backward return the "
-        "gradient, or run each micro-batch but the last in `with overlap.accumulate():`"
-    )
 
 
 def _held_unless_last(parts: Parts, is_last: bool, *, forward: bool = False) -> AbstractContextManager[None]:
@@ -289,7 +285,6 @@ class BackwardSideEffects:
         self._arrived[name] += 1
 
     def end(self) -> None:
-        """Backward is over."""
         for handle in self._handles:
             handle.remove()
 
@@ -297,12 +292,15 @@ class BackwardSideEffects:
         """Raise if there were any, and leave the step torn if backward has written weights."""
         model = self._parts.refs.model()
         now = {} if model is None else dict(model.named_buffers())
-        written = next(
-            (name for name, before in self._buffers.items() if not _is_as_before(now.get(name), *before)), None
-        )
-        if written is not None:
-            found = f"backward has written the buffer {written!r} (batch normalization in a checkpointed segment?)"
-        elif self._has_drawn():
+        written = [
+            name
+            for name, (before, version) in self._buffers.items()
+            if now.get(name) is not before or version_of(before) != version
+        ]
+        drew = any(_state_of(device) != before for device, before in self._on_devices)
+        if written:
+            found = f"backward has written the buffer {written[0]!r} (batch normalization in a checkpointed segment?)"
+        elif drew or self._generators.drawn() == "yes":
             found = "backward has drawn random numbers"
         elif (twice := next((name for name, times in self._arrived.items() if times > 1), None)) is not None:
             found = (
@@ -317,14 +315,6 @@ class BackwardSideEffects:
                 "after each. This step is not the plain loop's. Use overlap.accumulate() in place of micro_batches()"
             )
         )
-
-    def _has_drawn(self) -> bool:
-        drew = any(_state_of(device) != before for device, before in self._on_devices)
-        return drew or self._generators.drawn() == "yes"
-
-
-def _is_as_before(buffer: torch.Tensor | None, before: torch.Tensor, version: int) -> bool:
-    return buffer is before and version_of(before) == version
 
 
 def _state_of(device: torch.device) -> list[int]:

@@ -110,7 +110,7 @@ class Waiting:
                 "zero_grad() of all attached optimizers, or none, between the micro-batches of a step; or leave out "
                 "more=True"
             )
-        if any(mark.is_zeroed for mark in marks):
+        if any(mark.gradient.is_zeroed for mark in marks):
             reached = leaves_of(step.losses)  # the plain loop has no gradient of the others, and none to zero
             for mark in marks:
                 mark.zero(reached)
@@ -133,9 +133,13 @@ class _Mark:
 
     Args:
         found: what stood there before: nothing, or zeros, to which autograd adds.
+
+    Attributes:
+        name: of the parameter.
+        gradient: what stands there.
     """
 
-    __slots__ = ("_attached", "_found", "_gradient")
+    __slots__ = ("_attached", "_found", "gradient", "name")
 
     def __init__(
         self, attached: AttachedParameter, found: torch.Tensor | None, explain: Callable[[str], Exception]
@@ -143,20 +147,13 @@ class _Mark:
         parameter = attached.get()
         self._attached = attached
         self._found = found
-        self._gradient = parameter.grad = WaitingGradient(parameter, explain)
-
-    @property
-    def name(self) -> str:
-        return self._attached.spec.name
-
-    @property
-    def is_zeroed(self) -> bool:
-        return self._gradient.is_zeroed
+        self.name = attached.spec.name
+        self.gradient = parameter.grad = WaitingGradient(parameter, explain)
 
     @property
     def is_cleared(self) -> bool:
         parameter = self._attached.peek()
-        return parameter is None or parameter.grad is not self._gradient or self._gradient.is_zeroed
+        return parameter is None or parameter.grad is not self.gradient or self.gradient.is_zeroed
 
     def zero(self, reached: set[torch.Tensor]) -> None:
         """Leave in ``.grad`` the zeros of the plain loop, if it has any there. It was zeroed."""
@@ -167,5 +164,5 @@ class _Mark:
     def remove(self) -> None:
         """Put back what was found, unless the loop has put something else there."""
         parameter = self._attached.peek()
-        if parameter is not None and parameter.grad is self._gradient:
+        if parameter is not None and parameter.grad is self.gradient:
             parameter.grad = self._found

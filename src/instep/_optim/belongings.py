@@ -47,7 +47,9 @@ def kept_of(parameter: torch.Tensor, mappings: Iterable[Mappings]) -> dict[Any, 
     found: dict[Any, Any] = {id(mapping): mapping[parameter] for mapping in mappings_with(parameter, mappings)}
     if attributes := vars(parameter):
         kinds = (torch.Tensor, list, tuple, dict, set)
-        own = values_in_attributes(parameter)
+        # The attributes in which a tensor of a wrapper class (a ``DTensor``) has its values.
+        flatten: Any = getattr(type(parameter), "__tensor_flatten__", None)
+        own: Sequence[str] = () if flatten is None else flatten(parameter)[0]
         for name, value in attributes.items():
             # torch.compile marks tensors that it has seen.
             if (
@@ -57,14 +59,6 @@ def kept_of(parameter: torch.Tensor, mappings: Iterable[Mappings]) -> dict[Any, 
             ):
                 found[name] = value
     return found
-
-
-def values_in_attributes(parameter: torch.Tensor) -> Sequence[str]:
-    """The attributes in which a tensor of a wrapper class (a ``DTensor``) has its values."""
-    if getattr(type(parameter), "__tensor_flatten__", None) is None:
-        return ()
-    names: Sequence[str] = parameter.__tensor_flatten__()[0]  # type: ignore[attr-defined]
-    return names
 
 
 class Found:

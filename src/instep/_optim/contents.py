@@ -11,7 +11,7 @@ import struct
 import sys
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from threading import local
 from types import FunctionType, MethodType, ModuleType
@@ -32,9 +32,7 @@ from instep._optim.values import (
     is_immutable,
     is_wrapper,
 )
-from instep._torch.versions import is_pinned
-
-# One tensor: what is kept of it depends on how it keeps its values.
+from instep._torch.versions import PLAIN, is_pinned
 
 
 class Kept(Protocol):
@@ -57,7 +55,7 @@ def copy_of(tensor: torch.Tensor, host: bool) -> Kept:
         TypeError: nobody could tell whether it was put back.
     """
     if (
-        type(tensor) in _PLAIN
+        type(tensor) in PLAIN
         and tensor.dtype in _NUMBERS
         and tensor.layout is torch.strided
         and not (tensor.is_nested or tensor.is_meta or tensor.is_neg() or tensor._is_zerotensor())
@@ -87,14 +85,6 @@ def is_back(tensor: torch.Tensor, kept: Kept) -> bool:
         return kept.is_in(tensor)
 
 
-def require_can_be_kept(tensor: torch.Tensor) -> None:
-    """Raise the ``TypeError`` that ``copy_of`` would."""
-    with torch._C.DisableTorchFunctionSubclass():
-        if _kind_of(tensor) is _OfWrapper:
-            for inner in inner_of(tensor).values():
-                require_can_be_kept(inner)
-
-
 def _kind_of(tensor: torch.Tensor) -> Callable[[torch.Tensor, bool], Kept]:
     if is_wrapper(tensor):
         return _OfWrapper
@@ -114,7 +104,6 @@ def _kind_of(tensor: torch.Tensor) -> Callable[[torch.Tensor, bool], Kept]:
     raise TypeError(f"a tensor {layout}")
 
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _NUMBERS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64})
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -136,41 +125,48 @@ class _OfMemory:
 
     Args:
         dense: numbers of which each one is there once, one after the other: nothing else is asked.
+
+    Attributes:
+        alias: has the place in memory, and keeps it, whatever the tensor is made to refer to.
     """
 
-    __slots__ = ("_alias", "_copy")
+    __slots__ = ("_copy", "alias")
 
     def __init__(self, tensor: torch.Tensor, host: bool, *, dense: bool = False) -> None:
         if tensor.is_pinned() if dense else is_pinned(tensor):
             _await_copies()
-        self._alias = tensor.detach()  # has the place in memory, and keeps it, whatever the tensor is made to refer to
-        bits = self._alias if dense else _each_once(_bits_of(self._alias))
-        self._copy = _to_host(bits) if host and bits.device.type != "cpu" else bits.clone()
-
-    @property
-    def memory(self) -> torch.Tensor:
-        return self._alias
+        self.alias = tensor.detach()
+        bits = self.alias if dense else _each_once(_bits_of(self.alias))
+        if host and bits.device.type != "cpu":
+            self._copy = torch.empty_like(bits, device="cpu", pin_memory=True).copy_(bits, non_blocking=True)
+        else:
+            self._copy = bits.clone()
 
     def put_back(self, tensor: torch.Tensor) -> None:
-        if tensor.device != self._alias.device:  # it was moved: to where it is now
-            self._alias = _like(tensor, self._alias)
+        alias = self.alias
+        if tensor.device != alias.device:  # it was moved: to where it is now
+            fits = tensor.shape == alias.shape and tensor.dtype == alias.dtype
+            self.alias = tensor.detach() if fits else torch.empty_like(alias, device=tensor.device)
         self.write()
-        if not _is_same_memory(tensor, self._alias):
-            tensor.data = self._alias
+        if not _is_same_memory(tensor, self.alias):
+            tensor.data = self.alias
 
     def write(self) -> None:
-        alias, kept = self._alias, self._copy
+        alias, kept = self.alias, self._copy
         if is_pinned(alias):
             _await_copies()
-        _make_room(alias)
+        if alias.numel():  # somebody may have made the memory smaller
+            last = sum((n - 1) * stride for n, stride in zip(alias.shape, alias.stride(), strict=True))
+            nbytes = (alias.storage_offset() + 1 + last) * alias.element_size()
+            if alias.untyped_storage().nbytes() < nbytes:
+                alias.untyped_storage().resize_(int(nbytes))
         bits = alias if kept.dtype is alias.dtype and kept.shape == alias.shape else _each_once(_bits_of(alias))
         # Memory of others, a mapped file, say, may be such that nobody may write it.
         if alias.untyped_storage().resizable() or not torch.equal(_bits_of(bits), _bits_of(kept).to(bits.device)):
             bits.copy_(kept, non_blocking=True)
 
     def is_in(self, tensor: torch.Tensor) -> bool:
-        alias = self._alias
-        if type_of_memory(tensor) != type_of_memory(alias):
+        if _type_of_memory(tensor) != _type_of_memory(self.alias):
             return False
         if is_pinned(tensor):
             _await_copies()
@@ -181,15 +177,8 @@ class _OfMemory:
 _of_dense = partial(_OfMemory, dense=True)
 
 
-def type_of_memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _type_of_memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.shape, tensor.layout, tensor.is_nested, tensor.is_conj(), tensor.is_neg()
-
-
-def _like(tensor: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or a new one where it is, of the shape of ``alias``."""
-    if tensor.shape == alias.shape and tensor.dtype == alias.dtype:
-        return tensor.detach()
-    return torch.empty_like(alias, device=tensor.device)
 
 
 def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -203,15 +192,6 @@ def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def _make_room(alias: torch.Tensor) -> None:
-    """Somebody may have made the memory smaller."""
-    if alias.numel():
-        reach = alias.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(alias.shape, alias.stride(), strict=True))
-        storage = alias.untyped_storage()
-        if storage.nbytes() < reach * alias.element_size():
-            storage.resize_(int(reach * alias.element_size()))
-
-
 def _each_once(bits: torch.Tensor) -> torch.Tensor:
     """A view without dimensions that stand still, which torch does not write. Others may still share their memory:
     they are written several times, with what they all have held."""
@@ -219,11 +199,6 @@ def _each_once(bits: torch.Tensor) -> torch.Tensor:
         return bits
     sizes = [1 if stride == 0 else size for size, stride in zip(bits.shape, bits.stride(), strict=True)]
     return bits.as_strided(sizes, bits.stride(), bits.storage_offset())
-
-
-def _to_host(bits: torch.Tensor) -> torch.Tensor:
-    kept = torch.empty_like(bits, device="cpu", pin_memory=True)
-    return kept.copy_(bits, non_blocking=True)
 
 
 def _await_copies() -> None:
@@ -240,11 +215,11 @@ class _OfMeta:
         self._alias = tensor.detach()
 
     def put_back(self, tensor: torch.Tensor) -> None:
-        if tensor.is_meta and type_of_memory(tensor) != type_of_memory(self._alias):
+        if tensor.is_meta and _type_of_memory(tensor) != _type_of_memory(self._alias):
             tensor.data = self._alias
 
     def is_in(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_meta and type_of_memory(tensor) == type_of_memory(self._alias)
+        return tensor.is_meta and _type_of_memory(tensor) == _type_of_memory(self._alias)
 
 
 _PARTS = {
@@ -276,16 +251,11 @@ class _OfSparse:
     def put_back(self, tensor: torch.Tensor) -> None:
         for part in self._parts:
             part.write()
-        if self._has_other_parts(tensor):
-            tensor.data = self._rebuilt()
+        parts = [part.alias for part in self._parts]
+        if not self._is_of_same_kind(tensor) or not all(map(_is_same_memory, _parts_of(tensor), parts)):
+            tensor.data = self._rebuilt(parts)
 
-    def _has_other_parts(self, tensor: torch.Tensor) -> bool:
-        if not self._is_of_same_kind(tensor):
-            return True
-        return not all(map(_is_same_memory, _parts_of(tensor), (part.memory for part in self._parts)))
-
-    def _rebuilt(self) -> torch.Tensor:
-        parts = [part.memory for part in self._parts]
+    def _rebuilt(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         if self._layout is torch.sparse_coo:
             indices, values = parts
             return torch.sparse_coo_tensor(
@@ -383,9 +353,6 @@ def disturb(tensor: torch.Tensor) -> None:
                 _each_once(_bits_of(tensor.detach())).bitwise_xor_(_BITS.get(tensor.dtype, 1))
 
 
-# A value of optimizer state, which may be nested.
-
-
 Restore = Callable[[], Any]
 """Puts back what a value held. Returns the value, which is the same object."""
 _SIMPLE = frozenset({int, float, bool, str, type(None)})
@@ -409,11 +376,7 @@ class Contents:
         self._known[id(value)] = lambda: value
 
     def of(self, value: Any) -> Restore:
-        """The present contents of ``value``.
-
-        Raises:
-            TypeError: an object cannot be copied.
-        """
+        """The present contents of ``value``; ``TypeError``, if an object cannot be copied."""
         known = self._known.get(id(value))
         if known is None:
             if isinstance(value, torch.Tensor):
@@ -436,7 +399,8 @@ class Contents:
         if isinstance(value, set):
             return partial(_put_set, value, set(value))
         if isinstance(value, FunctionType):
-            return partial(_put_cells, value, [self._filled(cell) for cell in value.__closure__ or ()])
+            cells = [cell for cell in value.__closure__ or () if is_filled(cell)]
+            return partial(_put_cells, value, [(cell, self.of(cell.cell_contents)) for cell in cells])
         if isinstance(value, MethodType):
             return self._fixed(value, [value.__self__])
         if isinstance(value, partial):
@@ -462,18 +426,18 @@ class Contents:
             return partial(_put_attributes, value, {name: self.of(item) for name, item in (attributes or {}).items()})
         if hasattr(type(value), "__next__"):
             raise TypeError(f"a {type(value).__name__}, which moves on when it is asked")
-        kind: Any = type(value)
         # A class, say, which is its own copy; or a number, a date.
         if copy.deepcopy(value) is value or is_compared_by_value(value):
             return lambda: value
-        raise TypeError(f"a {kind.__name__}, which does not tell what it holds")
-
-    def _filled(self, cell: Any) -> Restore | None:
-        return self.of(cell.cell_contents) if is_filled(cell) else None
+        raise TypeError(f"a {type(value).__name__}, which does not tell what it holds")
 
 
 def _no_copy(tensor: torch.Tensor, host: bool) -> Kept:
-    require_can_be_kept(tensor)
+    """Raises the ``TypeError`` that ``copy_of`` would."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if _kind_of(tensor) is _OfWrapper:
+            for inner in inner_of(tensor).values():
+                _no_copy(inner, host)
     return _OfMeta(_NOTHING, host)
 
 
@@ -481,21 +445,14 @@ _NOTHING = torch.empty(0, device="meta")
 
 
 def require_contents(value: Any, known: torch.Tensor) -> None:
-    """Raise the ``TypeError`` that ``Contents.of`` would.
-
-    Args:
-        known: what is put back by whoever says so.
-    """
+    """Raise the ``TypeError`` that ``Contents.of`` would. ``known`` is put back by whoever says so."""
     questions = Contents(host=False, copied=_no_copy)
     questions.known(known)
     questions.of(value)
 
 
 def put_dict(held: dict[Any, Any], items: dict[Any, Restore], but: tuple[type, ...] = ()) -> dict[Any, Any]:
-    """
-    Args:
-        but: keys of these kinds, if they are not among ``items``, stay as they are.
-    """
+    """Keys of the kinds ``but``, if they are not among ``items``, stay as they are."""
     for key, item in items.items():
         held[key] = item()  # not by update(), which a Counter's adds to
     for key in [key for key in held if key not in items and not isinstance(key, but)]:
@@ -539,10 +496,9 @@ def _put_state(held: Any, write: Callable[[Any], Any], state: Any) -> Any:
     return held
 
 
-def _put_cells(held: FunctionType, enclosed: list[Restore | None]) -> FunctionType:
-    for cell, item in zip(held.__closure__ or (), enclosed, strict=True):
-        if item is not None:
-            cell.cell_contents = item()
+def _put_cells(held: FunctionType, enclosed: list[tuple[Any, Restore]]) -> FunctionType:
+    for cell, item in enclosed:
+        cell.cell_contents = item()
     return held
 
 
@@ -578,25 +534,20 @@ _FEW = 4096  # bytes, on a CPU: those of a few go through a hash at once
 
 def digest_of(tensor: torch.Tensor) -> Digest:
     """A digest of the tensor's bits, with its dtype, shape and layout: not of its strides, nor of where it is.
-
-    Raises:
-        TypeError: nobody could tell what the tensor holds.
-    """
+    ``TypeError``, if nobody could tell what the tensor holds."""
     with torch._C.DisableTorchFunctionSubclass():
         kind = _kind_of(tensor)
         if kind is _OfMemory:
             return _digest_of_memory(tensor)
-        return _DIGESTS[kind](tensor)
-
-
-def _digest_of_wrapper(tensor: torch.Tensor) -> Digest:
-    inner = tuple((name, digest_of(part)) for name, part in inner_of(tensor).items())
-    return type(tensor), tensor.dtype, digest_of_value(_noted(tensor)), inner
-
-
-def _digest_of_parts(tensor: torch.Tensor) -> Digest:
-    parts = _parts_of(tensor)
-    return tensor.dtype, tensor.shape, tensor.layout, _coalesced(tensor), tuple(map(digest_of, parts))
+        if kind is _OfWrapper:
+            inner = tuple((name, digest_of(part)) for name, part in inner_of(tensor).items())
+            return type(tensor), tensor.dtype, digest_of_value(_noted(tensor)), inner
+        if kind is _OfNested:
+            return tensor.dtype, "nested", tuple(map(digest_of, tensor.detach().unbind()))
+        if kind is _OfSparse:
+            parts = tuple(map(digest_of, _parts_of(tensor)))
+            return tensor.dtype, tensor.shape, tensor.layout, _coalesced(tensor), parts
+        return tensor.dtype, tensor.shape, tensor.layout, "meta"
 
 
 def _digest_of_memory(tensor: torch.Tensor) -> Digest:
@@ -610,14 +561,6 @@ def _digest_of_memory(tensor: torch.Tensor) -> Digest:
         numbers = torch.stack([number for words in _words_of(bits) for number in _sums(words, room)]).cpu().numpy()
     content = hashlib.blake2b(numbers, digest_size=16).digest()
     return tensor.dtype, tensor.shape, tensor.layout, content
-
-
-_DIGESTS: dict[Any, Callable[[torch.Tensor], Digest]] = {
-    _OfWrapper: _digest_of_wrapper,
-    _OfSparse: _digest_of_parts,
-    _OfNested: lambda tensor: (tensor.dtype, "nested", tuple(map(digest_of, tensor.detach().unbind()))),
-    _OfMeta: lambda tensor: (tensor.dtype, tensor.shape, tensor.layout, "meta"),
-}
 
 
 def _words_of(flat: torch.Tensor) -> Iterator[torch.Tensor]:

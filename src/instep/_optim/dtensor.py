@@ -2,7 +2,8 @@
 
 import sys
 from collections.abc import Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -100,14 +101,9 @@ def shard_index(parameter: Any) -> int | None:
     return index
 
 
-class _OfEachRank:
-    """In the place of torch's own, which has the ranks of an accelerator's mesh draw parts of one sequence: each draws
-    for its part from its own generator, as it does on a CPU."""
-
-    distribute_region_enabled = False
-
-    def _distribute_region(self, *_: object) -> AbstractContextManager[None]:
-        return nullcontext()
+# In the place of torch's own, which has the ranks of an accelerator's mesh draw parts of one sequence: each draws for
+# its part from its own generator, as it does on a CPU.
+_OF_EACH_RANK = SimpleNamespace(distribute_region_enabled=False, _distribute_region=lambda *_: nullcontext())
 
 
 @contextmanager
@@ -118,7 +114,7 @@ def drawn_by_part(parameter: torch.Tensor) -> Iterator[None]:
         return
     # Private: nothing public has a DTensor draw so.
     module: Any = sys.modules["torch.distributed.tensor._random"]
-    before, module._rng_tracker = module._rng_tracker, _OfEachRank()
+    before, module._rng_tracker = module._rng_tracker, _OF_EACH_RANK
     try:
         yield
     finally:
@@ -126,6 +122,5 @@ def drawn_by_part(parameter: torch.Tensor) -> Iterator[None]:
 
 
 def local_numel(parameter: Any) -> int:
-    """How many elements of it this rank has."""
     local: torch.Tensor = parameter._local_tensor if is_sharded(parameter) else parameter
     return local.numel()

@@ -1,7 +1,7 @@
 """Guards: bucket by bucket, updates find the settings, switches and state that ``optimizer.step()`` would find."""
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain, repeat
 from operator import is_, length_hint, methodcaller
 from typing import Any, NamedTuple
@@ -45,7 +45,9 @@ class SettingsGuard(Stage):
         self._groups: dict[int, Snapshot] = {}
         # Snapshots of earlier steps, to be taken again. None that can be changed: it may refer to the model.
         self._known: dict[int, Snapshot] = {}
-        self._on_device = WrittenOnDevice(name)
+        # Whether small tensors on an accelerator were written, of which the host would have to wait to know: compared
+        # there in one step, and read in the next. Each with its name.
+        self._flags: list[tuple[str, torch.Tensor]] = []
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
         self.layout = layout
@@ -64,21 +66,17 @@ class SettingsGuard(Stage):
                 if not used.is_of(live):
                     require_same(self._name, f"param_groups[{index}]", used, live)
             elif members:
-                self._groups[index] = self._snapshot_of(index, live)
+                snapshot = self._known.get(index)
+                if snapshot is None or not snapshot.is_of(live):
+                    snapshot = Snapshot(live)
+                    if snapshot.is_plain:
+                        self._known[index] = snapshot
+                self._groups[index] = snapshot
 
     @contextmanager
     def around(self, update: Update) -> Iterator[None]:
         self.look(update.optimizer, update.members)
         yield
-
-    def _snapshot_of(self, index: int, group: Mapping[str, Any]) -> "Snapshot":
-        known = self._known.get(index)
-        if known is not None and known.is_of(group):
-            return known
-        snapshot = Snapshot(group)
-        if snapshot.is_plain:
-            self._known[index] = snapshot
-        return snapshot
 
     def require_unchanged(self, optimizer: Optimizer) -> None:
         if self.layout.were_moved(optimizer.param_groups):
@@ -91,40 +89,43 @@ class SettingsGuard(Stage):
                 f"{difference}, in {self._name}.step(), after backward had already stepped parameters under what it "
                 "was. Call backward() and optimizer.step() under the same, or use undo=True or schedule='forward'"
             )
-        looks: list[Look] = [
-            (f"param_groups[{i}]", used, optimizer.param_groups[i]) for i, used in self._groups.items()
-        ]
+        # Where settings are, in words; what they were; and what they are.
+        looks = [(f"param_groups[{i}]", used, optimizer.param_groups[i]) for i, used in self._groups.items()]
         for where, before, now in looks:
             require_same(self._name, where, before, now)
-        self._on_device.require_none(looks)
+        flags, self._flags = self._flags, []
+        self._flags = [(f"{where}[{key!r}]", flag) for where, before, now in looks for key, flag in before.flags(now)]
+        told = torch.stack([flag.to(flags[0][1].device) for _, flag in flags]).tolist() if flags else []
+        for (name, _), written in zip(flags, told, strict=True):
+            if written:
+                raise HyperparameterChangedError(
+                    f"{name} in {self._name} was written, in the step before, after backward had already stepped "
+                    "parameters with what it was. Change hyper-parameters after optimizer.step() or before backward()"
+                )
 
     def end_step(self) -> None:
         self._groups = {}
 
 
-Look = tuple[str, "Snapshot", Mapping[Any, Any]]
-"""Where settings are, in words; what they were; and what they are."""
-
-
 class Snapshot:
-    """The values of a group, or other settings by name, at one moment; parameters aside."""
+    """The values of a group, or other settings by name, at one moment; parameters aside.
+
+    Attributes:
+        is_plain: whether none of the values can be changed in place, or refers to anything.
+    """
 
     def __init__(self, group: Mapping[str, Any]) -> None:
         self._values = {key: value for key, value in group.items() if key not in PER_PARAMETER}
         self._mutable = {k: fingerprint(v) for k, v in self._values.items() if not is_immutable(v)}
+        self.is_plain = not self._mutable
         mutable = {k: self._values[k] for k in self._mutable}
         self._on_device = {k: v.detach().clone() for k, v in mutable.items() if waits_for_host(v)}
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether none of the values can be changed in place, or refers to anything."""
-        return not self._mutable
 
     def is_of(self, group: Mapping[str, Any]) -> bool:
         """Whether ``group`` holds the very same values, none of which can be changed in place."""
         values = self._values
         return (
-            not self._mutable
+            self.is_plain
             and len(group) - sum(map(group.__contains__, PER_PARAMETER)) == len(values)
             and all(map(is_, map(group.get, values, repeat(ABSENT)), values.values()))
         )
@@ -138,7 +139,9 @@ class Snapshot:
             # Asked for every bucket: what cannot be changed in place and is the same object needs no look.
             if (value is not values.get(key, ABSENT) or key in mutable)
             and key not in PER_PARAMETER
-            and not self._has(key, value)
+            and not (
+                alike(fingerprint(value), mutable[key]) if key in mutable else same(value, values.get(key, ABSENT))
+            )
         }
 
     def difference(self, group: Mapping[str, Any]) -> str | None:
@@ -159,11 +162,6 @@ class Snapshot:
             if isinstance(now, torch.Tensor) and now.shape == before.shape and now.dtype == before.dtype:
                 yield key, (bytes_of(now.detach()) != bytes_of(before)).any()
 
-    def _has(self, key: str, value: Any) -> bool:
-        if key in self._mutable:
-            return alike(fingerprint(value), self._mutable[key])
-        return same(value, self._values.get(key, ABSENT))
-
 
 def require_same(name: str, where: str, before: "Snapshot", now: Mapping[str, Any]) -> None:
     """Raise ``HyperparameterChangedError`` if settings of the optimizer ``name`` are not as they were."""
@@ -176,33 +174,6 @@ def require_same(name: str, where: str, before: "Snapshot", now: Mapping[str, An
             "Change hyper-parameters (and call the scheduler) after optimizer.step() or before backward(), not in "
             "between"
         )
-
-
-class WrittenOnDevice:
-    """Writes of small tensors on an accelerator, of which the host would have to wait to know: compared there in one
-    step, and read in the next."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._flags: list[tuple[str, torch.Tensor]] = []
-
-    def require_none(self, looks: list[Look]) -> None:
-        """Compare on the device, and raise ``HyperparameterChangedError`` for what was found in the step before."""
-        flags, self._flags = self._flags, []
-        self._flags = list(_flags(looks))
-        told = torch.stack([flag.to(flags[0][1].device) for _, flag in flags]).tolist() if flags else []
-        for (name, _), written in zip(flags, told, strict=True):
-            if written:
-                raise HyperparameterChangedError(
-                    f"{name} in {self._name} was written, in the step before, after backward had already stepped "
-                    "parameters with what it was. Change hyper-parameters after optimizer.step() or before backward()"
-                )
-
-
-def _flags(looks: list[Look]) -> Iterator[tuple[str, torch.Tensor]]:
-    for where, before, now in looks:
-        for key, flag in before.flags(now):
-            yield f"{where}[{key!r}]", flag
 
 
 # What the state holds of a bucket: read once for each update, and whether it was written since.
@@ -271,7 +242,6 @@ class EntriesAsLeft(NamedTuple):
 
     @classmethod
     def of(cls, read: Entries) -> "EntriesAsLeft":
-        """As they are now."""
         tensors: list[torch.Tensor] = read.values
         others: list[tuple[Any, Any]] = []
         if not read.are_plain:
@@ -284,7 +254,6 @@ class EntriesAsLeft(NamedTuple):
 
     @classmethod
     def of_all(cls, parts: Sequence["EntriesAsLeft"]) -> "EntriesAsLeft":
-        """Those of all ``parts``, as each was left."""
         columns: Iterable[list[Any]] = map(list, map(chain.from_iterable, zip(*parts, strict=True)))
         return cls(*columns) if parts else _NONE
 
@@ -381,19 +350,18 @@ MKLDNN = "torch.backends.mkldnn.enabled"
 def switches() -> dict[str, Any]:
     """As they are now, by what tells them. Not among them: whether algorithms are deterministic. A loop may have a
     backward that is not, and no optimizer is known to use such an algorithm."""
+    precision: str | None = None
+    with suppress(RuntimeError):  # some were set by the newer names, of which there is one for each backend
+        precision = torch.get_float32_matmul_precision()
     return {
         DEFAULT_DTYPE: torch.get_default_dtype(),
         MKLDNN: torch.backends.mkldnn.enabled,
-        "torch.get_float32_matmul_precision()": _precision_of_products(),
+        "torch.get_float32_matmul_precision()": precision,
     }
 
 
 def switched(then: dict[str, Any], *, but: Container[str] = ()) -> str | None:
-    """The first that is not as it was, in words.
-
-    Args:
-        but: those that do not count.
-    """
+    """The first that is not as it was, in words; those ``but`` do not count."""
     for name, now in switches().items():
         if now != then[name] and name not in but:
             return f"{name} was {then[name]} and is {now}"
@@ -463,10 +431,3 @@ def _set(wanted: dict[str, Any], found: dict[str, Any]) -> None:
         torch.set_default_dtype(wanted[DEFAULT_DTYPE])
     if wanted[MKLDNN] != found[MKLDNN]:
         torch.backends.mkldnn.enabled = wanted[MKLDNN]
-
-
-def _precision_of_products() -> str | None:
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:  # some were set by the newer names, of which there is one for each backend
-        return None

@@ -109,16 +109,8 @@ def _one(dtype: torch.dtype) -> torch.Tensor:
         return torch.ones((), dtype=dtype)
 
 
-class _Asked(NamedTuple):
-    """What a group asks for.
-
-    Attributes:
-        options: the kernel's numbers.
-        columns: what it reads of each entry of state.
-    """
-
-    options: Settings
-    columns: Sequence[str]
+_Asked = tuple[Settings, Sequence[str]]
+"""What a group asks for: the kernel's numbers, and what it reads of each entry of state."""
 
 
 class Kernel:
@@ -183,12 +175,12 @@ class Kernel:
                 continue
             group = optimizer.param_groups[number]
             asked = self._asked_of(number, group)
-            if asked is None or (columns := entries.columns(asked.columns)) is None:
+            if asked is None or (columns := entries.columns(asked[1])) is None:
                 return None
             lists = [[*tensors], gradients, *columns]
             if len(mine) < len(tensors):  # else the order does not matter: a kernel takes one after the other
                 lists = [[column[i] for i in mine] for column in lists]
-            call = self._call(lists, asked.options, group)
+            call = self._call(lists, asked[0], group)
             if call is None or not (on_cpu or call.is_one_group):
                 return None
             calls.append(call)
@@ -206,7 +198,7 @@ class Kernel:
         options = self._options(dict(zip(self.settings, given, strict=True)))
         if not _NUMBERS.issuperset(map(type, options.values())):
             return None
-        asked = _Asked(options, self._columns(options))
+        asked = options, self._columns(options)
         if all(map(is_immutable, given)):  # a list of betas may be written in place
             self._known[number] = given, asked
         return asked
@@ -219,10 +211,7 @@ class Kernel:
         raise NotImplementedError
 
     def _call(self, lists: list[Tensors], options: Settings, group: Settings) -> KernelCall | None:
-        """
-        Args:
-            lists: of parameters, of gradients, and one for each of ``_columns``.
-        """
+        """``lists``: of parameters, of gradients, and one for each of ``_columns``."""
         raise NotImplementedError
 
 

@@ -250,12 +250,6 @@ def read_by_update(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def held_by_classes(optimizer: Optimizer) -> dict[str, Any]:
-    """The attributes of the optimizer's classes, torch's and Python's aside. All instances share them, and methods
-    enclose values."""
-    return {f"{cls.__name__}.{name}": value for cls in classes_of(optimizer) for name, value in vars(cls).items()}
-
-
 def classes_of(optimizer: Optimizer) -> list[type]:
     """Those that it is of, torch's and Python's aside."""
     return [cls for cls in type(optimizer).__mro__ if not f"{cls.__module__}.".startswith(_NOT_ITS_OWN)]

@@ -73,9 +73,6 @@ class Copies:
             self._returning, self.is_under_way = [], False
 
 
-# Entries of optimizer state that live in host memory, copied to a device for one update, and back.
-
-
 Entry = dict[Any, Any]
 """The state of one parameter."""
 
@@ -209,8 +206,6 @@ class DeviceEntries:
         )
 
 
-# ``offload="host"``: optimizer state that lives in pinned host memory, and is on the device while it is stepped.
-#
 # In ``optimizer.state`` every tensor of more than one element is a host tensor. A bucket is stepped with copies of its
 # tensors on the device. While it is stepped, the state of the bucket that was stepped after it in the last step is
 # copied to the device, and that of the one before is copied back: so state of two buckets is there at most.
@@ -341,9 +336,12 @@ class HostState:
         if number + 1 >= len(self._last) or self._last[number].parameters != call.parameters:
             return
         following = self._last[number + 1]
-        parameters = self._parameters_of(following)
-        if parameters and parameters[0].device == device:
-            self._ahead = self._bring(following, _entries_of(following, parameters), device)
+        parameters, optimizer = self._parameters_of(following), following.optimizer()
+        if optimizer is not None and parameters and parameters[0].device == device:
+            entries: list[Entry | None] = list(map(optimizer.state.get, parameters))
+            if following.shards is not None:
+                entries = [shard_of_entry(entry, shard) for entry, shard in zip(entries, following.shards, strict=True)]
+            self._ahead = self._bring(following, entries, device)
 
     def _parameters_of(self, call: _Call) -> list[torch.Tensor]:
         """Empty if one of them is in no group any more."""
@@ -355,15 +353,6 @@ class HostState:
             self._parameters[call.optimizer] = {id(p): p for group in groups for p in group["params"]}
         known = self._parameters[call.optimizer]
         return [known[key] for key in call.parameters] if known.keys() >= set(call.parameters) else []
-
-
-def _entries_of(call: _Call, parameters: Sequence[torch.Tensor]) -> list[Entry | None]:
-    optimizer = call.optimizer()
-    assert optimizer is not None
-    entries: list[Entry | None] = list(map(optimizer.state.get, parameters))
-    if call.shards is None:
-        return entries
-    return [shard_of_entry(entry, shard) for entry, shard in zip(entries, call.shards, strict=True)]
 
 
 class OffloadedState(Stage):
@@ -382,8 +371,6 @@ class OffloadedState(Stage):
         self._state = state
         self._optimizer = weakref.ref(optimizer)
         self._parts = parts
-
-    steps_every_parameter = True
 
     @contextmanager
     def around(self, update: Update) -> Iterator[None]:
@@ -412,11 +399,7 @@ class OffloadedState(Stage):
         self._state.finish()
 
     def take_in(self) -> None:
-        """Move state that is on the device.
-
-        Raises:
-            UnsupportedOptimizerError: there is state that cannot live in host memory.
-        """
+        """Move state that is on the device; ``UnsupportedOptimizerError``, if some cannot live in host memory."""
         for parameter, entry, shard in self._entries():
             stepped = shard_of_entry(entry, shard)
             lent = DeviceEntries(self._name, (), parameter.device)

@@ -8,6 +8,7 @@ bitsandbytes documents ``override_config`` and ``register_module_override``, not
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from inspect import getattr_static
 from typing import Any
 
@@ -17,6 +18,7 @@ MANAGER = "mng"
 """The attribute."""
 
 
+@dataclass
 class Overrides:
     """In the place of the manager, for one bucket.
 
@@ -26,11 +28,10 @@ class Overrides:
         module_weight_config_triple: modules to look for; none: they have been found.
     """
 
-    def __init__(self, by_place: Mapping[tuple[int, int], Any], by_id: Mapping[int, Any]) -> None:
-        self.index2config = by_place
-        self.pid2config = by_id
-        self.module_weight_config_triple: list[Any] = []
-        self.uses_config_override = True
+    index2config: Mapping[tuple[int, int], Any]
+    pid2config: Mapping[int, Any]
+    module_weight_config_triple: list[Any] = field(default_factory=list)
+    uses_config_override: bool = True
 
 
 def is_manager(value: object) -> bool:

@@ -19,7 +19,7 @@ import re
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping, Sequence
 from enum import Enum
 from functools import partial
 from itertools import chain, repeat
@@ -40,7 +40,6 @@ from instep._optim.kinds import (
     STEPPED_WHOLE,
     beside_parameters,
     classes_of,
-    held_by_classes,
     read_by_update,
 )
 from instep._optim.overrides import MANAGER, overrides_in_bucket
@@ -66,8 +65,6 @@ from instep._optim.values import (
 from instep._torch.interrupts import heard, held
 from instep._torch.versions import memory_of, versions_of
 from instep.errors import HyperparameterChangedError, UnsupportedOptimizerError
-
-# The groups, while one call steps a bucket.
 
 
 class _Params(list[Any]):
@@ -163,7 +160,7 @@ class OwnObject:
         """A parameter that was stepped before is about to be used: raise, if it is an update that uses it."""
         if self._runs_on == threading.get_ident():
             self._used_others = True
-            raise uses_others(self._name)
+            raise _refused(self._name, _USES_OTHERS)
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout, *, may_draw: bool, in_parts: bool) -> None:
         """A step begins, with its first bucket.
@@ -175,7 +172,9 @@ class OwnObject:
         self._signals = heard()
         devices = {memory_of(p).device for p in parameters_of(optimizer)}
         self._draws = None if may_draw else Generators.of(optimizer, devices, torchs_alone=True)
-        self._instead = self._attributes_of_a_call(optimizer)
+        # No hooks, and methods that see all parameters. Made once a step: a bucket has little time.
+        hooks: dict[str, Any] = {name: OrderedDict() for name in STEP_HOOKS if name in vars(optimizer)}
+        self._instead = hooks | {name: partial(self._of_all, optimizer, name) for name in _OF_ALL}
         self._reached = [] if in_parts else reached_by(optimizer, layout)
         self.beside.begin(optimizer, layout)
 
@@ -222,7 +221,7 @@ class OwnObject:
             self.returned = self._call(optimizer, members, tensors, call)
             self.wrote = not self.notes and versions_of(tensors) != given
             if draws is not None and draws.have_advanced():
-                raise draws_in_step(self._name)
+                raise _refused(self._name, _DRAWS)
         except BaseException:
             if draws is not None:
                 draws.have_advanced()  # to be drawn again, if the update runs again
@@ -234,18 +233,17 @@ class OwnObject:
         else:
             self.beside.take_back()
         if versions_of(others) != versions:
-            raise writes_others(self._name)
+            raise _refused(self._name, _WRITES_OTHERS)
         if optimizer.state is not state or len(state) < len(entries):
             optimizer.state = state
             lost = {key: entry for key, entry in entries.items() if id(key) not in mine and key not in state}
             state.update(lost)
             if lost:
-                raise takes_state_out(self._name)
+                raise _refused(self._name, _TAKES_STATE_OUT)
         if groups.put_back():
             raise depends_on_buckets(self._name, "its list of param_groups")
 
     def end_step(self) -> None:
-        """The step is over."""
         self.beside.end_step()
         self.belongings.end_step()
         self.returned, self.gave_back, self._instead, self._reached, self._draws = None, False, {}, [], None
@@ -263,7 +261,7 @@ class OwnObject:
             with torch.no_grad(), without_autocast(tensors[0].device.type):
                 returned = call(optimizer, members)
             if self._used_others:  # and the update has caught the error
-                raise uses_others(self._name)
+                raise _refused(self._name, _USES_OTHERS)
             return returned
         finally:
             self._runs_on = None
@@ -273,19 +271,11 @@ class OwnObject:
                     attributes.pop(name, None)
                 else:
                     attributes[name] = value
-            self._keep_hooks(attributes)
-
-    def _attributes_of_a_call(self, optimizer: Optimizer) -> dict[str, Any]:
-        """No hooks, and methods that see all parameters. Made once a step: a bucket has little time."""
-        hooks: dict[str, Any] = {name: OrderedDict() for name in STEP_HOOKS if name in vars(optimizer)}
-        return hooks | {name: partial(self._of_all, optimizer, name) for name in _OF_ALL}
-
-    def _keep_hooks(self, attributes: Mapping[str, Any]) -> None:
-        """A hook that was registered while a bucket was stepped, on another thread, say, is the object's."""
-        for name in STEP_HOOKS:
-            if registered := self._instead.get(name):
-                attributes[name].update(registered)
-                registered.clear()
+            # A hook that was registered while a bucket was stepped, on another thread, say, is the object's.
+            for name in STEP_HOOKS:
+                if registered := self._instead.get(name):
+                    attributes[name].update(registered)
+                    registered.clear()
 
     def _of_all(self, optimizer: Optimizer, name: str, *args: Any, **named: Any) -> Any:
         """A method that needs all parameters is called while a bucket is stepped: by the update itself, or on another
@@ -357,8 +347,8 @@ class _Holdings(Contents):
             if value.nbytes > MOST_BYTES:
                 self.large.append(value)
                 return lambda: value
-        elif _is_closed(value):
-            return lambda: value
+        elif is_closed(value) or is_of_torch(value) or isinstance(value, _INERT):
+            return lambda: value  # an update does not change it, or it is looked at in another way
         elif isinstance(value, dict) and id(value) not in self._known:
             self.known(value)
             items = {key: self.of(item) for key, item in value.items() if not isinstance(key, torch.Tensor)}
@@ -375,21 +365,12 @@ class _Holdings(Contents):
         return super()._object(value)
 
 
-def _is_closed(value: Any) -> bool:
-    """What an update does not change, or what is looked at in another way."""
-    return is_closed(value) or is_of_torch(value) or isinstance(value, _INERT)
-
-
 _INERT = (weakref.ref, BuiltinFunctionType, CodeType, Enum, re.Pattern)
 
 
 def _items(held: Any) -> list[Any]:
     """With the keys of a dict."""
     return [*chain.from_iterable(held.items())] if type(held) is dict else [*held]
-
-
-def _is_told_apart(value: Any) -> bool:
-    return is_immutable(value) or isinstance(value, torch.nn.Parameter)
 
 
 class _Place:
@@ -425,7 +406,8 @@ class _Place:
         for key, value in self._values.items():
             if not is_immutable(value):
                 self._looks[key] = fingerprint(value)
-                if type(value) in (dict, list) and all(map(_is_told_apart, items := _items(value))):
+                items = _items(value) if type(value) in (dict, list) else None
+                if items is not None and all(is_immutable(i) or isinstance(i, torch.nn.Parameter) for i in items):
                     self._flat[key] = items
         holdings = _Holdings(apart)
         self._put_back = {key: self._kept(holdings, key) for key in self._looks}
@@ -436,15 +418,6 @@ class _Place:
         self._left: dict[Any, Any] | None = None  # what buckets have left, as ``fingerprint`` sees it
         self._put_left: dict[Any, Restore] = {}
         self._taken_out: list[Any] = []
-
-    def _is_as_it_was(self) -> bool:
-        """Whether all is as it was, where that can be said at once."""
-        return (
-            len(self._flat) == len(self._looks)
-            and len(self.mapping) == self._size
-            and all(map(is_, map(self.mapping.get, self._values, repeat(ABSENT)), self._values.values()))
-            and all(map(self._is_flat_as_it_was, self._flat))
-        )
 
     def _is_flat_as_it_was(self, key: Any) -> bool:
         now, then = _items(self._values[key]), self._flat[key]
@@ -460,7 +433,12 @@ class _Place:
 
     def changed(self) -> list[Any]:
         """The keys whose value is not what it was."""
-        if self._is_as_it_was():
+        if (  # all is as it was, where that can be said at once
+            len(self._flat) == len(self._looks)
+            and len(self.mapping) == self._size
+            and all(map(is_, map(self.mapping.get, self._values, repeat(ABSENT)), self._values.values()))
+            and all(map(self._is_flat_as_it_was, self._flat))
+        ):
             return []
         now = self._mine()
         keys = now.keys() | self._values.keys() if now.keys() != self._values.keys() else now
@@ -549,13 +527,10 @@ class Beside:
         named = partial(beside_parameters, optimizer.state)
         has_tensors = any(isinstance(value, torch.Tensor) for value in reachable_values([read, named()], optimizer))
         apart = _memory_of_parameters(optimizer) if has_tensors else frozenset()
+        left_out = (attributes.keys() - read.keys()) | NO_SETTINGS
+        settings = lambda: {name: value for name, value in attributes.items() if name not in left_out}  # noqa: E731
         self._others = [
-            _Place(
-                "attribute",
-                attributes,
-                partial(_but, attributes, (attributes.keys() - read.keys()) | NO_SETTINGS),
-                apart,
-            ),
+            _Place("attribute", attributes, settings, apart),
             _Place("state", optimizer.state, named, apart),
         ]
         large = (tensor for place in self.places for tensor in place.large)
@@ -587,7 +562,10 @@ class Beside:
                 disagreement = disagreement or place.where + (f"[{key!r}]" if is_group else f" {key!r}")
             place.take_back(changed)
         if self.wrote_unseen():
-            raise writes_what_stays(self._name)
+            raise UnsupportedOptimizerError(
+                f"{self._name}: {WRITES_UNSEEN}. They were written, and are not put back. Update them in the loop, "
+                f"after optimizer.step(). {STEPPED_WHOLE}"
+            )
         if disagreement is not None:
             raise depends_on_buckets(self._name, disagreement)
 
@@ -648,10 +626,6 @@ class Beside:
     def end_step(self) -> None:
         # Attributes may refer to the model, which nothing here must keep.
         self._groups, self._others, self.unseen, self._versions, self._shared = [], [], [], [], []
-
-
-def _but(values: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name not in names}
 
 
 def _memory_of_parameters(optimizer: Optimizer) -> frozenset[int]:
@@ -737,10 +711,12 @@ def in_functions(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _of_functions(optimizer: Optimizer) -> list[Any]:
+    # All instances share the attributes of their classes, and methods enclose values.
+    shared = {f"{cls.__name__}.{name}": value for cls in classes_of(optimizer) for name, value in vars(cls).items()}
     methods = (inspect.unwrap(value) for cls in classes_of(optimizer) for value in vars(cls).values())
     functions = [method for method in methods if isinstance(method, FunctionType)]
     named = (f.__globals__.get(name) for f in functions for name in f.__code__.co_names)
-    return [held_by_classes(optimizer), *(value for value in named if isinstance(value, _HOLDERS))]
+    return [shared, *(value for value in named if isinstance(value, _HOLDERS))]
 
 
 _HOLDERS = (torch.nn.Module, torch.Tensor, dict, list, tuple)
@@ -758,9 +734,6 @@ def reached_by(optimizer: Optimizer, layout: GroupLayout) -> list[torch.Tensor]:
         owners = [read_by_update(optimizer), beside_parameters(optimizer.state), *_of_functions(optimizer), *groups]
         layout.reached = [weakref.ref(v) for v in reachable_values(owners, optimizer) if layout.holds(v)]
     return [parameter for one in layout.reached if (parameter := one()) is not None]
-
-
-# Memory of an accelerator that an update gives back, while the side stream still reads it.
 
 
 class StorageAddresses:
@@ -789,42 +762,23 @@ def depends_on_buckets(optimizer: str, what: str) -> UnsupportedOptimizerError:
     )
 
 
-def draws_in_step(optimizer: str) -> UnsupportedOptimizerError:
-    return UnsupportedOptimizerError(
-        f"{optimizer} draws random numbers in step(): bucket by bucket they would go to other parameters than in the "
-        f"plain loop. random='keyed' with a seed gives each parameter draws of its own, which are not the plain "
-        f"loop's. {STEPPED_WHOLE}"
-    )
+def _refused(optimizer: str, does: str) -> UnsupportedOptimizerError:
+    return UnsupportedOptimizerError(f"{optimizer} {does}. {STEPPED_WHOLE}")
 
 
-def uses_others(optimizer: str) -> UnsupportedOptimizerError:
-    return UnsupportedOptimizerError(
-        f"{optimizer} uses parameters in step() that it was not given: bucket by bucket some were stepped before. "
-        f"{STEPPED_WHOLE}"
-    )
-
-
-def writes_others(optimizer: str) -> UnsupportedOptimizerError:
-    return UnsupportedOptimizerError(
-        f"{optimizer} writes parameters that it was not given, to which its attributes refer: bucket by bucket that "
-        f"comes at another time than in the plain loop. {STEPPED_WHOLE}"
-    )
-
-
-def takes_state_out(optimizer: str) -> UnsupportedOptimizerError:
-    return UnsupportedOptimizerError(
-        f"{optimizer} takes entries out of its state in step(), or replaces it (a restart?): parameters that are "
-        f"stepped later would find none. {STEPPED_WHOLE}"
-    )
-
-
-def writes_what_stays(optimizer: str) -> UnsupportedOptimizerError:
-    return UnsupportedOptimizerError(
-        f"{optimizer}: {WRITES_UNSEEN}. They were written, and are not put back. Update them in the loop, after "
-        f"optimizer.step(). {STEPPED_WHOLE}"
-    )
-
-
+_DRAWS = (
+    "draws random numbers in step(): bucket by bucket they would go to other parameters than in the plain loop. "
+    "random='keyed' with a seed gives each parameter draws of its own, which are not the plain loop's"
+)
+_USES_OTHERS = "uses parameters in step() that it was not given: bucket by bucket some were stepped before"
+_WRITES_OTHERS = (
+    "writes parameters that it was not given, to which its attributes refer: bucket by bucket that comes at another "
+    "time than in the plain loop"
+)
+_TAKES_STATE_OUT = (
+    "takes entries out of its state in step(), or replaces it (a restart?): parameters that are stepped later would "
+    "find none"
+)
 WRITES_UNSEEN = (
     "its step() writes large tensors to which it refers, or those of a module (an average of the weights?): bucket by "
     "bucket that would happen once per bucket"

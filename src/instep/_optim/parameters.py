@@ -3,6 +3,7 @@
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import repeat
 from operator import attrgetter, is_, is_not
@@ -20,8 +21,6 @@ from instep._torch.placeholders import SpentGradient
 from instep.buckets import ParameterSpec
 from instep.errors import StaleAttachmentError
 
-# The attached parameters, and the modules that hold them.
-
 
 class Attribute:
     """One attribute of one module that holds a parameter. A tied parameter has several."""
@@ -36,12 +35,11 @@ class Attribute:
     def found(self) -> torch.Tensor | None:
         """The parameter that is there now."""
         module = self.module()
+        # _parameters, not getattr: a parametrized attribute would be computed anew.
         return None if module is None else module._parameters.get(self.attribute)
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        module = self.module()
-        # _parameters, not getattr: a parametrized attribute would be computed anew.
-        held = None if module is None else module._parameters.get(self.attribute)
+        held = self.found()
         # A plain tensor stands in for the parameter during torch.func.functional_call.
         return held is parameter or (held is not None and not isinstance(held, nn.Parameter))
 
@@ -161,12 +159,10 @@ class AttachedParameters(tuple[AttachedParameter, ...]):
 
     @cached_property
     def indices(self) -> tuple[int, ...]:
-        """The place of each in the plan."""
         return tuple(attached.spec.index for attached in self)
 
     @cached_property
     def names(self) -> list[str]:
-        """Their names in the model."""
         return [attached.spec.name for attached in self]
 
     @cached_property
@@ -190,7 +186,6 @@ class AttachedParameters(tuple[AttachedParameter, ...]):
 
     @cached_property
     def dtypes(self) -> list[torch.dtype]:
-        """That of each when it was attached."""
         return [attached.spec.dtype for attached in self]
 
     @cached_property
@@ -199,7 +194,6 @@ class AttachedParameters(tuple[AttachedParameter, ...]):
 
     @cached_property
     def shapes(self) -> list[torch.Size]:
-        """That of each when it was attached."""
         return [attached.spec.shape for attached in self]
 
     @cached_property
@@ -232,11 +226,7 @@ def all_there(values: Iterable[object]) -> bool:
 
 
 def none_there(values: Iterable[object]) -> bool:
-    """Whether all of ``values`` are ``None``."""
     return all(map(is_, values, repeat(None)))
-
-
-# Whether the attached parameters are still the model's, and as they were.
 
 
 _DTYPE = attrgetter("dtype")
@@ -307,9 +297,7 @@ def require_unchanged(attached_parameters: Iterable[AttachedParameter]) -> None:
             )
 
 
-# What one call of an optimizer can step of a bucket.
-
-
+@dataclass(slots=True, eq=False)
 class OptimizerCall:
     """Parameters that one call of their optimizer can step, in the form in which it is given them.
 
@@ -320,13 +308,10 @@ class OptimizerCall:
         elsewhere: the optimizer's parameters that another rank steps.
     """
 
-    __slots__ = ("elsewhere", "parameters", "shards", "tensors")
-
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.parameters: list[torch.Tensor] = []
-        self.shards: list[LocalShard | None] = []
-        self.elsewhere: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    parameters: list[torch.Tensor] = field(default_factory=list)
+    shards: list[LocalShard | None] = field(default_factory=list)
+    elsewhere: list[torch.Tensor] = field(default_factory=list)
 
     def step(self, stepper: Stepper, begins: Begins | None = None) -> None:
         """Update them. ``begins``: see ``Stepper.step``."""
@@ -358,7 +343,9 @@ def calls_of(
     """
     bucket = AttachedParameters.of(bucket)
     if bucket.are_plain:
-        return [_plain_call(bucket.tensors(), gradients, alias=alias)] if bucket else []
+        parameters = bucket.tensors()
+        tensors = list(map(alias_of, parameters, gradients)) if alias else parameters
+        return [OptimizerCall(tensors, parameters)] if bucket else []
     found: dict[Hashable, OptimizerCall] = {}
     for attached, gradient in zip(bucket, gradients, strict=True):
         parameter, shard = attached.get(), attached.shard
@@ -377,10 +364,3 @@ def calls_of(
         call.parameters.append(parameter)
         call.shards.append(shard)
     return list(found.values())
-
-
-def _plain_call(parameters: list[torch.Tensor], gradients: Sequence[torch.Tensor], *, alias: bool) -> OptimizerCall:
-    call = OptimizerCall()
-    call.parameters = parameters
-    call.tensors = list(map(alias_of, parameters, gradients)) if alias else parameters
-    return call

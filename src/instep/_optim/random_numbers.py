@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -22,8 +22,6 @@ from instep._torch.engine import graph_task, is_captured, is_of_backward
 from instep._torch.versions import memory_of
 from instep._torch.worker import NAME
 from instep.errors import UnsupportedOptimizerError, class_name
-
-# The keys of ``random="keyed"``: what each parameter's random numbers of one step are drawn from.
 
 
 def draw_key(seed: int, step: int, name: str, shard: int | None = None) -> int:
@@ -193,23 +191,13 @@ def _shared(devices: Iterable[torch.device], *, torchs_alone: bool) -> Iterator[
 
 def _same(now: Any, before: Any) -> bool:
     if isinstance(now, torch.Tensor):
-        return _bytes_of(now) == _bytes_of(before)
+        # By its address: any operation, and ``numpy()``, would meet the modes that the loop is in.
+        return ctypes.string_at(now.data_ptr(), now.nbytes) == ctypes.string_at(before.data_ptr(), before.nbytes)
     if isinstance(now, dict):
         return now.keys() == before.keys() and all(_same(value, before[key]) for key, value in now.items())
     if hasattr(now, "tobytes"):  # an array of NumPy's
         return bool(now.tobytes() == before.tobytes())
     return bool(now == before)
-
-
-def _bytes_of(state: torch.Tensor) -> bytes:
-    """Of a generator, by its address: any operation, and ``numpy()``, would meet the modes that the loop is in."""
-    return ctypes.string_at(state.data_ptr(), state.nbytes)
-
-
-# ``random="keyed"``: the update of each parameter draws from generators that are seeded for it, and for the step.
-
-
-_Place = tuple[str, int | None]
 
 
 class KeyedDraws(Stage):
@@ -218,21 +206,18 @@ class KeyedDraws(Stage):
     Args:
         seed: the user's.
         committed: how many steps the attachment has committed.
-        places: by ``id``, the names of the parameters, each with the shard that this rank has.
 
     Attributes:
         earlier: steps that count, and that the attachment does not count among its own: what a checkpoint was loaded
             from had taken them.
     """
 
-    def __init__(self, seed: int, committed: Callable[[], int], places: dict[int, _Place] | None = None) -> None:
+    def __init__(self, seed: int, committed: Callable[[], int]) -> None:
         self.seed = seed
         self.earlier = 0
         self._committed = committed
-        self._places: dict[int, _Place] = {} if places is None else places
+        self._places: dict[int, tuple[str, int | None]] = {}  # by ``id``: the name, and the shard that this rank has
         self._loops: TorchGenerators | None = None  # as the loop has left them, while step() runs
-
-    steps_every_parameter = True
 
     def keep(self, devices: Iterable[torch.device]) -> None:
         """``step()`` is about to run, and finds no gradient. What it draws even so is no draw of the loop's."""
@@ -256,10 +241,32 @@ class KeyedDraws(Stage):
                         "key. Give it to an optimizer of its own, or put it into the model"
                     )
 
-    def around(self, update: Update) -> AbstractContextManager[None]:
-        return self.drawing(class_name(update.optimizer), update.owned[0])
+    @contextmanager
+    def around(self, update: Update) -> Iterator[None]:
+        """torch's default generators are seeded for the parameter, and put back.
+
+        Raises:
+            UnsupportedOptimizerError: a CUDA graph is being recorded.
+        """
+        parameter = update.owned[0]
+        name, shard = self._places[id(parameter)]
+        device = memory_of(parameter).device
+        if is_captured(device):
+            raise UnsupportedOptimizerError(
+                f"random='keyed' seeds a generator for each update of {class_name(update.optimizer)}, and a CUDA graph "
+                "that is being recorded would draw the same numbers in each replay. Capture forward and backward "
+                "without optimizer.step(), or leave out random and seed"
+            )
+        generators = TorchGenerators({device})
+        try:
+            generators.seed(draw_key(self.seed, self.number, name, shard))
+            with drawn_by_part(parameter):
+                yield
+        finally:
+            generators.restore()
 
     def portions_of(self, tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
+        """Each parameter of a bucket is stepped by an update of its own."""
         yield from (slice(number, number + 1) for number in range(len(tensors)))
 
     @property
@@ -270,26 +277,3 @@ class KeyedDraws(Stage):
     def name(self, parameter: torch.Tensor, name: str) -> None:
         """The bare model knows ``parameter`` by ``name``."""
         self._places[id(parameter)] = name, shard_index(parameter)
-
-    @contextmanager
-    def drawing(self, optimizer: str, parameter: torch.Tensor) -> Iterator[None]:
-        """Around the update of ``parameter``: torch's default generators are seeded for it, and put back.
-
-        Raises:
-            UnsupportedOptimizerError: a CUDA graph is being recorded.
-        """
-        name, shard = self._places[id(parameter)]
-        device = memory_of(parameter).device
-        if is_captured(device):
-            raise UnsupportedOptimizerError(
-                f"random='keyed' seeds a generator for each update of {optimizer}, and a CUDA graph that is being "
-                "recorded would draw the same numbers in each replay. Capture forward and backward without "
-                "optimizer.step(), or leave out random and seed"
-            )
-        generators = TorchGenerators({device})
-        try:
-            generators.seed(draw_key(self.seed, self.number, name, shard))
-            with drawn_by_part(parameter):
-                yield
-        finally:
-            generators.restore()

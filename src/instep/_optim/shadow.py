@@ -59,7 +59,6 @@ class GroupLayout:
         self._room = 0
 
     def is_of(self, groups: Groups) -> bool:
-        """Whether ``groups`` hold the same parameters in the same order."""
         return _ids_of(groups) == self._ids
 
     def holds(self, value: object) -> bool:
@@ -67,10 +66,7 @@ class GroupLayout:
 
     def members_of(self, bucket: Sequence[torch.Tensor]) -> list[Members]:
         """The parameters of ``bucket`` by group: all groups, those aside that were added since the step began.
-
-        Raises:
-            StaleAttachmentError: a parameter is in no group.
-        """
+        ``StaleAttachmentError``, if a parameter is in none."""
         ids = list(map(id, bucket))
         known = self._known.get(ids[0])
         if known is not None and known[0] == ids:
@@ -271,7 +267,6 @@ def autocast_here(optimizer: Optimizer) -> torch.dtype | None:
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """A block outside of autocast."""
     # backward() may be called inside an autocast block; optimizer.step() is not.
     enabled = torch.is_autocast_enabled(device_type)
     return torch.autocast(device_type, enabled=False) if enabled else nullcontext()

@@ -21,6 +21,7 @@ foreign optimizer steps as itself (``own_object``).
 from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
 
@@ -33,39 +34,32 @@ from instep._optim.shadow import GroupLayout, Members, shadow_of, without_autoca
 from instep._torch.engine import AS_IT_IS
 
 
+@dataclass(slots=True, eq=False)
 class Update:
     """One call of the update, over some of the optimizer's parameters, as its stages find it and fill it in.
 
-    Args:
+    Attributes:
         optimizer: the user's, or a copy of it that stands in for it.
         tensors: to step: parameters, aliases of them, or aliases of this rank's shards of them.
         owned: the optimizer's own parameter for each.
         shards: for each the shard that is stepped in the parameter's place; ``None``: all are stepped whole.
-
-    Attributes:
         members: by group, where the parameters stand in the bucket, and in the group.
         state: the mapping that the update finds: the optimizer's own, unless a stage replaces it.
         entries: of each parameter, its state; where a stage asks for it.
         has_run: whether the update was called: what it has written is written.
     """
 
-    __slots__ = ("entries", "has_run", "members", "optimizer", "owned", "shards", "state", "tensors")
+    optimizer: Optimizer
+    tensors: Sequence[torch.Tensor]
+    owned: Sequence[torch.Tensor]
+    shards: Sequence[LocalShard | None] | None
+    members: Sequence[Members] = ()
+    state: MutableMapping[Any, Any] = field(init=False)
+    entries: list[Any] = field(default_factory=list)
+    has_run: bool = False
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        tensors: Sequence[torch.Tensor],
-        owned: Sequence[torch.Tensor],
-        shards: Sequence[LocalShard | None] | None,
-    ) -> None:
-        self.optimizer = optimizer
-        self.tensors = tensors
-        self.owned = owned
-        self.shards = shards
-        self.members: Sequence[Members] = ()
-        self.state: MutableMapping[Any, Any] = optimizer.state
-        self.entries: list[Any] = []
-        self.has_run = False
+    def __post_init__(self) -> None:
+        self.state = self.optimizer.state
 
     def run(self, step: Callable[["Update"], None], *, counts_writes: bool) -> None:
         """The update itself.
@@ -102,12 +96,9 @@ class Stage:
     """What one option, or one kind of optimizer, adds to the updates of one optimizer. Here: nothing.
 
     Attributes:
-        steps_every_parameter: whether ``optimizer.step()`` itself is to find no gradient: it could not step with the
-            state where that is, or would draw by another key.
         place: among the stages of options: those with a lower number are entered first.
     """
 
-    steps_every_parameter = False
     place = 0
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
@@ -116,10 +107,6 @@ class Stage:
     def around(self, update: Update) -> AbstractContextManager[Any]:
         """Entered before the update runs, and left after it: with its error, if it has raised."""
         return AS_IT_IS
-
-    def portions_of(self, tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
-        """Where it ``steps_every_parameter``: what of a bucket is stepped by an update of its own."""
-        yield slice(0, len(tensors))
 
     def require_unchanged(self, optimizer: Optimizer) -> None:
         """``optimizer.step()`` is called: raise ``HyperparameterChangedError`` if it would find other things than the

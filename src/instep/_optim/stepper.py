@@ -71,7 +71,7 @@ class _RunningStep(NamedTuple):
     finds_own_state: bool
     over_parameters: Sequence[Stage]
     stages: Sequence[Stage]
-    divides: Stage | None
+    divides: OffloadedState | KeyedDraws | None
     scales: tuple[Any, ...]
     in_parts: bool
 
@@ -249,7 +249,7 @@ class Stepper:
         if self._looks_back:
             guards.append(self._state_guard)
         stages = [*guards, CopiedEntries()] if known else [*guards]
-        divides: Stage | None = self.offloaded
+        divides: OffloadedState | KeyedDraws | None = self.offloaded
         if self.offloaded is not None:
             stages.append(self.offloaded)
         if not known:
@@ -283,7 +283,10 @@ class Stepper:
             self._update_portion(running, update)
             return
         if not all(map(self._layout.holds, update.owned)):
-            self._take_in(update.optimizer)
+            # Parameters were added to the groups since the step began, and ``step()`` has found gradients of them.
+            groups = update.optimizer.param_groups
+            if not self._layout.were_moved(groups):
+                self._layout = self._settings.layout = GroupLayout(self.name, groups)
         for part in running.divides.portions_of(update.tensors):
             shards = None if update.shards is None else update.shards[part]
             self._update_portion(running, Update(update.optimizer, update.tensors[part], update.owned[part], shards))
@@ -329,12 +332,6 @@ class Stepper:
         if self._looks_back:
             self._state_guard.note(entries)
         return True
-
-    def _take_in(self, optimizer: Optimizer) -> None:
-        """Parameters were added to the groups since the step began, and ``step()`` has found gradients of them."""
-        if not self._layout.were_moved(optimizer.param_groups):
-            self._layout = GroupLayout(self.name, optimizer.param_groups)
-            self._settings.layout = self._layout
 
     # What the updates of the running step have done.
 
@@ -448,7 +445,6 @@ class Stepper:
         self._forget()
 
     def abort(self) -> None:
-        """Forget the step."""
         if self._running is not None:
             self.wait_for_state()
         self._forget()
@@ -493,7 +489,6 @@ def _scales_of(optimizer: Optimizer) -> tuple[Any, ...]:
 
 
 def _through(stages: Iterator[Stage], update: Update, run: Callable[[], None]) -> None:
-    """Enter the stages, ``run``, and leave them."""
     with ExitStack() as entered:
         for stage in stages:
             entered.enter_context(stage.around(update))

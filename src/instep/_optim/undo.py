@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import grad_mode
@@ -25,45 +25,38 @@ from instep.errors import UnsupportedOptimizerError, class_name
 
 
 class LentGradient:
-    """A copy that stands in a parameter's ``.grad`` while it is updated, and what the update makes of it."""
+    """A copy, ``given``, that stands in a parameter's ``.grad`` while that is updated, and what becomes of it."""
 
-    __slots__ = ("_given", "_like", "_parameter", "_version")
+    __slots__ = ("_like", "_parameter", "_version", "given")
 
     def __init__(self, parameter: torch.Tensor, like: torch.Tensor) -> None:
         self._parameter = parameter
         self._like = like
-        self._given = parameter.grad = like.detach().clone()
-        self._version = version_of(self._given)
-
-    @property
-    def given(self) -> torch.Tensor:
-        return self._given
+        self.given = parameter.grad = like.detach().clone()
+        self._version = version_of(self.given)
 
     def outcome(self) -> "GradientOutcome | None":
         """``None``: the update left it as it was."""
         now = self._parameter.grad
-        written = version_of(self._given) != self._version or not _is_seen_equal(self._given, self._like)
-        if now is self._given and not written:
+        written = version_of(self.given) != self._version or not _is_seen_equal(self.given, self._like)
+        if now is self.given and not written:
             return None
-        return GradientOutcome(self._given if written else None, now is not self._given, now)
+        return GradientOutcome(self.given if written else None, now is not self.given, now)
 
 
-class GradientOutcome:
+class GradientOutcome(NamedTuple):
     """What an update made of its gradient: what it wrote into it, and what it put in its place."""
 
-    __slots__ = ("_now", "_replaced", "_values")
-
-    def __init__(self, values: torch.Tensor | None, replaced: bool, now: torch.Tensor | None) -> None:
-        self._values = values
-        self._replaced = replaced
-        self._now = now
+    values: torch.Tensor | None
+    replaced: bool
+    now: torch.Tensor | None
 
     @torch.no_grad()
     def of(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """What the plain loop has in ``.grad`` after the step, given its ``gradient`` of before. May be asked twice."""
-        if self._values is not None:
-            gradient.copy_(self._values)
-        return self._now if self._replaced else gradient
+        if self.values is not None:
+            gradient.copy_(self.values)
+        return self.now if self.replaced else gradient
 
 
 def _is_seen_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -73,15 +66,17 @@ def _is_seen_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return plain and same_bits(a, b)
 
 
-# Parameters and optimizer state as they were before a step, to be put back bit for bit.
-
-
 class SavedParameter:
     """One parameter with its state, its attributes, and what is kept by it. Tensors come back as the same objects, with
     their values.
 
     Args:
         mappings: in which the optimizer may keep something by it.
+
+    Attributes:
+        left: what ``look`` has seen when its update was over; ``None``: it was not updated. What others write there
+            from then on, a hook of this backward, say, is theirs: it is not put back.
+        entry: its state was this; ``None``: there was none.
     """
 
     def __init__(
@@ -104,17 +99,9 @@ class SavedParameter:
         self._kept: dict[int, Restore] = {}
         if mappings or vars(parameter):
             self.keep_belongings()
-        self._left: dict[Any, Any] | None = None  # its attributes, and what is kept by it, as the update has left them
-        self._entry = state
+        self.left: dict[Any, Any] | None = None
+        self.entry = state
         self._entries: Restore | None = None if state is None else contents.of(state)
-
-    @property
-    def was_updated(self) -> bool:
-        return self._left is not None
-
-    @property
-    def had_state(self) -> bool:
-        return self._entries is not None
 
     def keep_belongings(self) -> None:
         """Its attributes, and what is kept by it, as they are now: its own update begins, and values were saved before,
@@ -126,12 +113,8 @@ class SavedParameter:
         mappings = mappings_with(self._parameter, self._mappings)
         self._kept = {id(mapping): contents.of(mapping[self._parameter]) for mapping in mappings}
 
-    def is_updated(self) -> None:
-        """Its update is over. What others write there from now on, a hook of this backward, say, is theirs: it is not
-        put back."""
-        self._left = self._look()
-
-    def _look(self) -> dict[Any, Any]:
+    def look(self) -> dict[Any, Any]:
+        """Its attributes, and what is kept by it, as they are now, to be compared."""
         found: dict[Any, Any] = {
             id(mapping): fingerprint(mapping[self._parameter])
             for mapping in mappings_with(self._parameter, self._mappings)
@@ -141,10 +124,10 @@ class SavedParameter:
         return found
 
     def _restore_belongings(self) -> None:
-        optimizer, left = self._optimizer(), self._left
+        optimizer, left = self._optimizer(), self.left
         if optimizer is not None and is_torchs_own(optimizer):
             return  # which writes nothing there: what is new is a hook's
-        now = {} if left is None and not self._mappings else self._look()
+        now = {} if left is None and not self._mappings else self.look()
         # Without an update to compare with, all is put back.
         theirs = frozenset[Any]() if left is None else frozenset(unlike(now, left))
         if self._keeps_attributes:
@@ -169,17 +152,14 @@ class SavedParameter:
         found = mapping.get(self._parameter)
         if self._entries is None:
             mapping.pop(self._parameter, None)
-        elif found is self._entry or not _is_empty(found):  # else somebody has taken it out meanwhile
+        elif found is self.entry or not (found is None or (isinstance(found, Mapping) and not found)):
+            # Else somebody has taken it out meanwhile.
             mapping[self._parameter] = self._entries()
         restore(self._parameter, self._values)
         self._restore_belongings()
         # The bits are back: a graph that has saved them may run. torch has a private way to say so. After the state,
         # which may hold a view of the parameter.
         self._version.__exit__()
-
-
-def _is_empty(entry: Any) -> bool:
-    return entry is None or (isinstance(entry, Mapping) and not entry)
 
 
 def _entry_of(optimizer: Optimizer, parameter: torch.Tensor) -> dict[Any, Any] | None:
@@ -372,16 +352,11 @@ class UndoCopies(Stage):
             raise
         yield
         if not is_torchs_own(update.optimizer):
-            self._copies.are_updated(update.owned)
-            self._require_new_state(update)
-
-    def _require_new_state(self, update: Update) -> None:
-        """While this update can be put back: the next one could not."""
-        try:
-            self._copies.require_new_state(update.owned, update.optimizer)
-        except UnsupportedOptimizerError as error:
-            self._cannot = str(error)
-            raise
+            try:  # while this update can be put back: the next one could not
+                self._copies.updated(update.owned, update.optimizer)
+            except UnsupportedOptimizerError as error:
+                self._cannot = str(error)
+                raise
 
 
 class Undo:
@@ -397,7 +372,6 @@ class Undo:
 
     @property
     def devices(self) -> set[torch.device]:
-        """Those with something saved."""
         return {saved.device for saved in self._saved.values()}
 
     @torch.no_grad()
@@ -415,23 +389,21 @@ class Undo:
             try:
                 if (saved := self._saved.get(id(parameter))) is None:
                     found[id(parameter)] = SavedParameter(parameter, optimizer, self._host, mappings)
-                elif not saved.was_updated:
+                elif saved.left is None:
                     saved.keep_belongings()
             except TypeError as error:
                 raise _cannot_put_back(optimizer, parameter, error) from error
         self._saved.update(found)
 
-    def are_updated(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Their update is over."""
-        for parameter in parameters:
-            if (saved := self._saved.get(id(parameter))) is not None:
-                saved.is_updated()
-
-    def require_new_state(self, parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> None:
-        """Raise ``UnsupportedOptimizerError`` if state that was made since ``save`` could not be put back later on."""
-        for parameter in parameters:
-            saved, entry = self._saved.get(id(parameter)), optimizer.state.get(parameter)
-            if entry is not None and saved is not None and not saved.had_state:
+    def updated(self, parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> None:
+        """Their update is over: raise ``UnsupportedOptimizerError`` if state that was made since ``save`` could not be
+        put back later on."""
+        found = [(p, saved) for p in parameters if (saved := self._saved.get(id(p))) is not None]
+        for _, saved in found:
+            saved.left = saved.look()
+        for parameter, saved in found:
+            entry = optimizer.state.get(parameter)
+            if entry is not None and saved.entry is None:
                 try:
                     require_contents(entry, parameter)
                 except TypeError as error:

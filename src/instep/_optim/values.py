@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from instep._torch.versions import is_pinned, memory_of, version_of
+from instep._torch.versions import PLAIN, is_pinned, memory_of, version_of
 
 # What an update can get at beside what it is given: through the attributes, groups and state of its optimizer.
 
@@ -39,7 +39,6 @@ _REFER_TO_NOTHING = _NUMBERS | {
     *(MethodDescriptorType, WrapperDescriptorType, ClassMethodDescriptorType, GetSetDescriptorType),
     MemberDescriptorType,
 }
-_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def reachable_values(owners: Iterable[object], but: object = None) -> Iterator[Any]:
@@ -62,7 +61,7 @@ def reachable_values(owners: Iterable[object], but: object = None) -> Iterator[A
 
 
 def _referred_by(value: Any) -> Iterable[Any]:
-    if type(value) in _TENSORS or isinstance(value, (torch.Tensor, type, ModuleType)):
+    if type(value) in PLAIN or isinstance(value, (torch.Tensor, type, ModuleType)):
         return ()
     if isinstance(value, torch.nn.Module):
         return value.parameters()
@@ -307,11 +306,8 @@ def is_fake(kind: type[torch.Tensor]) -> bool:
 
 
 def inner_of(tensor: Any) -> dict[str, torch.Tensor]:
-    """The tensors in which one of a wrapper class keeps its values, by name.
-
-    Raises:
-        TypeError: the class does not tell.
-    """
+    """The tensors in which one of a wrapper class keeps its values, by name; ``TypeError``, if the class does not
+    tell."""
     name = type(tensor).__name__
     if getattr(tensor, "__tensor_flatten__", None) is None:
         raise TypeError(f"a tensor of the class {name}, which has no __tensor_flatten__ to tell what it holds")
@@ -394,15 +390,9 @@ def _items_of(value: Any) -> dict[Any, Any] | None:
         return {"__self__": value.__self__, "__func__": value.__func__}
     if isinstance(value, partial):
         return {"func": value.func, "args": value.args, "keywords": value.keywords}
-    return _content_of_buffer(value) or attributes_of(value)
-
-
-def _content_of_buffer(value: Any) -> dict[Any, Any] | None:
-    """Of a NumPy array, or another one."""
-    if not has_buffer(value):
-        return None
-    view = memoryview(value)
-    return {"bytes": bytes(view)} if view.nbytes <= 8 * MOST else None
+    if has_buffer(value) and (view := memoryview(value)).nbytes <= 8 * MOST:  # a NumPy array, or another one
+        return {"bytes": bytes(view)}
+    return attributes_of(value)
 
 
 def has_buffer(value: Any) -> bool:
@@ -432,17 +422,15 @@ _SLOTS: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictio
 def _slots_of(cls: type) -> tuple[str, ...]:
     """The names of its slots, and of the classes that it is made of. Python looks at ``__slots__`` once, too."""
     if (known := _SLOTS.get(cls)) is None:
-        known = _SLOTS[cls] = tuple(dict.fromkeys(name for base in cls.__mro__ for name in _own_slots_of(base)))
+        found: dict[str, None] = {}
+        for base in cls.__mro__:
+            slots = vars(base).get("__slots__", ())
+            private_to = f"_{base.__name__.lstrip('_')}"  # as Python names those that begin with two underscores
+            for name in (slots,) if isinstance(slots, str) else tuple(slots):
+                if name not in ("__dict__", "__weakref__"):
+                    found[f"{private_to}{name}" if name.startswith("__") and not name.endswith("__") else name] = None
+        known = _SLOTS[cls] = tuple(found)
     return known
-
-
-def _own_slots_of(cls: type) -> Iterator[str]:
-    slots = vars(cls).get("__slots__", ())
-    # As Python names those that begin with two underscores.
-    private_to = f"_{cls.__name__.lstrip('_')}"
-    for name in (slots,) if isinstance(slots, str) else tuple(slots):
-        if name not in ("__dict__", "__weakref__"):
-            yield f"{private_to}{name}" if name.startswith("__") and not name.endswith("__") else name
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
@@ -465,7 +453,7 @@ def waits_for_host(value: Any) -> bool:
 def address_of(tensor: torch.Tensor) -> int:
     """Where its values begin; 0: torch does not tell."""
     memory = memory_of(tensor)
-    return memory.data_ptr() if type(memory) in _TENSORS and memory.layout is torch.strided else 0
+    return memory.data_ptr() if type(memory) in PLAIN and memory.layout is torch.strided else 0
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -2,8 +2,7 @@
 
 First the messages. Then what stands on them: the models of all ranks are compared (``require_the_same``) and made equal
 (``broadcast``), one rank's model and optimizers go to all (``resync``), and the stages of a pipeline take one norm
-(``norm_over_stages``). Everything here is collective, and public
-torch.
+(``norm_over_stages``). Everything here is collective, and public torch.
 """
 
 import json
@@ -46,9 +45,7 @@ def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any] | None:
     padded, lengths = _padded(value, group)
     everyone = [torch.empty_like(padded) for _ in lengths] if dist.get_rank(group) == 0 else None
     dist.gather(padded, everyone, dist.get_global_rank(group, 0), group)
-    if everyone is None:
-        return None
-    return [_value(one[:length]) for one, length in zip(everyone, lengths, strict=True)]
+    return None if everyone is None else [_value(one[:size]) for one, size in zip(everyone, lengths, strict=True)]
 
 
 def _padded(value: Any, group: dist.ProcessGroup) -> tuple[torch.Tensor, list[int]]:
@@ -113,11 +110,6 @@ def broadcast_entries(
         if not mine:
             found[key] = sent.to(device)
     return found
-
-
-def sendable(value: Any) -> bool:
-    """Whether ``broadcast_entries`` can send it."""
-    return bool(_described(value)[0] != "unknown")
 
 
 def _described(value: Any) -> list[Any]:
@@ -200,8 +192,10 @@ def resync(model: nn.Module, optimizers: Iterable[Optimizer], group: dist.Proces
     broadcast([*model.parameters(), *model.buffers()], group, source)
     for optimizer in optimizers:
         for settings in optimizer.param_groups:
-            mine = {key: value for key, value in settings.items() if key != "params" and sendable(value)}
-            settings.update(_as_here(broadcast_entries(mine, group, source) or {}, settings))
+            mine = {k: v for k, v in settings.items() if k != "params" and _described(v)[0] != "unknown"}
+            theirs = broadcast_entries(mine, group, source) or {}
+            # JSON knows lists only: tuples, where this rank has tuples.
+            settings.update((k, tuple(v) if isinstance(settings.get(k), tuple) else v) for k, v in theirs.items())
             for parameter in settings["params"]:
                 entry = optimizer.state.get(parameter, None)
                 received = broadcast_entries(entry, group, source)
@@ -209,11 +203,6 @@ def resync(model: nn.Module, optimizers: Iterable[Optimizer], group: dist.Proces
                     optimizer.state.pop(parameter, None)
                 else:
                     optimizer.state[parameter] = received
-
-
-def _as_here(received: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """The received settings, with tuples in the place of lists where this rank has tuples: JSON knows lists only."""
-    return {k: tuple(v) if isinstance(settings.get(k), tuple) else v for k, v in received.items()}
 
 
 @torch.no_grad()

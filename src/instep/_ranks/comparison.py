@@ -58,8 +58,9 @@ class Comparison:
         self._rank = dist.get_rank()
         self._mine = mine
         self._same: set[int] = {self._rank}  # the ranks that are known to say the same
-        for other in self._place.others.values():
-            other.begins_anew()
+        for other in self._place.others.values():  # this rank attaches again
+            if other.passed > other.read:
+                other.read, other.last = other.passed, None
         self._text = json.dumps([list(words.items()) for words in mine])
         self._digest = digest_of(self._text)
         self._number = len(self._place.said)
@@ -159,11 +160,6 @@ class _OtherRank:
         self.read = self.passed = 0
         self.last: str | None = None
         self.met: list[str] = []
-
-    def begins_anew(self) -> None:
-        """This rank attaches again."""
-        if self.passed > self.read:
-            self.read, self.last = self.passed, None
 
 
 def _differences(lower: tuple[int, Words], higher: tuple[int, Words]) -> Iterator[str]:

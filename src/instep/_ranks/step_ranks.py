@@ -7,7 +7,6 @@ of two dimensions rank 3 is in no group with rank 0, and a NaN on rank 0 is its 
 The life of ``StepRanks``: in its first forward a rank tells the others what it trains (``tell``), and in its first
 backward it has met them (``meet``). From then on it casts a vote on each step (``cast``). What must not be waited for
 at all goes through the store over which process groups find their ranks (``say``, ``all_found``).
-
 """
 
 import json
@@ -205,33 +204,27 @@ class StepRanks:
 
     def _hear_all(self, limit: float) -> Heard:
         """Wait until every rank has said what it trains, for ``limit`` seconds at most. Returns what is known then."""
-        with profiled("compare options"):
-            return self._hear_until(limit)
-
-    def _hear_until(self, limit: float) -> Heard:
         began, pause, look_at, is_said = time.monotonic(), _FIRST_PAUSE, _FIRST_LOOK, False
         heard = Heard(missing=self._neighbours.ranks)
-        while not self._all_say_the_same():
-            waited = time.monotonic() - began
-            if waited >= look_at:
-                heard = self._heard()
-                unclear = heard.alone or heard.difference is not None
-                waits = (heard.missing and heard.difference is None) or (unclear and waited < _SECONDS_UNCLEAR)
-                if not waits or waited > limit:
-                    break
-                look_at = 2 * waited if waited >= _SECONDS_UNCLEAR else min(2 * waited, _SECONDS_UNCLEAR)
-            if heard.missing and waited > _SECONDS_UNTIL_SAID and not is_said:
-                is_said = True
-                _logger.warning(
-                    "rank %d waits for %s to attach this model, and to run a forward of it",
-                    dist.get_rank(),
-                    _ranks_in_words(heard.missing),
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-        else:
-            heard = Heard()
-        return heard
+        with profiled("compare options"):
+            while not self._all_say_the_same():
+                waited = time.monotonic() - began
+                if waited >= look_at:
+                    heard = self._heard()
+                    unclear = heard.alone or heard.difference is not None
+                    waits = (heard.missing and heard.difference is None) or (unclear and waited < _SECONDS_UNCLEAR)
+                    if not waits or waited > limit:
+                        return heard
+                    look_at = 2 * waited if waited >= _SECONDS_UNCLEAR else min(2 * waited, _SECONDS_UNCLEAR)
+                if heard.missing and waited > _SECONDS_UNTIL_SAID and not is_said:
+                    is_said = True
+                    ranks = _ranks_in_words(heard.missing)
+                    _logger.warning(
+                        "rank %d waits for %s to attach this model, and to run a forward of it", dist.get_rank(), ranks
+                    )
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+        return Heard()
 
     def _all_say_the_same(self) -> bool:
         assert self._comparison is not None

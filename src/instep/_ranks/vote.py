@@ -136,11 +136,7 @@ class VoteGroup:
         self._last: Any = None
 
     def minimum(self, box: torch.Tensor) -> Any:
-        """Start an all-reduce of ``box``, in place.
-
-        Raises:
-            InstepError: an earlier one was lost.
-        """
+        """Start an all-reduce of ``box``, in place; ``InstepError``, if an earlier one was lost."""
         if self._gloo is None:
             raise InstepError("an earlier vote of these ranks was lost: attach again on all ranks, in new processes")
         with unseen_by_profiler():  # nobody waits for it before the next step

@@ -26,6 +26,7 @@ class StepVotes:
         communicates: whether the running backward is one that all ranks run, and not ``autograd.grad`` of one of them.
         stand_aside: has gradients reduced as torch does without instep, and left in ``.grad``: ranks that train in
             different ways could not answer each other otherwise.
+        owes: whether a backward that communicates was not followed by this rank's vote yet.
     """
 
     def __init__(self, rank: Callable[[], int]) -> None:
@@ -38,7 +39,7 @@ class StepVotes:
         self.communicates: Callable[[], bool] = lambda: True
         self.stand_aside: Callable[[], None] = lambda: None
         self._vote: Vote | None = None  # on the last step, whose outcome was not asked for yet
-        self._owes = False  # whether a backward that communicates was not followed by this rank's vote yet
+        self.owes = False
         self._reduces = False  # whether a backward of the running step reduces gradients, and ranks may differ
         self._before = 0  # steps that were taken here before join() ended: other ranks may have taken more
 
@@ -83,9 +84,9 @@ class StepVotes:
         self._reduces = True
         if self.voting is not None:
             # For the backward before this one, which no step has followed here: votes stay in order on all ranks.
-            if self._owes:
+            if self.owes:
                 self.committed(step)
-            self._owes = True
+            self.owes = True
 
     def _meet(self, ranks: StepRanks) -> None:
         if not ranks.has_met:
@@ -107,7 +108,7 @@ class StepVotes:
 
     def say(self, step: int, *, nonfinite: bool = False) -> Vote | None:
         """This rank stands behind ``step``, so far."""
-        self._owes = False
+        self.owes = False
         if self.ranks is not None and not self.ranks.has_met:
             self._meet(self.ranks)  # nobody has seen the first backward begin
         if self.voting is None:
@@ -117,7 +118,7 @@ class StepVotes:
 
     def updated(self, step: int, *, failed: bool) -> Vote | None:
         """This rank has updated its parts of the parameters, or has ``failed`` to: a vote beside that on the step."""
-        self._owes = self._owes and not failed  # who fails in these updates casts no vote on the step
+        self.owes = self.owes and not failed  # who fails in these updates casts no vote on the step
         if self.voting is None:
             return None
         self.count += 1
@@ -134,29 +135,21 @@ class StepVotes:
     def say_failed(self, step: int) -> None:
         """``step`` failed here. What the others say of it does not matter any more."""
         self._vote = None
-        self._owes = False
+        self.owes = False
         if self.voting is not None:
             self.count += 1
             with suppress(Exception):  # of what may have failed it: the communication
                 self.voting.cast(step - self._before, failed=True)
 
-    @property
-    def owes(self) -> bool:
-        """Whether a backward that communicates was not followed by this rank's vote yet."""
-        return self._owes
-
     def cast_owed(self, step: int) -> None:
         """The others are about to be waited for, and may wait for this rank's vote on a backward that no step has
         followed here: they hear that ``step`` steps were taken, which are too few if they have stepped."""
-        if self._owes:
+        if self.owes:
             self.committed(step)
 
     def heard(self, *, wait: bool) -> Exception | None:
-        """What is wrong with the last step, as the ranks have said; each outcome is returned once.
-
-        Args:
-            wait: until all have; else only if they already have.
-        """
+        """What is wrong with the last step, as the ranks have said; each outcome is returned once. ``wait`` until all
+        have; else only if they already have."""
         vote = self._vote
         if vote is None or not (wait or vote.done()):
             return None
@@ -168,7 +161,7 @@ class StepVotes:
     def start_anew(self) -> None:
         """All ranks start anew from one of them: what was said of the last step does not matter any more."""
         self._vote = None
-        self._owes = False
+        self.owes = False
         self._before = 0
 
     # In DDP's join(), once this rank has no data left.
@@ -184,7 +177,7 @@ class StepVotes:
         self.require_same()
         if self.voting is None:
             return
-        if self._owes:  # of this rank's own last backward, which was before
+        if self.owes:  # of this rank's own last backward, which was before
             self.committed(step)
         self.count += 1
         vote = self.voting.abstain()

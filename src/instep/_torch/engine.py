@@ -4,7 +4,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
@@ -82,23 +82,19 @@ def as_default_device(device: torch.device | None) -> AbstractContextManager[Any
     if now == device:
         return AS_IT_IS
     # torch's own way also writes a variable that all threads share.
-    return _DefaultDevice(DeviceContext(device)) if now is None else device or torch.device("cpu")
+    return _on_stack(DeviceContext(device)) if now is None else device or torch.device("cpu")
 
 
 AS_IT_IS: AbstractContextManager[None] = nullcontext()
 
 
-class _DefaultDevice:
-    """Puts torch's mode on this thread's stack, and takes it off again."""
-
-    def __init__(self, mode: Any) -> None:
-        self._mode = mode
-
-    def __enter__(self) -> None:
-        TorchFunctionMode.__enter__(self._mode)
-
-    def __exit__(self, *error: Any) -> None:
-        TorchFunctionMode.__exit__(self._mode, *error)
+@contextmanager
+def _on_stack(mode: Any) -> Iterator[None]:
+    TorchFunctionMode.__enter__(mode)
+    try:
+        yield
+    finally:
+        TorchFunctionMode.__exit__(mode, None, None, None)
 
 
 @contextmanager
@@ -360,16 +356,23 @@ class Run:
         if not known.isdisjoint(map(id, self._outputs)):
             return True
         found = (getattr(one, "node", None) or getattr(one, "grad_fn", None) for one in self._outputs)
-        due, seen = [node for node in found if node is not None], set[Any]()
-        while due:
-            node: Any = due.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if id(getattr(node, "variable", None)) in known or node.name().startswith("CheckpointFunction"):
-                return True
-            due.extend(following for following, _ in node.next_functions if following is not None)
-        return False
+        return leads_to([node for node in found if node is not None], known, hidden=True)
+
+
+def leads_to(nodes: Iterable[Any], leaves: Collection[int], *, hidden: bool = False) -> bool:
+    """Whether the graph from ``nodes`` on comes to one of ``leaves``, given by ``id``; with ``hidden`` also: to a
+    segment that is checkpointed with ``use_reentrant=True``, which hides its own."""
+    seen = set(nodes)
+    due = list(seen)
+    while due:
+        node = due.pop()
+        is_leaf = id(getattr(node, "variable", None)) in leaves
+        if is_leaf or (hidden and node.name().startswith("CheckpointFunction")):
+            return True
+        new = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= new
+        due.extend(new)
+    return False
 
 
 class HearsErrors(Protocol):
@@ -447,9 +450,6 @@ def _tell_of_error(
 def is_of_written(error: BaseException) -> bool:
     """Whether autograd has found that a tensor which a graph has saved was written since: it has no class of error."""
     return isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error)
-
-
-# The running backward: in which order everything that waits for its end is called.
 
 
 class Phase(IntEnum):

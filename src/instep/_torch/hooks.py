@@ -63,6 +63,37 @@ class UntracedHook(BoundHook):
         return None if self._call is None else self._call(*args)
 
 
+class StandIn(BoundHook):
+    """Stands in the place of a method of an object, as an attribute of the object, until it is removed. Several may
+    stand before one method, and may be removed in any order.
+
+    Args:
+        call: what it does; ``None``: it is removed, and another one stands before it.
+    """
+
+    __slots__ = ("__weakref__", "_before", "_name", "_owner")
+
+    def __init__(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        super().__init__(call)
+        self._owner = weakref.ref(owner)
+        self._name = name
+        self._before: Any = vars(owner).get(name)  # another one, or the user's; ``None``: the method of the class
+        vars(owner)[name] = self
+
+    def remove(self) -> None:
+        self._call = None  # also where somebody else's stands before this one now
+        owner = self._owner()
+        if owner is None or vars(owner).get(self._name) is not self:
+            return
+        before = self._before
+        while isinstance(before, StandIn) and before._call is None:  # removed, while this one stood before it
+            before = before._before
+        if before is None:
+            del vars(owner)[self._name]
+        else:
+            vars(owner)[self._name] = before
+
+
 # torch has public ways to register a hook, and none to say where among the others it runs.
 
 
@@ -172,23 +203,20 @@ class Around:
     failed: Callable[[], None]
 
 
-class GuardedCall(BoundHook):
+class GuardedCall(StandIn):
     """Stands in the place of the ``_call_impl`` of ``module``, until it is removed.
 
     Args:
         called: returns what is to be done around a call of the module that is about to begin, or ``None``.
     """
 
-    __slots__ = ("__weakref__", "_before", "_module")
+    __slots__ = ()
 
     def __init__(self, module: nn.Module, called: Callable[[nn.Module], Around | None]) -> None:
-        super().__init__(called)
-        self._module = weakref.ref(module)
-        self._before = vars(module).get(CALL)  # another attachment's
-        vars(module)[CALL] = self
+        super().__init__(module, CALL, called)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
+        module = self._owner()
         assert module is not None, "it is called by its module"
         call: Callable[..., Any] = self._before or _plain_call(module)
         if torch.compiler.is_compiling() or self._call is None:
@@ -207,33 +235,17 @@ class GuardedCall(BoundHook):
                 around.failed()
             raise
 
-    def remove(self) -> None:
-        self._call = None  # also where somebody else's stands before this one now
-        module = self._module()
-        if module is None or vars(module).get(CALL) is not self:
-            return
-        before = self._before
-        while isinstance(before, GuardedCall) and before._call is None:  # removed, while this one stood before it
-            before = before._before
-        if before is None:
-            del vars(module)[CALL]
-        else:
-            vars(module)[CALL] = before
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo.get(id(self._module()))  # made before what is in it
+        copied = memo.get(id(self._owner()))  # made before what is in it
         return BoundHook(None) if copied is None else _plain_call(copied)
 
     def __reduce__(self) -> Any:
-        return _plain_call, (self._module(),)
+        return _plain_call, (self._owner(),)
 
 
 def _plain_call(module: Any) -> Callable[..., Any]:
     """What ``module`` would have, had nobody put anything in its place."""
     return types.MethodType(type(module)._call_impl, module)
-
-
-# Where backward starts: the autograd nodes of what a module returned.
 
 
 def nodes_of(output: object) -> Iterator[Node]:
@@ -248,7 +260,6 @@ def nodes_of(output: object) -> Iterator[Node]:
 
 
 def tensors_of(output: object) -> Iterator[torch.Tensor]:
-    """The tensors in a module's output that have a node."""
     return (tensor for tensor in tensors_in(output) if tensor.grad_fn is not None)
 
 
@@ -419,15 +430,15 @@ def _without_hooks(part: Any) -> Any:
     if isinstance(part.get(CALL), GuardedCall):
         part = {key: value for key, value in part.items() if key != CALL}
     tables = {name: part[name] for name in _TABLES if isinstance(part.get(name), Mapping)}
-    ours = {number for table in tables.values() for number, hook in table.items() if _is_ours(hook)}
+    ours = {
+        number
+        for table in tables.values()
+        for number, hook in table.items()
+        if isinstance(getattr(hook, "hook", hook), BoundHook)  # torch wraps the hooks of load_state_dict()
+    }
     left = {
         name: type(table)((number, hook) for number, hook in table.items() if number not in ours)
         for name, table in tables.items()
         if not ours.isdisjoint(table)
     }
     return {name: left.get(name, value) for name, value in part.items() if not isinstance(value, BoundHook)}
-
-
-def _is_ours(hook: Any) -> bool:
-    """torch wraps the hooks of ``load_state_dict()`` in an object with the hook in it."""
-    return isinstance(getattr(hook, "hook", hook), BoundHook)

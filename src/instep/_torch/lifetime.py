@@ -11,9 +11,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from instep._torch.worker import start_no_more, stop_all
 
-# Methods whose owner is not kept alive by those who call them.
-
-
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 

@@ -54,7 +54,6 @@ class LowPrecision:
     def __init__(self, model: nn.Module, policy: Policy) -> None:
         self._dtype = policy.param_dtype
         self._casts_inputs = policy.cast_forward_inputs
-        self._output_dtype = policy.output_dtype
         self._running: list[nn.Module] = []
         self._caller: tuple[int, FrameType] | None = None
         self._swapped: list[_Swap] = []
@@ -65,9 +64,10 @@ class LowPrecision:
                     self._handles.append(module.register_forward_pre_hook(BoundHook(self._enter), with_kwargs=True))
                     # Also when the forward raises: a model that keeps its copies would train no more.
                     self._handles.append(module.register_forward_hook(BoundHook(self._leave), always_call=True))
-                    self._handles.append(module.register_state_dict_pre_hook(BoundHook(self._before_state_dict)))
-        if self._output_dtype is not None:
-            self._handles.append(model.register_forward_hook(BoundHook(self._cast_output)))
+                    self._handles.append(module.register_state_dict_pre_hook(BoundHook(self._restore_if_interrupted)))
+        if policy.output_dtype is not None:
+            cast = BoundHook(lambda module, args, output: _map_floating(output, policy.output_dtype))
+            self._handles.append(model.register_forward_hook(cast))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -103,8 +103,7 @@ class LowPrecision:
                     )
 
     def _check_caller(self, module: nn.Module) -> None:
-        if self._running and self._interrupted():
-            self._restore()
+        self._restore_if_interrupted()
         thread = threading.get_ident()
         if not self._running:
             self._caller = thread, sys._getframe(_TO_MODULE_CALL)
@@ -114,19 +113,15 @@ class LowPrecision:
                 "would compute with one set of copies. Call the model from one thread at a time"
             )
 
-    def _interrupted(self) -> bool:
-        """Whether the outermost call ended without its hook: torch calls it for an ``Exception``, not on Ctrl-C."""
-        if self._caller is None:
-            return False
-        thread, caller = self._caller
-        frame = sys._current_frames().get(thread)
-        while frame is not None and frame is not caller:
-            frame = frame.f_back
-        return frame is None
-
-    def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self._running and self._interrupted():
-            self._restore()
+    def _restore_if_interrupted(self, *_: object) -> None:
+        """The outermost call may have ended without its hook: torch calls it for an ``Exception``, not on Ctrl-C."""
+        if self._running and self._caller is not None:
+            thread, caller = self._caller
+            frame = sys._current_frames().get(thread)
+            while frame is not None and frame is not caller:
+                frame = frame.f_back
+            if frame is None:
+                self._restore()
 
     def _swap(self, outermost: nn.Module) -> None:
         copies: dict[int, torch.Tensor] = {}
@@ -149,9 +144,6 @@ class LowPrecision:
         self._swapped.clear()
         self._running.clear()
         self._caller = None
-
-    def _cast_output(self, module: nn.Module, args: object, output: Any) -> Any:
-        return _map_floating(output, self._output_dtype)
 
 
 def _put(module: nn.Module, name: str, tensor: torch.Tensor) -> None:

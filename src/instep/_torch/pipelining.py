@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from instep._torch.hooks import BoundHook
+from instep._torch.hooks import BoundHook, StandIn
 
 BACKWARDS = ("backward_one_chunk", "backward_weight_one_chunk")
 """Of a stage: each runs one backward of a micro-batch, or of its weights alone."""
@@ -177,46 +177,21 @@ Around = Callable[["partial[Any]", Mapping[str, Any]], Any]
 options of the call stand beside it."""
 
 
-class StageCall(BoundHook):
-    """A method of a stage or schedule with something around it, as an attribute of the object, until it is removed.
-    Several may be around one method, and may be removed in any order. Copies of the object do without.
+class StageCall(StandIn):
+    """A method of a stage or schedule with something around it (an ``Around``, which must not lead to the object),
+    until it is removed. Copies of the object do without."""
 
-    Args:
-        around: must not lead to ``owner``.
-    """
-
-    __slots__ = ("_around", "_inner", "_name", "_owner")
-
-    def __init__(self, owner: Any, name: str, around: Around) -> None:
-        super().__init__(None)
-        self._owner = weakref.ref(owner)
-        self._name = name
-        self._around: Around | None = around  # ``None``: removed, and another is around it
-        self._inner: Any = vars(owner).get(name)  # ``None``: the method of the class
-        setattr(owner, name, self)
+    __slots__ = ()
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         owner = self._owner()
         assert owner is not None, "it is its attribute"
-        inner = self._inner or getattr(type(owner), self._name).__get__(owner)
+        inner = self._before or getattr(type(owner), self._name).__get__(owner)
         call = partial(inner, *args, **options)
-        return call() if self._around is None else self._around(call, options)
+        return call() if self._call is None else self._call(call, options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if self._inner is not None:
-            return copy.deepcopy(self._inner, memo)
+        if self._before is not None:
+            return copy.deepcopy(self._before, memo)
         copied = memo.get(id(self._owner()))  # there by now: its attributes are copied last
         return BoundHook(None) if copied is None else getattr(type(copied), self._name).__get__(copied)
-
-    def remove(self) -> None:
-        self._around = None
-        owner = self._owner()
-        if owner is None or vars(owner).get(self._name) is not self:
-            return
-        inner = self._inner
-        while isinstance(inner, StageCall) and inner._around is None:
-            inner = inner._inner
-        if inner is None:
-            delattr(owner, self._name)
-        else:
-            setattr(owner, self._name, inner)

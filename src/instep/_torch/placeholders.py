@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,17 +45,17 @@ class Placeholder(torch.Tensor):
     def __getattr__(self, name: str) -> Any:
         """What torch's own tensors have not: a gradient may be of another class, such as a DTensor."""
         found = vars(self).get("_class")
-        if found is None or not found.has(name):
+        if found is None or not (name in found.attributes or hasattr(found.kind, name)):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         try:
-            real = self._use(f"{found.name}.{name}", (), None, None)
+            real = self._use(f"{found.kind.__name__}.{name}", (), None, None)
         except InstepError as error:
-            raise _of_missing_attribute(error) from None
+            # The same error, and an ``AttributeError``: who asks whether there is an attribute (``hasattr``) finds
+            # none, as of any other tensor.
+            cls = type(error)
+            both: type[InstepError] = type(cls.__name__, (cls, AttributeError), {"__module__": cls.__module__})
+            raise both(*error.args) from None
         return getattr(real, name)
-
-    def _without_memory(self) -> torch.Tensor:
-        """A tensor of the same form, of torch's own class, that has no memory, and so no values."""
-        return torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
 
     @classmethod
     def __torch_function__(
@@ -78,8 +78,10 @@ class Placeholder(torch.Tensor):
         if args and isinstance(args[0], Placeholder):
             if operation not in NEW_LIKE:
                 return args[0]  # which has done what there was to do
-            kwargs.setdefault("device", args[0].device)
-            args = (args[0]._without_memory(), *args[1:])
+            like = args[0]
+            kwargs.setdefault("device", like.device)
+            # Of the same form and of torch's own class, and without memory, and so without values.
+            args = (torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta"), *args[1:])
         if operation == "_foreach_zero_":
             args = ([gradient for gradient in args[0] if not isinstance(gradient, Placeholder)],)
             if not args[0]:
@@ -87,36 +89,19 @@ class Placeholder(torch.Tensor):
         return func(*args, **kwargs)
 
 
-class _OwnClass:
+class _OwnClass(NamedTuple):
     """What a tensor of a class that is none of torch's own two has beyond these."""
 
-    __slots__ = ("_attributes", "_class")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._class = type(tensor)
-        self._attributes = frozenset(vars(tensor))
+    kind: type
+    attributes: frozenset[str]
 
     @staticmethod
     def of(tensor: torch.Tensor) -> "_OwnClass | None":
         """``None``: it is of one of torch's own two classes."""
         if isinstance(tensor, Placeholder):
             return vars(tensor).get("_class")
-        return None if type(tensor) in (torch.Tensor, torch.nn.Parameter) else _OwnClass(tensor)
-
-    @property
-    def name(self) -> str:
-        return self._class.__name__
-
-    def has(self, name: str) -> bool:
-        return name in self._attributes or hasattr(self._class, name)
-
-
-def _of_missing_attribute(error: InstepError) -> InstepError:
-    """The same error, and an ``AttributeError``: who asks whether there is an attribute (``hasattr``) finds none, as of
-    any other tensor."""
-    cls = type(error)
-    both: type[InstepError] = type(cls.__name__, (cls, AttributeError), {"__module__": cls.__module__})
-    return both(*error.args)
+        kind = type(tensor)
+        return None if kind in (torch.Tensor, torch.nn.Parameter) else _OwnClass(kind, frozenset(vars(tensor)))
 
 
 class SpentGradient(Placeholder):

@@ -14,14 +14,15 @@ from torch.autograd import grad_mode
 from instep._torch.placeholders import Placeholder
 from instep._torch.watch import plain_type
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+"""torch's own two classes of tensors."""
 VERSION: Callable[[torch.Tensor], int] = attrgetter("_version")
 """Of a plain tensor whose writes are counted. ``RuntimeError`` for an inference tensor."""
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that has the memory: of a ``DTensor`` its local tensor."""
-    if type(tensor) in _PLAIN or isinstance(tensor, Placeholder):  # which would be used by what comes next
+    if type(tensor) in PLAIN or isinstance(tensor, Placeholder):  # which would be used by what comes next
         return tensor
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
@@ -44,7 +45,7 @@ def version_of(tensor: torch.Tensor) -> int:
     if tensor.is_inference():
         return 0  # none is counted
     # Read past whoever watches the parameter: to ask for a version is no use of the values.
-    slot = None if type(tensor) in _PLAIN else getattr(plain_type(tensor), "_local_tensor", None)
+    slot = None if type(tensor) in PLAIN else getattr(plain_type(tensor), "_local_tensor", None)
     memory = tensor if slot is None else slot.__get__(tensor)
     return VERSION(tensor) if memory is tensor else VERSION(tensor) + VERSION(memory)
 
@@ -53,7 +54,7 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """The ``version_of`` each. There may be thousands, which are seldom anything but plain."""
     # Some may be watched: to ask for a version is no use of the values, and nobody is to wait or be told.
     with torch._C.DisableTorchFunctionSubclass():
-        if _PLAIN.issuperset(map(type, tensors)):
+        if PLAIN.issuperset(map(type, tensors)):
             try:
                 return list(map(VERSION, tensors))
             except RuntimeError:  # one is an inference tensor
@@ -63,7 +64,7 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def are_plain(values: Iterable[object]) -> bool:
     """Whether all are tensors of torch's own two classes."""
-    return _PLAIN.issuperset(map(type, values))
+    return PLAIN.issuperset(map(type, values))
 
 
 def are_counted(tensors: Sequence[torch.Tensor]) -> bool:

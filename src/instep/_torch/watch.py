@@ -2,7 +2,6 @@
 
 import copy
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -140,11 +139,6 @@ class Watch:
             if plain is not None:
                 parameter.__class__ = self._classes.get(plain) or self._watched(plain)
 
-    @property
-    def is_of_values(self) -> bool:
-        """Whether anybody wants to know of uses of values."""
-        return self._values is not None
-
     def used(self, parameter: torch.Tensor, func: Any, about_grad: bool) -> None:
         ref = self._gradient if about_grad else self._values
         call = None if ref is None else ref()
@@ -201,25 +195,12 @@ class ModuleHooks:
 
 
 _LOCAL = "_local_tensor"
-_silent = threading.local()
-
-
-@contextmanager
-def nobody_told() -> Iterator[None]:
-    """What this thread does in it is no use of a watched parameter: its values are about to be replaced."""
-    before = getattr(_silent, "on", False)
-    try:
-        _silent.on = True
-        with torch._C.DisableTorchFunctionSubclass():
-            yield
-    finally:
-        _silent.on = before
 
 
 def _watched_attribute(slot: Any) -> property:
     def tell(parameter: torch.Tensor) -> None:
         watch = parameter._watch() if isinstance(parameter, _Watched) else None
-        if watch is not None and not getattr(_silent, "on", False):
+        if watch is not None:
             watch.used(parameter, slot, False)
 
     def read(parameter: torch.Tensor) -> Any:
@@ -268,8 +249,11 @@ class _Watched(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         about_grad = func in _ABOUT_GRAD
-        # Most loops read and clear .grad between steps, of every parameter.
-        if func in _WITHOUT_VALUES or (about_grad and cls._is_its_own(args)):
+        # Most loops read and clear .grad between steps, of every parameter. Where it is read, or replaced by a plain
+        # tensor or nothing, no other class has a say.
+        if func in _WITHOUT_VALUES or (
+            about_grad and type(args[0]) is cls and (len(args) == 1 or args[1] is None or type(args[1]) is torch.Tensor)
+        ):
             if about_grad and (owner := cls._watch()) is not None:
                 owner.used(args[0], func, about_grad)
             with torch._C.DisableTorchFunctionSubclass():
@@ -298,11 +282,6 @@ class _Watched(torch.Tensor):
         if watch is not None:
             watch.used(self, func, True)
 
-    @classmethod
-    def _is_its_own(cls, args: tuple[Any, ...]) -> bool:
-        """Whether its ``.grad`` is read, or replaced by a plain tensor or nothing: no other class has a say in that."""
-        return type(args[0]) is cls and (len(args) == 1 or args[1] is None or type(args[1]) is torch.Tensor)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self.detach()  # the values are about to be read
         watched = type(self)
@@ -326,7 +305,7 @@ def _of_its_class(parameter: torch.Tensor, detached: torch.Tensor) -> torch.Tens
         if frame.f_back is None or depth == _MODES:
             return detached
         frame, depth = frame.f_back, depth + 1
-    if isinstance(parameter, _Watched) and (watch := parameter._watch()) is not None and not watch.is_of_values:
+    if isinstance(parameter, _Watched) and (watch := parameter._watch()) is not None and watch._values is None:
         _unwatch(parameter)  # nobody wants to know of this use, nor much of what comes after it
     made: torch.Tensor = detached
     if type(parameter) is torch.nn.Parameter:

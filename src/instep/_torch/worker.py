@@ -68,12 +68,10 @@ class Worker:
 
     @property
     def started(self) -> bool:
-        """Whether there is a thread."""
         return self._tokens is not None
 
     @property
     def is_here(self) -> bool:
-        """Whether this is its thread."""
         return self._tokens is not None and getattr(_serving, "tokens", None) is self._tokens
 
     def start(self) -> None:

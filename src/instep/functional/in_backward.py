@@ -123,26 +123,22 @@ def get_in_backward_optimizers(module: nn.Module) -> list[Optimizer]:
     return [optimizer for parameter in module.parameters() for optimizer in getattr(parameter, OPTIMIZERS, ())]
 
 
-def _require_parameters(params: Iterable[torch.Tensor], optimizer_class: type[Optimizer]) -> list[torch.Tensor]:
+def _require_parameters(params: Iterable[torch.Tensor], optimizer_class: Any) -> list[torch.Tensor]:
     if isinstance(params, torch.Tensor):
         raise AttachError("params must be an iterable of parameters, not one tensor: give [param]")
     if not isinstance(params, Iterable):
         raise AttachError(f"params must be an iterable of parameters, not {params!r}: give model.parameters()")
-    _refuse_class(optimizer_class)
-    parameters = list(params)
-    if not parameters:
-        raise AttachError("params is empty: there is nothing to step")
-    _refuse_parameters(parameters)
-    return parameters
-
-
-def _refuse_class(optimizer_class: Any) -> None:
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise AttachError(f"optimizer_class must be a class of torch.optim.Optimizer, not {optimizer_class!r}")
     if issubclass(optimizer_class, torch.optim.LBFGS):
         raise UnsupportedOptimizerError(
             "LBFGS evaluates the loss again within a step, which backward cannot do. Call it after backward"
         )
+    parameters = list(params)
+    if not parameters:
+        raise AttachError("params is empty: there is nothing to step")
+    _refuse_parameters(parameters)
+    return parameters
 
 
 def _refuse_parameters(parameters: Sequence[Any]) -> None:

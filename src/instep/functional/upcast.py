@@ -185,7 +185,9 @@ class AllreduceUpcastHookState:
         ddp = self.ddp_weakref()
         if ddp is not None:
             _to_full_precision(ddp)
-            _drop_gradients(ddp)
+            # Some are reduced, some are this rank's own, some are DDP's memory, and none shows which.
+            for parameter in filter(_has_low_precision, ddp.module.parameters()):
+                parameter.grad = None
         self._streams.finish()
 
 
@@ -317,12 +319,6 @@ def _to_full_precision(ddp: DistributedDataParallel) -> None:
         parameter.data = parameter._fp_param
         if parameter.requires_grad:
             parameter._mp_param.untyped_storage().resize_(0)
-
-
-def _drop_gradients(ddp: DistributedDataParallel) -> None:
-    """Drop all gradients: some are reduced, some are this rank's own, some are DDP's memory, and none shows which."""
-    for parameter in filter(_has_low_precision, ddp.module.parameters()):
-        parameter.grad = None
 
 
 def _remove_reducer_hook(parameter: nn.Parameter) -> None:

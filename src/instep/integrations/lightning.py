@@ -5,9 +5,9 @@ and ``on_train_end`` or ``on_exception`` detaches. One thing of Lightning's is r
 another way (twice, or once for several batches): the module's ``backward``, a hook that Lightning documents.
 """
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from torch import Tensor
@@ -261,9 +261,9 @@ class InstepCallback(Callback):
         if trainer.gradient_clip_algorithm == "value":
             line = f"InstepCallback(schedule='backward', {together}clip=instep.ClipValue({value}))"
             return f"in place of gradient_clip_val {line}{cost}"
-        lines = [f"InstepCallback(schedule='backward', {together}clip=instep.ClipNorm({value}, mode='two_pass'))"]
-        lines.append(f"InstepCallback(schedule='backward', clip=instep.ClipNorm({value}), undo=True)")
-        return f"in place of gradient_clip_val {lines[0]}: backward runs twice{cost}; {lines[1]}"
+        twice = f"InstepCallback(schedule='backward', {together}clip=instep.ClipNorm({value}, mode='two_pass'))"
+        undo = f"InstepCallback(schedule='backward', clip=instep.ClipNorm({value}), undo=True)"
+        return f"in place of gradient_clip_val {twice}: backward runs twice{cost}; {undo}"
 
     def _refuse_backward(self, module: LightningModule) -> None:
         own = type(module).backward is not LightningModule.backward or "backward" in vars(module)
@@ -291,9 +291,6 @@ def _leaves_out_step(trainer: Trainer) -> bool:
     return ready % trainer.accumulate_grad_batches != 0 and not last
 
 
-# Fabric.
-
-
 def fabric_backward(fabric: Fabric, overlap: Attachment, loss: Tensor, *, more: bool = False) -> None:
     """``overlap.backward(loss, more=more)`` where Fabric expects ``fabric.backward(loss)``: for several micro-batches
     with one backward (``more``), and for ``ClipNorm(mode="two_pass")``.
@@ -313,14 +310,6 @@ def fabric_backward(fabric: Fabric, overlap: Attachment, loss: Tensor, *, more: 
             "before the scaler has seen the gradients. Use fabric.backward(loss) with attach(…, undo=True) or "
             "schedule='forward', or precision='bf16-mixed'"
         )
-    fabric.backward(_Loss(partial(overlap.backward, loss, more=more)))  # type: ignore[arg-type]  # of it this is called
-
-
-class _Loss:
-    """What Fabric calls ``backward`` of, when it has noted that this is its own."""
-
-    def __init__(self, backward: Callable[[], None]) -> None:
-        self._backward = backward
-
-    def backward(self) -> None:
-        self._backward()
+    # Fabric calls ``backward`` of what it is given, when it has noted that this is its own.
+    given: Any = SimpleNamespace(backward=partial(overlap.backward, loss, more=more))
+    fabric.backward(given)

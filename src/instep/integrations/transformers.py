@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 try:
     from accelerate import Accelerator
@@ -125,9 +124,12 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
             if self._writes_in_backward and state.global_step == 0 and attached(model) is self.overlap:
                 self.overlap.require_committed()
             self.detach()
+        optimizer = trainer.optimizer
+        while isinstance(optimizer, AcceleratedOptimizer):  # which adds nothing to a step but whether it is due
+            optimizer = optimizer.optimizer
         overlap = self._attach(
             model,
-            _torch_optimizer(trainer.optimizer),
+            optimizer,
             clip=clip,
             # Under DDP the Trainer runs all but the last micro-batch in no_sync(), which tells. With fewer in the last
             # step of an epoch, optimizer.step() finds their gradients, and applies them.
@@ -159,7 +161,6 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Detach."""
         self.detach()
 
     def detach(self) -> None:
@@ -302,11 +303,8 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
 
 
 def _backward(overlap: Attachment, accelerator: Any, together: bool, loss: torch.Tensor, **options: Any) -> None:
-    """All that ``Accelerator.backward()`` is without a loss scale, DeepSpeed and LOMO, by ``overlap``.
-
-    Args:
-        together: whether the micro-batches of a step have one backward for all.
-    """
+    """All that ``Accelerator.backward()`` is without a loss scale, DeepSpeed and LOMO, by ``overlap``: if ``together``,
+    the micro-batches of a step have one backward for all."""
     if options:
         raise InstepError(
             f"accelerator.backward(loss, {', '.join(f'{name}=…' for name in options)}): with together=True, or "
@@ -358,10 +356,3 @@ def _trainer_of(state: TrainerState) -> Trainer:
         "InstepCallback is for a transformers.Trainer, and none has this TrainerState. In a loop of your own call "
         "instep.attach(model, optimizer)"
     )
-
-
-def _torch_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The optimizer inside accelerate's wrapper, which adds nothing to a step but whether it is due."""
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return optimizer

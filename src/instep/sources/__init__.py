@@ -137,9 +137,6 @@ def record_arrival(sink: Sink, bucket: Iterable[AttachedParameter], future: torc
         future.add_done_callback(lambda _: recorder("communication", names, started, perf_counter()))
 
 
-# From a source to its sink.
-
-
 def deliver(sink: Sink, gradients: AttachedParameters, step: Callable[[], bool]) -> bool:
     """Offer ``gradients``, which are final, and call ``step`` if they may be written now. Errors are kept.
 
@@ -176,9 +173,6 @@ def step_all(sink: Sink, gradients: AttachedParameters) -> bool:
     done = sink.apply(gradients)
     sink.retire(gradients)
     return done
-
-
-# A bucket of gradients from the start of its communication until it is used.
 
 
 class Collective(Protocol):
@@ -218,9 +212,6 @@ class LaunchedBucket(Generic[C]):
         """Return when the bucket has arrived, for the current stream. Raises what the communication raised."""
         with profiled("wait for gradients"):
             self.communication.wait()
-
-
-# The parameters that a wrapper reduces.
 
 
 class WrappedParameters:

@@ -110,7 +110,8 @@ class LocalSource:
                 self._hooks.add(attached, weakly(self._accumulated, attached.spec.index))
 
     def _listen_to_last(self) -> None:
-        last = self._layout.last_of_each()
+        # Of each bucket, by number, the parameter whose gradient has arrived last in this step.
+        last = {self._layout.bucket_of[attached.spec.index]: attached for attached in self._layout.observed}
         self._hooks.remove()
         for number, attached in last.items():
             self._hooks.add(attached, weakly(self._bucket_accumulated, number, attached.spec.index))
@@ -275,15 +276,11 @@ class LocalSource:
         self._offered.clear()
         self._earlier.end_backward()
 
-    # Where backward raises.
-
     def _raised(self) -> None:
         # Those that have waited are offered first: the step is to know of every gradient that this backward has made.
         with suppress(InstepError):
             self._offer()
         self._sink.backward_raised()
-
-    # After detach.
 
     def disconnect(self) -> None:
         self._hooks.remove()
@@ -396,7 +393,6 @@ class LocalLayout:
         self._fill([])
 
     def adopt(self, parameters: Sequence[AttachedParameter]) -> None:
-        """Take in more parameters."""
         self._parameters = AttachedParameters((*self._parameters, *parameters))
 
     def refresh(self) -> bool:
@@ -421,10 +417,6 @@ class LocalLayout:
     def all_observed(self) -> bool:
         """Whether the buckets follow the order of arrival, and every gradient of this step has arrived."""
         return self.follows_observed and len(self.observed) == len(self.trainable)
-
-    def last_of_each(self) -> dict[int, AttachedParameter]:
-        """For the number of each bucket, the parameter in it whose gradient has arrived last in this step."""
-        return {self.bucket_of[attached.spec.index]: attached for attached in self.observed}
 
     def _fill(self, order: Iterable[AttachedParameter]) -> None:
         attached = {a.spec.index: a for a in order}
@@ -469,7 +461,6 @@ class GradientHooks:
         self._called_by[index] = called_by
 
     def remove(self) -> None:
-        """Take off all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -555,8 +546,12 @@ class FSDP2Gradients:
 
     def takes(self, attached: AttachedParameter) -> bool:
         """Whether the gradient that has just arrived is a late one, or a part of one: then it is taken in."""
-        if not self._uses.several(attached.spec.group) and not _is_being_copied(attached.get()):
-            return False
+        if not self._uses.several(attached.spec.group):
+            # FSDP2's ``CPUOffloadPolicy`` copies a gradient to the host beside what the host does. It waits for that
+            # where backward ends; in a torch before 2.13 or so for hooks of its parameters, too.
+            gradient = attached.get().grad
+            if gradient is None or not is_pinned(gradient):
+                return False
         if not self._gradients:
             # FSDP2 has asked for the end of this backward before its first gradient, so that its own end comes first.
             current().at(Phase.BEFORE_DDP, self._step, self._drop)
@@ -580,12 +575,6 @@ class FSDP2Gradients:
     def _drop(self) -> None:
         self._gradients.clear()
         self._sink.backward_raised()
-
-
-def _is_being_copied(parameter: torch.Tensor) -> bool:
-    """Whether FSDP2's ``CPUOffloadPolicy`` copies this gradient to the host beside what the host does. It waits for
-    that where backward ends; in a torch before 2.13 or so for hooks of its parameters, too."""
-    return parameter.grad is not None and is_pinned(parameter.grad)
 
 
 class ForwardCounts:

@@ -10,30 +10,15 @@ An error of an update waits until the run is over on this rank: the other ranks 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._step.accumulation import Accumulation
+from instep._step.schedule import Schedule
 from instep._torch.pipelining import Pipeline, StageCall
 from instep.buckets import Bucket, fill_buckets
 from instep.errors import InstepError
 from instep.sources import ErrorsKept, Sink
-
-
-class Steps(Protocol):
-    """The schedule of ``attach``, as a run sees it."""
-
-    def hear_of_last_step(self) -> None:
-        """Wait for what the ranks say of the last step; raise, if it does not stand on all of them."""
-
-    def cast_owed(self) -> None:
-        """A run does not begin on this rank: the others may wait for its vote on the last one."""
-
-    def run_failed(self) -> None:
-        """A run has raised on this rank. Others may be through with it, and step."""
-
-    def end_micro_batches(self) -> None:
-        """The last micro-batch of a stage is through, and gradients of the step are final from now on."""
 
 
 class PipelineSource:
@@ -52,7 +37,7 @@ class PipelineSource:
 
     def __init__(
         self,
-        steps: Steps,
+        steps: Schedule,
         sink: Sink | None,
         parameters: Sequence[AttachedParameter],
         of_each: Sequence[frozenset[int]],
@@ -113,8 +98,6 @@ class PipelineSource:
         for call in self._calls:
             call.remove()
         self._calls.clear()
-
-    # In a run.
 
     def run(self, call: Callable[[], Any]) -> Any:
         self._has_heard = False

@@ -29,15 +29,11 @@ class FSDP1Source:
         self._parameters = {attached.spec.index: attached for attached in parameters}
         self._reduced_now: set[int] = set()  # stepped with another one, and still to be gone through by FSDP1
         self._applied: dict[int, AttachedParameter] = {}
-        self._refuse(wrappers)
-
-    def _refuse(self, wrappers: Sequence[Any]) -> None:
-        for wrapper in wrappers:
-            if wrapper._is_root is not None:
-                raise AttachError(
-                    "FullyShardedDataParallel decides at its first forward whether parameters are stepped in "
-                    "backward: attach (or register) before it, or use schedule='forward'"
-                )
+        if any(wrapper._is_root is not None for wrapper in wrappers):
+            raise AttachError(
+                "FullyShardedDataParallel decides at its first forward whether parameters are stepped in "
+                "backward: attach (or register) before it, or use schedule='forward'"
+            )
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -99,8 +95,6 @@ class FSDP1Source:
     def _raised(self) -> None:
         self._applied.clear()
         self._sink.backward_raised()
-
-    # After detach.
 
     def disconnect(self) -> None:
         for attached in self._parameters.values():

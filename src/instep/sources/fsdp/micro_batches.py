@@ -13,7 +13,7 @@ Each private name of torch's that is used has a sentence; ``tests/distributed/te
 clearly when torch changes one.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -104,7 +104,9 @@ class OneBackward:
         deferring = self._require_alike()
         for group, (module, name) in self._groups.items():
             defers = group in deferring
-            reduces_unused = _reduces_unused(module) and not defers
+            # Before torch 2.8 or so FSDP2 does not reduce what earlier micro-batches have left in a group that the last
+            # one does not use. The list of groups came later than that.
+            reduces_unused = hasattr(module._get_fsdp_state(), "_fsdp_param_groups") and not defers
             _require_one_reduction(name, ends[group], last_use[group], reduces_unused=reduces_unused, each=defers)
             nodes_of_group = [node for each in ends[group] for node in each]
             if defers:
@@ -167,7 +169,18 @@ class OneBackward:
                 f"a parameter {name} has a gradient from an earlier backward, which is not reduced yet: "
                 "micro_batches() runs all micro-batches of a step. Run the step with overlap.accumulate()"
             )
-        return _wide(parameter, name, uses)
+        # In reduce_dtype, or since torch 2.14 or so in what the leaf's grad_dtype says. To a narrower one autograd
+        # itself casts each gradient there.
+        casts = _has_grad_dtype(parameter)
+        dtype: torch.dtype | None = parameter.unsharded_grad_dtype if casts else parameter.reduce_dtype
+        if dtype is None or dtype == leaf.dtype or (casts and dtype.itemsize < leaf.dtype.itemsize):
+            return None
+        if casts and max(uses) > 1:
+            raise AccumulationError(
+                f"a parameter {name} is used several times in a micro-batch, with mixed precision: autograd adds these "
+                f"gradients in {dtype} in the first micro-batch, and in {leaf.dtype} in the others. {_INSTEAD}"
+            )
+        return WideGradient(parameter, dtype)
 
     def restore(self) -> None:
         """Set the switches to what was found: an error may have come between two hooks of a node."""
@@ -258,18 +271,15 @@ class ReducedApart:
             self._kept[number].append((parameter._unsharded_param, gradient))
         self._left[number] -= 1
         while self._next < len(self._left) and self._left[self._next] == 0:
-            self._give(self._next)
+            # Given to FSDP2 in ``.grad``, as autograd leaves them there.
+            kept, self._kept[self._next] = self._kept[self._next], []
+            for leaf, given in kept:
+                leaf.grad = given
             self._next += 1
+            if self._next < len(self._left):
+                self._reduce_over_shards()
         if self._next == len(self._left):
             self.reset()
-
-    def _give(self, number: int) -> None:
-        """Give FSDP2 the gradients of a micro-batch. All are in ``.grad``, as autograd leaves them there."""
-        kept, self._kept[number] = self._kept[number], []
-        for leaf, gradient in kept:
-            leaf.grad = gradient
-        if number < len(self._left) - 1:
-            self._reduce_over_shards()
 
     def _reduce_over_shards(self) -> None:
         """What FSDP2 does where the backward of a group ends that is not the step's last. There is no public way to
@@ -314,7 +324,8 @@ def _require_one_reduction(
         )
     if not any(ends):
         return
-    for which, nodes in [("the last micro-batch", ends[-1]), *(_numbered(ends) if each else ())]:
+    numbered = [(f"micro-batch {number}", nodes) for number, nodes in enumerate(ends, 1)] if each else []
+    for which, nodes in [("the last micro-batch", ends[-1]), *numbered]:
         if len(nodes) > 1:
             raise AccumulationError(
                 f"FSDP2's group {name} runs {len(nodes)} times in {which}: the plain loop reduces its "
@@ -327,16 +338,6 @@ def _require_one_reduction(
                 "its weights are used outside of its forward, or in a forward whose inputs need no gradient, beside "
                 f"one whose inputs do. {_INSTEAD}"
             )
-
-
-def _numbered(ends: Sequence[Sequence[Node]]) -> Iterator[tuple[str, Sequence[Node]]]:
-    return ((f"micro-batch {number}", nodes) for number, nodes in enumerate(ends, 1))
-
-
-def _reduces_unused(module: Any) -> bool:
-    """Whether FSDP2 reduces what earlier micro-batches have left in a group that the last one does not use. Before
-    torch 2.8 or so it does not. The list of groups came later than that."""
-    return hasattr(module._get_fsdp_state(), "_fsdp_param_groups")
 
 
 class WideGradient:
@@ -359,22 +360,6 @@ class WideGradient:
             self._parameter._unsharded_param.grad = total
         else:  # beside .grad, which has the parameter's dtype
             self._parameter.unsharded_accumulated_grad = total
-
-
-def _wide(parameter: Any, name: str, uses: Sequence[int]) -> WideGradient | None:
-    leaf: torch.Tensor = parameter._unsharded_param
-    # In reduce_dtype, or since torch 2.14 or so in what the leaf's grad_dtype says. To a narrower one autograd itself
-    # casts each gradient there.
-    casts = _has_grad_dtype(parameter)
-    dtype: torch.dtype | None = parameter.unsharded_grad_dtype if casts else parameter.reduce_dtype
-    if dtype is None or dtype == leaf.dtype or (casts and dtype.itemsize < leaf.dtype.itemsize):
-        return None
-    if casts and max(uses) > 1:
-        raise AccumulationError(
-            f"a parameter {name} is used several times in a micro-batch, with mixed precision: autograd adds these "
-            f"gradients in {dtype} in the first micro-batch, and in {leaf.dtype} in the others. {_INSTEAD}"
-        )
-    return WideGradient(parameter, dtype)
 
 
 def _has_grad_dtype(parameter: Any) -> bool:

@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,6 @@ def instances_of(wrapper: type[T]) -> list[T]:
 
 
 def fsdp2_in(model: nn.Module) -> list[nn.Module]:
-    """The modules in ``model`` that ``fully_shard`` was applied to."""
     return [module for module in model.modules() if is_fsdp2(module)]
 
 
@@ -53,7 +52,6 @@ def defers_all_reduce(group: Any) -> bool:
 
 
 def fsdp1_in(model: nn.Module) -> list[Any]:
-    """The ``FullyShardedDataParallel`` instances in ``model``."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return []
@@ -69,16 +67,15 @@ def fsdp1_of(parameters: Sequence[torch.Tensor]) -> list[Any]:
     return [wrapper for wrapper in found if any(id(p) in ours for p in wrapper.parameters())]
 
 
-class ShardedGroup:
+class ShardedGroup(NamedTuple):
     """One module that FSDP, 1 or 2, was applied to, with the parameters that are gathered and reduced with it.
 
     Attributes:
         members: the parameters, by ``id``.
     """
 
-    def __init__(self, module: nn.Module, members: frozenset[int]) -> None:
-        self.module = weakref.ref(module)
-        self.members = members
+    module: "weakref.ref[nn.Module]"
+    members: frozenset[int]
 
 
 def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
@@ -90,7 +87,7 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
     for module in modules:
         members = frozenset(id(p) for p in _own_parameters(module, modules) if id(p) not in seen)
         seen |= members
-        groups.append(ShardedGroup(module, members))
+        groups.append(ShardedGroup(weakref.ref(module), members))
     return groups
 
 
@@ -106,9 +103,6 @@ def put_shards_in_place(model: nn.Module) -> None:
     there after a forward without a backward, and after ``unshard``."""
     for module in fsdp2_in(model):
         cast(Any, module).reshard()
-
-
-# Whether the next backward reduces.
 
 
 class _Sync:
@@ -251,9 +245,6 @@ class FSDP1Sync(_Sync):
     def _wrappers(self) -> Sequence[Any]:
         model = self._model()
         return [] if model is None else fsdp1_in(model)
-
-
-# When weights are gathered.
 
 
 def fsdp2_reading_streams(model: nn.Module) -> Iterator[torch.Stream]:

@@ -57,7 +57,6 @@ class AfterErrors:
             yield GuardedCall(module, self._called)
 
     def _called(self, module: nn.Module) -> Around | None:
-        """``module`` is about to run."""
         # Inside a backward this is a checkpointed segment run again.
         if graph_task() is not None:
             return None
@@ -95,7 +94,6 @@ class AfterErrors:
             self._rebuild(gradients=False)
 
     def backward_failed(self) -> None:
-        """A backward was left by an exception."""
         self._rebuild(gradients=True)
 
     def _rebuild(self, *, gradients: bool) -> None:
@@ -162,7 +160,12 @@ def rebuild_fsdp2(model: nn.Module, *, gradients: bool) -> None:
             for group in groups:
                 reset_group(group)  # it may have been gathered by unshard(), which needs no root
         elif hasattr(root, "reset_iter_state"):
-            _reset_iter_state(root, groups)
+            try:
+                root.reset_iter_state()
+            except RuntimeError:  # of weights gathered ahead, from a peer that is gone or did not come
+                for group in groups:
+                    drop_gathered(group)
+                root.reset_iter_state()
         else:
             reset_iter_state(states)
         for one in kept:
@@ -191,22 +194,22 @@ def _fsdp2_roots(model: nn.Module) -> Iterator[tuple[Any, Sequence[Any]]]:
 def is_lazily_made(root: Any) -> bool:
     """Whether FSDP2 has made all that it makes in the first forward of ``root``, the state of an outermost module. It
     takes that for made once it has begun (``_is_root``). The hooks around ``state_dict()`` come last."""
-    groups = [group for state in root._state_ctx.all_states for group in fsdp2_groups(state)]
-    hooks = [(group._module_to_pre_save_state_dict_hook_handle, _modules_of(group)) for group in groups]
-    loading = [group._module_to_pre_load_state_dict_hook_handle for group in groups]
     # The states are in the list one by one, too.
     found = {id(state) for state in root._state_ctx.all_states}
-    every = all(id(state) in found for state in states_in(root._modules[0]))
-    return every and all(map(len, loading)) and all(len(made) == len(of) for made, of in hooks)
+    if not all(id(state) in found for state in states_in(root._modules[0])):
+        return False
+    for group in (group for state in root._state_ctx.all_states for group in fsdp2_groups(state)):
+        modules = {parameter._module_info.module for parameter in group.fsdp_params}
+        if len(group._module_to_pre_save_state_dict_hook_handle) != len(modules):
+            return False
+        if not group._module_to_pre_load_state_dict_hook_handle:
+            return False
+    return True
 
 
 def states_in(module: nn.Module) -> Iterator[Any]:
     """What ``fully_shard`` keeps of ``module`` and the modules in it."""
     return (cast(Any, one)._get_fsdp_state() for one in fsdp2_in(module))
-
-
-def _modules_of(group: Any) -> set[nn.Module]:
-    return {parameter._module_info.module for parameter in group.fsdp_params}
 
 
 def unmake(states: Iterable[Any]) -> None:
@@ -223,17 +226,6 @@ def unmake(states: Iterable[Any]) -> None:
                 for handle in handles.values():
                     handle.remove()
                 handles.clear()
-
-
-def _reset_iter_state(root: Any, groups: Sequence[Any]) -> None:
-    try:
-        root.reset_iter_state()
-    except RuntimeError:  # of weights gathered ahead, from a peer that is gone or did not come
-        for group in groups:
-            if group._all_gather_result is not None:
-                wait_for_work(group._all_gather_result.all_gather_work)
-                group._all_gather_result = None
-        root.reset_iter_state()
 
 
 # The streams on which FSDP2 communicates, in the context that all modules of a root share.
@@ -262,10 +254,20 @@ def reset_iter_state(states: Iterable[Any]) -> None:
             reset_group(group)
 
 
-def reset_group(group: Any) -> None:
-    if group._all_gather_result is not None:  # gathered ahead, and not used
-        wait_for_work(group._all_gather_result.all_gather_work)
+def drop_gathered(group: Any) -> None:
+    """Drop weights that were gathered ahead, and not used."""
+    if group._all_gather_result is not None:
+        work = group._all_gather_result.all_gather_work
+        if isinstance(work, dist.Work):
+            # Its peer may be gone, or may never have come. The loop is told of the error that led here, not of this
+            # one.
+            with suppress(RuntimeError):
+                work.wait()
         group._all_gather_result = None
+
+
+def reset_group(group: Any) -> None:
+    drop_gathered(group)
     # The rest of what was in flight, and events of streams that are waited for now.
     group._post_reduce_event = group._all_reduce_state = group._reshard_after_forward_event = None
     group._post_forward_indices.clear()  # its places in post_forward_order
@@ -298,7 +300,12 @@ class GroupGradients:
         if _LAYOUT in self._partial:
             self._partial[_LAYOUT] = dict(self._partial[_LAYOUT])  # a copy: FSDP2 empties its own
         for parameter in group.fsdp_params if not unreduced else ():
-            _drop_unreduced(parameter)
+            if hasattr(parameter, "_unsharded_param"):  # since it was first gathered
+                parameter._unsharded_param.grad = None
+            if "unsharded_accumulated_grad" in vars(
+                parameter
+            ):  # until torch 2.13 or so: micro-batches, in reduce_dtype
+                parameter.unsharded_accumulated_grad = None
 
     def restore(self) -> None:
         for parameter, gradient in self._gradients:
@@ -312,13 +319,6 @@ class GroupGradients:
             # Registers the parameter that the optimizer holds, and frees the gathered one. Each of a group is asked: an
             # interrupt may have come between two of them.
             parameter.to_sharded()
-
-
-def _drop_unreduced(parameter: Any) -> None:
-    if hasattr(parameter, "_unsharded_param"):  # since it was first gathered
-        parameter._unsharded_param.grad = None
-    if "unsharded_accumulated_grad" in vars(parameter):  # until torch 2.13 or so: micro-batches, in reduce_dtype
-        parameter.unsharded_accumulated_grad = None
 
 
 def noted_forwards(states: Iterable[Any]) -> list[tuple[Any, int]]:
@@ -407,10 +407,3 @@ def wait_for(owner: Any, streams: Iterable[str], device_handle: Any) -> None:
         stream = getattr(owner, name, None)  # made in the first forward
         if stream is not None:
             device_handle.current_stream().wait_stream(stream)
-
-
-def wait_for_work(work: Any) -> None:
-    if isinstance(work, dist.Work):
-        # Its peer may be gone, or may never have come. The loop is told of the error that led here, not of this one.
-        with suppress(RuntimeError):
-            work.wait()

@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence, Set
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from instep._ranks.collectives import broadcast
 from instep._ranks.process_groups import communicating
 from instep._step.streams import ProducerStreams
-from instep._torch.engine import Phase, current, runs
+from instep._torch.engine import Phase, current, leads_to, runs
 from instep._torch.hooks import UntracedHook, nodes_of
 from instep._torch.lifetime import weakly
 from instep._torch.placeholders import Placeholder
@@ -31,33 +31,11 @@ from instep.sources import LaunchedBucket
 from instep.sources.ddp.buckets import slices_of
 from instep.sources.replicate.layout import BucketLayout, BucketSizes, as_they_arrived, before_any_backward
 
+if TYPE_CHECKING:
+    from instep.sources.replicate.source import ReplicatedSource
+
 IN_FLIGHT = 2
 """How many buckets are in flight at once. So many have memory of their own."""
-
-
-class Receiver(Protocol):
-    """A source, as ``TransientBuckets`` sees it: told of averaged gradients during backward. Only ``ended`` may raise.
-
-    Attributes:
-        reduce_dtype: what the mean is computed and sent in; ``None``: as the gradients are.
-    """
-
-    reduce_dtype: torch.dtype | None
-
-    def launched(self, parameters: Sequence[torch.Tensor], future: torch.futures.Future[Any]) -> None:
-        """The bucket with the gradients of ``parameters`` was sent."""
-
-    def delivered(self, parameters: Sequence[torch.Tensor]) -> None:
-        """A bucket has arrived: ``.grad`` of ``parameters`` is the mean of all ranks, and final."""
-
-    def ended(self) -> None:
-        """Backward ends: all gradients of it were delivered."""
-
-    def failed(self, error: BaseException) -> None:
-        """A communication failed: nothing more is delivered, and ``backward()`` raises ``error``."""
-
-    def raised(self) -> None:
-        """Backward raises, for whatever reason: nothing more is delivered."""
 
 
 class TransientBucket(LaunchedBucket[torch.futures.Future[Any]]):
@@ -97,16 +75,12 @@ class TransientBucket(LaunchedBucket[torch.futures.Future[Any]]):
     def put_means(self, used: Set[int]) -> None:
         """The bucket has arrived: put the mean into ``.grad`` of the members with these numbers, and let go of the
         bucket. From now on ``.grad`` alone keeps its memory."""
-        for number, parameter, mean in zip(self.numbers, self.members, self._means(), strict=True):
+        result, dtype = self.communication.value(), self.members[0].dtype
+        means = [result.to(dtype)] if self._sparse else slices_of(result[0].to(dtype.to_real()), self.members)
+        for number, parameter, mean in zip(self.numbers, self.members, means, strict=True):
             if number in used:
                 parameter.grad = mean
         self.communication = torch.futures.Future()
-
-    def _means(self) -> Sequence[torch.Tensor]:
-        result, dtype = self.communication.value(), self.members[0].dtype
-        if self._sparse:
-            return [result.to(dtype)]
-        return slices_of(result[0].to(dtype.to_real()), self.members)
 
 
 class _BackwardProgress:
@@ -121,7 +95,6 @@ class _BackwardProgress:
         held: the buckets that have arrived, and have parameters that this rank has not used: whether another rank has
             used them is known at the end of backward.
         unused: the numbers of all such parameters.
-        use_counts: asks the other ranks at the end of backward.
     """
 
     def __init__(self, layout: BucketLayout) -> None:
@@ -133,15 +106,6 @@ class _BackwardProgress:
         self.in_flight: deque[TransientBucket] = deque()
         self.held: list[TransientBucket] = []
         self.unused: set[int] = set()
-        self.use_counts: torch.futures.Future[Any] | None = None
-
-    def count(self, number: int) -> None:
-        self.arrived[number] = None
-        self.missing[self.bucket_of[number]] -= 1
-
-    @property
-    def next_is_full(self) -> bool:
-        return self.sent < len(self.missing) and self.missing[self.sent] == 0
 
 
 class TransientBuckets:
@@ -152,7 +116,7 @@ class TransientBuckets:
         sparse: the numbers of those whose gradients are sparse.
 
     Attributes:
-        receiver: is told of each bucket; ``None``: gradients stay in ``.grad``.
+        receiver: is told of each bucket; only its ``ended`` may raise. ``None``: gradients stay in ``.grad``.
     """
 
     def __init__(
@@ -162,7 +126,7 @@ class TransientBuckets:
         group: dist.ProcessGroup,
         sizes: BucketSizes,
     ) -> None:
-        self.receiver: Receiver | None = None
+        self.receiver: ReplicatedSource | None = None
         self.group = group
         self._names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
@@ -194,8 +158,6 @@ class TransientBuckets:
     def _layout(self, layout: BucketLayout) -> None:
         self._layouts[self._trainable] = layout
 
-    # In the forward.
-
     def after_forward(self, output: object, *, reduces: bool) -> None:
         """A forward with gradients has returned ``output``.
 
@@ -207,7 +169,8 @@ class TransientBuckets:
         if reduces:
             for node in nodes_of(output):
                 # Without the node itself: a hook that refers to its own node keeps the node for good.
-                node.register_prehook(UntracedHook(partial(self._reached, _before(node))))
+                inputs = [following for following, _ in node.next_functions if following is not None]
+                node.register_prehook(UntracedHook(partial(self._reached, inputs)))
 
     def refresh(self) -> None:
         """Take in parameters that were frozen or unfrozen: on all ranks alike."""
@@ -235,7 +198,7 @@ class TransientBuckets:
         ``autograd.grad`` and ``backward(inputs=…)`` of other tensors are not, and some ranks may run these alone."""
         mine = [self._parameters[number] for number in self._trainable]
         with torch._C.DisableTorchFunctionSubclass():  # no value is used: a watched parameter need not notice
-            return any(runs(get_gradient_edge(p).node) for p in mine) or not _lead_to(inputs, mine)
+            return any(runs(get_gradient_edge(p).node) for p in mine) or not leads_to(inputs, set(map(id, mine)))
 
     def _begin(self) -> None:
         backward = _BackwardProgress(self._layout)
@@ -266,12 +229,13 @@ class TransientBuckets:
             )
         if number in backward.arrived:
             return
-        backward.count(number)
+        backward.arrived[number] = None
+        backward.missing[place] -= 1
         try:
-            while backward.next_is_full:
+            while backward.sent < len(backward.missing) and backward.missing[backward.sent] == 0:
                 self._send(backward)
         except BaseException as error:
-            self._fail(backward, error)
+            self._fail(error)
             raise
 
     # In backward: a bucket is sent, has arrived, and is handed over.
@@ -369,27 +333,22 @@ class TransientBuckets:
         try:
             while backward.sent < len(backward.layout.buckets):
                 self._send(backward)
-            backward.use_counts = self._count_uses(backward)
+            # Ask how many ranks have a new gradient of each parameter, by number. Read only by ranks that lack one.
+            used = torch.ones(len(self._parameters), dtype=torch.int32, device=self._parameters[0].device)
+            if backward.unused:
+                used[sorted(backward.unused)] = 0
+            use_counts = _future_of(dist.all_reduce(used, group=self.group, async_op=True))
             while backward.in_flight:
                 self._deliver(backward, backward.in_flight.popleft())
-            self._hand_over_held(backward, backward.use_counts)
+            self._hand_over_held(backward, use_counts)
             if not backward.layout.agreed:
                 self._agree_on_order(backward)
         except BaseException as error:
-            self._fail(backward, error)
+            self._fail(error)
             raise
         self._backward = None
         if self.receiver is not None:
             self.receiver.ended()
-
-    def _count_uses(self, backward: _BackwardProgress) -> torch.futures.Future[Any]:
-        """Ask how many ranks have a new gradient of each parameter, by number. Read only by ranks that lack one."""
-        count = len(self._parameters)
-        device = self._parameters[0].device
-        used = torch.ones(count, dtype=torch.int32, device=device)
-        if backward.unused:
-            used[sorted(backward.unused)] = 0
-        return _future_of(dist.all_reduce(used, group=self.group, async_op=True))
 
     def _hand_over_held(self, backward: _BackwardProgress, use_counts: torch.futures.Future[Any]) -> None:
         with communicating(self.group):
@@ -411,8 +370,6 @@ class TransientBuckets:
         layout = as_they_arrived(self._parameters, order.tolist(), self._sparse, self._sizes)
         self._layouts[tuple(members)] = layout
 
-    # Where backward raises.
-
     def _raised(self, backward: _BackwardProgress) -> None:
         # Buckets in flight are not waited for: another rank that raised too may never send its part.
         if self._backward is backward:
@@ -420,7 +377,7 @@ class TransientBuckets:
         if self.receiver is not None:
             self.receiver.raised()
 
-    def _fail(self, backward: _BackwardProgress, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         self._backward = None
         # Buckets in flight are not waited for: they have memory of their own, and what is sent later is behind them.
         # Once a rank is lost, each of them would take as long as the process group waits.
@@ -437,24 +394,6 @@ def _future_of(work: dist.Work | None) -> torch.futures.Future[Any]:
     assert work is not None, "this rank is in the group"
     future: torch.futures.Future[Any] = work.get_future()
     return future
-
-
-def _before(node: Node) -> list[Node]:
-    return [following for following, _ in node.next_functions if following is not None]
-
-
-def _lead_to(nodes: Sequence[Node], parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether the graph from ``nodes`` on comes to any of ``parameters``."""
-    looked_for = {id(parameter) for parameter in parameters}
-    found, seen = list(nodes), set(nodes)
-    while found:
-        node = found.pop()
-        if id(getattr(node, "variable", None)) in looked_for:
-            return True
-        new = set(_before(node)) - seen
-        seen |= new
-        found.extend(new)
-    return False
 
 
 def _remove(handles: dict[int, RemovableHandle]) -> None:

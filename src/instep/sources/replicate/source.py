@@ -143,11 +143,6 @@ def _refuse(module: nn.Module, bucket_cap_mb: Any) -> None:
     is_number = isinstance(bucket_cap_mb, (int, float)) and not isinstance(bucket_cap_mb, bool)
     if bucket_cap_mb is not None and not (is_number and bucket_cap_mb > 0):
         raise AttachError(f"replicate: bucket_cap_mb must be a positive number of MiB or None, not {bucket_cap_mb!r}")
-    _refuse_wrappers(module)
-    _refuse_parameters(module)
-
-
-def _refuse_wrappers(module: nn.Module) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: not used
     wrappers = (DistributedDataParallel, Replicated, *(() if fsdp is None else (fsdp.FullyShardedDataParallel,)))
     for name, inside in module.named_modules():
@@ -156,6 +151,7 @@ def _refuse_wrappers(module: nn.Module) -> None:
                 f"replicate: {name or 'the model'!r} is a {type(inside).__name__}, which reduces gradients itself. "
                 "Give replicate the plain module"
             )
+    _refuse_parameters(module)
 
 
 def _refuse_parameters(module: nn.Module) -> None:
@@ -250,30 +246,23 @@ class ReplicatedSource:
     # In backward: what ``TransientBuckets`` calls.
 
     def launched(self, parameters: Sequence[torch.Tensor], future: torch.futures.Future[Any]) -> None:
+        """The bucket with the gradients of ``parameters`` was sent."""
         record_arrival(self._sink, self._parameters.among(parameters), future)
 
     def delivered(self, parameters: Sequence[torch.Tensor]) -> None:
+        """A bucket has arrived: ``.grad`` of ``parameters`` is the mean of all ranks, and final."""
         self._delivered = True
         mine = self._parameters.among(parameters)
         if self._sink.waits_for_all:
             self._waiting += mine
         elif mine:
-            self._step(mine)
-            _keep_alone([p for p in parameters if not self._is_applied(p)], parameters)
-
-    def _step(self, mine: AttachedParameters) -> None:
-        self._writes = deliver(self._sink, mine, partial(self._step_if_first, mine))
-
-    def _step_if_first(self, mine: AttachedParameters) -> bool:
-        # Asked only once these were offered: ``begin_step`` is called by the first offer of a step.
-        return self._writes and self._sink.apply_and_free(mine)
-
-    def _is_applied(self, parameter: torch.Tensor) -> bool:
-        return parameter in self._parameters and self._sink.is_applied(self._parameters[parameter])
-
-    # Where backward ends.
+            # Asked for _writes only once these were offered: ``begin_step`` is called by the first offer of a step.
+            self._writes = deliver(self._sink, mine, lambda: self._writes and self._sink.apply_and_free(mine))
+            applied = {id(a.get()) for a in mine if self._sink.is_applied(a)}
+            _keep_alone([p for p in parameters if id(p) not in applied], parameters)
 
     def ended(self) -> None:
+        """Backward ends: all gradients of it were delivered."""
         self._delivered = False
         waiting = AttachedParameters(self._waiting)
         self._waiting.clear()
@@ -286,21 +275,19 @@ class ReplicatedSource:
         # Not at once: an error before the end of a DDP instance in the same backward would leave the instance unusable.
         current().at(Phase.AFTER_DDP, self._sink.raise_failure, self._sink.backward_raised)
 
-    # Where backward raises.
-
     def failed(self, error: BaseException) -> None:
+        """A communication failed: nothing more is delivered, and ``backward()`` raises ``error``."""
         self._delivered = False
         self._waiting.clear()
         self._sink.fail(error)
-        self._sink.backward_raised()  # ``TransientBuckets`` raises the error, out of ``backward()``
+        self._sink.backward_raised()
 
     def raised(self) -> None:
+        """Backward raises, for whatever reason: nothing more is delivered."""
         self._waiting.clear()
         if self._delivered:  # else the backward was refused before it began, and the step of an earlier one is whole
             self._delivered = False
             self._sink.backward_raised()
-
-    # After detach.
 
     def disconnect(self) -> None:
         replicated = self._replicated()

@@ -109,9 +109,9 @@ class RowShard:
 
     def give(self, entry: Mapping[Any, Any] | None) -> dict[Any, Any] | None:
         """The plain optimizer's entry for one that was kept. All ranks must call this."""
-        return (
-            None if entry is None else {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in entry.items()}
-        )
+        if entry is None:
+            return None
+        return {key: v.full_tensor() if isinstance(v, DTensor) else v for key, v in entry.items()}
 
 
 class OwnedParameter:
@@ -220,7 +220,9 @@ class StateShards:
             _copy(_in_line(sent, owned))
             sent.mul_(1.0 / divisor)  # before the sum, as DDP's reducer does
             work: Any = dist.reduce(sent, self._global(owner), group=self.group, async_op=True)
-            scattered.expect_whole(work, sent, mine=owner == self._rank)
+            scattered.expect(work, sent)
+            if owner == self._rank:
+                scattered.whole = sent
         rows = [(g, part) for g, part in zip(gradients, parts, strict=True) if isinstance(part, RowShard)]
         if rows:  # after the others: rows may be received where the gradients are
             sent = torch.empty(self.world_size, sum(part.numel for _, part in rows), dtype=dtype, device=device)
@@ -232,7 +234,8 @@ class StateShards:
             else:
                 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
                 work = reduce_scatter(received, sent, group=self.group, async_op=True)
-            scattered.expect_rows(work, sent, received)
+            scattered.expect(work, sent)
+            scattered.rows = received
         return scattered
 
     def gather(self, parameters: Sequence[AttachedParameter], room: torch.Tensor | None = None) -> "GatheredShards":
@@ -306,29 +309,25 @@ class StateShards:
 
 class ScatteredGradients:
     """The communication of a bucket whose parts go to the ranks that update them: several works, in the terms of a
-    communication hook's future."""
+    communication hook's future.
+
+    Attributes:
+        rows: will hold this rank's rows of all divided parameters: one line for each rank, if these are still to be
+            added up.
+        whole: will hold the gradients of the parameters that are this rank's own.
+    """
 
     def __init__(self, parts: Sequence[ZeroShard], rank: int) -> None:
         self._parts = parts
         self._rank = rank
         self._works: list[Any] = []
         self._sent: list[torch.Tensor] = []  # alive until they have been sent
-        self._rows: torch.Tensor | None = None
-        self._whole: torch.Tensor | None = None
+        self.rows: torch.Tensor | None = None
+        self.whole: torch.Tensor | None = None
 
-    def expect_rows(self, work: Any, sent: torch.Tensor, received: torch.Tensor) -> None:
-        """``received`` will hold this rank's rows of all divided parameters: one line for each rank, if these are still
-        to be added up."""
+    def expect(self, work: Any, sent: torch.Tensor) -> None:
         self._works.append(work)
         self._sent.append(sent)
-        self._rows = received
-
-    def expect_whole(self, work: Any, sent: torch.Tensor, *, mine: bool) -> None:
-        """``sent`` will hold the gradients of one rank's parameters, on that rank (``mine``)."""
-        self._works.append(work)
-        self._sent.append(sent)
-        if mine:
-            self._whole = sent
 
     def done(self) -> bool:
         return all(work.is_completed() for work in self._works)
@@ -353,12 +352,12 @@ class ScatteredGradients:
 
     def gradients(self, parameters: Sequence[torch.Tensor]) -> list[DTensor]:
         """This rank's parts of the gradients of ``parameters``, once the communication is done."""
-        rows = self._rows
+        rows = self.rows
         if rows is not None and rows.dim() == 2:  # of gloo: not added up yet
             rows, *others = rows
             for other in others:
                 rows += other
-            self._rows = rows
+            self.rows = rows
         found, next_row, next_whole = [], 0, 0
         for parameter, part in zip(parameters, self._parts, strict=True):
             if isinstance(part, RowShard):
@@ -366,9 +365,9 @@ class ScatteredGradients:
                 shape = part.rows(parameter, self._rank).shape
                 found.append(part.spread(rows[next_row : next_row + shape.numel()].view(shape)))
                 next_row += part.numel
-            elif self._whole is not None and part.is_owner:
+            elif self.whole is not None and part.is_owner:
                 end = next_whole + parameter.numel()
-                found.append(part.spread(self._whole[next_whole:end].view(parameter.shape)))
+                found.append(part.spread(self.whole[next_whole:end].view(parameter.shape)))
                 next_whole = end
             else:
                 found.append(part.spread(torch.zeros_like(parameter, memory_format=torch.contiguous_format)))
@@ -395,7 +394,6 @@ class GatheredShards:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Write them into the parameters."""
         for _, write in self._expected:
             write()
 

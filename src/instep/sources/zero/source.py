@@ -70,7 +70,6 @@ class Zero:
         accumulation: Accumulation,
         reduce_dtype: torch.dtype | None,
     ) -> "ZeroSource":
-        """The source of the gradients of ``ddp``."""
         return ZeroSource(sink, parameters, ddp, self.shards, accumulation, reduce_dtype)
 
     def connect(
@@ -230,7 +229,6 @@ class ZeroSource:
     # In backward: DDP has filled a bucket.
 
     def before_backward(self) -> None:
-        """A backward begins: no gradient has changed yet."""
         for attached in self._parameters:
             if isinstance(attached.get().grad, DTensor):
                 raise AccumulationError(
@@ -252,7 +250,7 @@ class ZeroSource:
         if buffer.is_sparse:
             raise InstepError("shard_state=True does not take sparse gradients: use sparse=False, or no shard_state")
         members = bucket.parameters()
-        parts = [self._part(p) for p in members]
+        parts = [part for p in members if isinstance(part := self._parameters[p].shard, ZeroShard)]
         room = buffer if self._in_place else None
         dtype = self._reduce_dtype or buffer.dtype
         scattered = self._shards.scatter(slices_of(buffer, members), parts, divisor, dtype, room)
@@ -269,11 +267,6 @@ class ZeroSource:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(buffer)
         return future
-
-    def _part(self, parameter: torch.Tensor) -> ZeroShard:
-        part = self._parameters[parameter].shard
-        assert isinstance(part, ZeroShard)
-        return part
 
     def launched(self, bucket: GradBucketLike, future: torch.futures.Future[torch.Tensor]) -> None:
         """``communicate`` has noted a bucket that is scattered. After a plain mean gradients add up."""
@@ -355,30 +348,23 @@ class ZeroSource:
 
     def _settle(self, reductions: Sequence[Reduction]) -> None:
         if self._steps_after_ddp:
-            self._step_together(reductions)
+            with ErrorsKept(self._sink):
+                self._fetch(reductions)
+                members = AttachedParameters(a for a in self._members(reductions) if a.get().grad is not None)
+                deliver(self._sink, members, partial(self._sink.apply, members))
+            if self._sink.frees_gradients:
+                self._send(reductions)
+            self._receive()
         self._sink.retire(self._members(reductions))
         self._sink.join()
         self._sent = _Sent(self._shards.group)
         self._sink.raise_failure()
 
-    def _step_together(self, reductions: Sequence[Reduction]) -> None:
-        with ErrorsKept(self._sink):
-            self._fetch(reductions)
-            members = AttachedParameters(a for a in self._members(reductions) if a.get().grad is not None)
-            deliver(self._sink, members, partial(self._sink.apply, members))
-        if self._sink.frees_gradients:
-            self._send(reductions)
-        self._receive()
-
     def _members(self, reductions: Sequence[Reduction]) -> AttachedParameters:
         return AttachedParameters(self._parameters[p] for reduction in reductions for p in reduction.members)
 
-    # Where backward raises.
-
     def _raised(self, reductions: Sequence[Reduction]) -> None:
         self._sink.backward_raised()
-
-    # After detach.
 
     def disconnect(self) -> None:
         disconnect_listener(self._ddp(), self)
