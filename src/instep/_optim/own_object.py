@@ -62,7 +62,6 @@ from instep._optim.values import (
     storage_of,
     unlike,
 )
-from instep._torch.interrupts import heard, held
 from instep._torch.versions import memory_of, versions_of
 from instep.errors import HyperparameterChangedError, UnsupportedOptimizerError
 
@@ -144,7 +143,6 @@ class OwnObject:
         self._name = name
         # Of an accelerator's backward each device has a thread, and two threads must not exchange the groups at once.
         self._lock = threading.RLock()
-        self._signals: list[int] = []
         self._draws: Generators | None = None
         self._instead: dict[str, Any] = {}
         self._reached: list[torch.Tensor] = []
@@ -169,7 +167,6 @@ class OwnObject:
             may_draw: each parameter's update draws from generators that are seeded for it.
             in_parts: others see to it that no other parameter is used.
         """
-        self._signals = heard()
         devices = {memory_of(p).device for p in parameters_of(optimizer)}
         self._draws = None if may_draw else Generators.of(optimizer, devices, torchs_alone=True)
         # No hooks, and methods that see all parameters. Made once a step: a bucket has little time.
@@ -197,7 +194,7 @@ class OwnObject:
         try:
             for parameter, _, gradient in lent:
                 parameter.grad = gradient
-            with held(self._signals), self._lock:
+            with self._lock:  # and handlers of signals wait for that of the step
                 if not self.belongings.rests:
                     # By a hook of this backward, between two buckets: taken back after this one, it would be lost.
                     self.beside.require_unchanged()

@@ -35,7 +35,6 @@ from instep._ranks.process_groups import count_of_collectives
 from instep._step.state import gradient_of
 from instep._torch.engine import count_of_runs, listen
 from instep._torch.hooks import has_global_step_hooks
-from instep._torch.interrupts import heard, held
 from instep._torch.versions import memory_of
 from instep._torch.watch import Watch
 from instep.errors import InstepError, UnsupportedOptimizerError
@@ -502,18 +501,18 @@ class PartsOfUpdate:
         """Each part, while all others are disturbed."""
         self._put_around_back()
         others = _Others(self._by_optimizer())
-        with held(heard()):  # a handler that reads weights would find them disturbed
-            try:
-                for part in self._parts if self.reason is None else ():
-                    others.set_apart(part.tensors())
-                    with self._alone(part):
-                        self._step(part)
-                        found = self._look_at(part)
-                    if self.reason is not None or found != self._digests_of(part):
-                        self.reason, self._witness = _USES_OTHERS, (part, self._digests_of(part))
-                        break
-            finally:
-                others.rest()
+        # Handlers of signals wait for the lock of the step: one that reads weights would find them disturbed.
+        try:
+            for part in self._parts if self.reason is None else ():
+                others.set_apart(part.tensors())
+                with self._alone(part):
+                    self._step(part)
+                    found = self._look_at(part)
+                if self.reason is not None or found != self._digests_of(part):
+                    self.reason, self._witness = _USES_OTHERS, (part, self._digests_of(part))
+                    break
+        finally:
+            others.rest()
 
     def _digests_of(self, part: AttachedParameters) -> list[Digest]:
         return [self._digests[attached] for attached in part]

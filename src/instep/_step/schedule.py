@@ -2,8 +2,6 @@
 iteration. ``BackwardSchedule``, ``ForwardSchedule`` and ``PlainSchedule`` say what is theirs."""
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 
@@ -25,7 +23,7 @@ class Schedule:
     Attributes:
         calls: those of ``optimizer.step()``, which the hooks around it tell of.
         streams: on which buckets are stepped.
-        lock: held while gradients are offered and applied.
+        lock: of the step.
         backwards: those that were seen to begin.
         times: how long steps take the loop, and who is told of each bucket's.
         may_rest: whether nobody else needs to know of forwards and backwards.
@@ -37,7 +35,7 @@ class Schedule:
     def __init__(self, step: RunningStep) -> None:
         self._step = step
         self.streams = step.streams
-        self.lock: AbstractContextManager[Any] = step.lock
+        self.lock = step.lock
         self.backwards = step.backwards
         self.times = step.times
         self.may_rest = self.rests = False

@@ -32,10 +32,7 @@ _NUMBERS = sorted(int(number) for number in signal.valid_signals() if number < _
 
 
 def heard() -> list[int]:
-    """The signals that have a handler written in Python, or Python's own for Ctrl-C. None where no signal can come:
-    Python runs all handlers on its main thread."""
-    if threading.get_ident() != threading.main_thread().ident:
-        return []
+    """The signals that have a handler written in Python, or Python's own for Ctrl-C."""
     return [number for number in _NUMBERS if callable(_handler_of(number))]
 
 
@@ -105,11 +102,11 @@ class StepLock:
         self._lock = threading.Lock()
         self._owner: int | None = None
         self._depth = 0
-        self._numbers = heard()
+        self._numbers: Sequence[int] = heard()
         self._waiting: _Waiting | None = None
 
     def look_for_handlers(self) -> None:
-        """Once a step: the loop may have set a handler since."""
+        """Once a forward, and once a step: the loop may have set a handler since."""
         self._numbers = heard()
 
     def __enter__(self) -> None:
@@ -118,6 +115,7 @@ class StepLock:
             self._depth += 1
             return
         # Signals first: with the lock taken, nothing may come between.
+        # Python runs all handlers on its main thread: no signal comes on another one.
         waiting = _Waiting(self._numbers) if self._numbers and me == threading.main_thread().ident else None
         try:
             self._lock.acquire()

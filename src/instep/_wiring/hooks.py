@@ -518,6 +518,7 @@ class ForwardHooks:
             return
         if graph_task() is not None or self._accumulation.runs_stages:
             return
+        self._schedule.lock.look_for_handlers()
         follows = self._schedule.follows
         if follows:
             _unless_given_up(self._schedule, self._require_alone)
