@@ -37,7 +37,7 @@ CHEAP = 0.03
 """Seconds. A test that takes less always runs by default."""
 AFFORDABLE = 0.15
 """Of each test function the cheapest case always runs by default, if it takes less."""
-AFFORDABLE_ON_ACCELERATOR = 0.7
+AFFORDABLE_ON_ACCELERATOR = 0.3
 """The same in the session on the accelerator, where a test takes several times as long."""
 BY_DEFAULT = "not nightly and not examples and not accelerator"
 DEFECTS = {mutant.name: mutant for mutant in (*test_mutants.MUTANTS, *test_stream_mutants.MUTANTS)}
