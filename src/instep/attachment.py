@@ -466,11 +466,14 @@ class Attachment:
             optimizer.step()
             ```
         """
-        # Others may wait for what this rank says of a step that it has left out; and what they say of the last one
-        # would else be heard after this, where it tears the step anew.
-        with suppress(Exception):
-            self._parts.schedule.hear_of_last_step()
-        if self._parts.schedule.accept():
+        accepted = self._parts.schedule.accept()
+        if not accepted:
+            # Others may wait for what this rank says of a step that it has left out; and what they say of the last one
+            # would else be heard after this, where it tears the step anew.
+            with suppress(Exception):
+                self._parts.schedule.hear_of_last_step()
+            accepted = self._parts.schedule.accept()
+        if accepted:
             _logger.warning("step %d was taken as it is", self.step_count)
 
     def resync_from(self, rank: int) -> None:

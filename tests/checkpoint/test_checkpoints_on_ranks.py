@@ -1,5 +1,6 @@
 """Checkpoints of several ranks: saved by some number of them, loaded by another, wrapped and sharded in another way."""
 
+import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -266,6 +267,36 @@ def test_a_load_at_once_after_a_step_that_one_rank_has_left_out(
     pool = RankPool(2, group_seconds=10)
     try:
         assert pool.run(loaded_at_once, options, by, str(tmp_path)) == [3, 3]
+    finally:
+        pool.stop()
+
+
+def accepted_without_the_count(options: Mapping[str, Any]) -> list[int]:
+    """Rank 1 has taken a step that rank 0 has not; both load the model and the optimizer alone."""
+    first, loop = build("ddp", options), build("ddp", options)
+    for one in (first, loop):
+        learn(one, range(1), "ddp")
+    loop.overlap.require_committed()
+    states = copy.deepcopy([loop.model.state_dict(), loop.optimizer.state_dict()])
+    step_on_one(loop)
+    loop.overlap.accept_torn()
+    loop.model.load_state_dict(states[0])
+    loop.optimizer.load_state_dict(states[1])
+    for one in (first, loop):
+        learn(one, range(1, 3), "ddp")
+    loop.overlap.require_committed()
+    require_same(first, loop, "after what was loaded")
+    count = loop.overlap.step_count
+    close(first, loop)
+    return [count]
+
+
+@pytest.mark.parametrize("options", [BACKWARD, UNDO, FORWARD], ids=str)
+def test_ranks_that_accept_unequally_many_steps_go_on_from_one_count(options: Mapping[str, Any]) -> None:
+    pool = RankPool(2, group_seconds=10)
+    try:
+        one, other = pool.run(accepted_without_the_count, options)
+        assert one == other
     finally:
         pool.stop()
 

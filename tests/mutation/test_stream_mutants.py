@@ -448,7 +448,7 @@ MUTANTS = [
     ),
     _mutant(
         "what the engine's own thread drops is told there",
-        "EndOfBackward.__del__",
+        "EndOfBackward.drop",
         "            if unsaid is not None and is_of_backward(threading.get_native_id()):\n",
         "            if False:\n",
         HOST,
@@ -464,7 +464,7 @@ MUTANTS = [
     ),
     _mutant(
         "what the loop's thread drops is told late",
-        "EndOfBackward.__del__",
+        "EndOfBackward.drop",
         "            if unsaid is not None and is_of_backward(threading.get_native_id()):\n",
         "            if unsaid is not None:\n",
         HOST,

@@ -4,10 +4,17 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
+from unittest.mock import patch
 
 import pytest
+import torch
+from torch import nn
 
+import instep
+from instep._torch import interrupts, watch
+from instep._torch.engine import EndOfBackward
 from instep._torch.interrupts import StepLock, held
+from tests.parity.interrupts import once
 
 # ruff: noqa: PT012  # what is raised comes out of the end of the block
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="no such signals")
@@ -157,3 +164,65 @@ def test_another_thread_holds_the_lock_without_signals(came: list[str]) -> None:
     with lock:
         assert leave.is_set()
     thread.join()
+
+
+def test_a_handler_that_raises_while_another_is_exchanged(monkeypatch: pytest.MonkeyPatch, came: list[str]) -> None:
+    """It is known what was there, though the exchange has not returned."""
+    exchange = interrupts._set_handler
+
+    def exchange_and_raise(number: int, handler: object) -> object:
+        before = exchange(number, handler)
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGUSR1)
+        return before
+
+    monkeypatch.setattr(interrupts, "_set_handler", exchange_and_raise)
+    with pytest.raises(AlarmError), held([signal.SIGUSR2]):
+        raise AssertionError("it is entered")
+    assert came == ["usr1"]
+
+
+def test_an_exception_that_is_kept_tells_no_later_backward() -> None:
+    """Ctrl-C in an end of backward, whose traceback keeps that end."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept: list[BaseException] = []
+
+    def iterate() -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with instep.attach(model, optimizer, schedule="backward", bucket_bytes=1) as overlap:
+        iterate()
+        with patch.object(EndOfBackward, "run", once(EndOfBackward.run)):
+            try:
+                iterate()
+            except KeyboardInterrupt as error:
+                kept.append(error)
+        assert kept
+        optimizer.zero_grad()
+        overlap.accept_torn()
+        iterate()
+        model.get_parameter("0.weight").register_hook(lambda _: kept.clear())
+        iterate()
+        overlap.require_committed()
+
+
+def test_a_handler_that_reads_between_a_look_at_the_class_and_the_use() -> None:
+    """A parameter whose update is due is watched until somebody waits for it, here in a handler."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    tell = watch._tell_of_grad
+
+    def reads_first(parameter: torch.Tensor, func: object) -> None:
+        overlap.synchronize()
+        tell(parameter, func)
+
+    with instep.attach(model, optimizer, schedule="forward", defer=True) as overlap:
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            with patch.object(watch, "_tell_of_grad", reads_first):
+                optimizer.zero_grad()
+        overlap.require_committed()

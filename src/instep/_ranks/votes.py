@@ -5,6 +5,7 @@ from contextlib import suppress
 
 from instep._ranks.step_ranks import StepRanks
 from instep._ranks.vote import Vote, error_of
+from instep.errors import StepMismatchError
 
 
 class StepVotes:
@@ -21,6 +22,8 @@ class StepVotes:
         voting: the same, where they vote; ``None``: nobody is asked.
         count: how many votes this rank has cast.
         objected_on: the first rank that has found the last step to be one that must be taken whole; ``None``: none.
+        follows_writes: whether ranks vote on steps that they have taken, and not on those that they are about to take.
+        furthest: then, the highest number of a step that a rank has taken, where they have taken unequally many.
         asks_first: with ``undo`` and ``nonfinite``, whether ranks first vote on whether all gradients are finite, and
             then again on the commit.
         communicates: whether the running backward is one that all ranks run, and not ``autograd.grad`` of one of them.
@@ -36,6 +39,8 @@ class StepVotes:
         self.count = 0
         self.objected_on: int | None = None
         self.asks_first = False
+        self.follows_writes = False
+        self.furthest = 0
         self.communicates: Callable[[], bool] = lambda: True
         self.stand_aside: Callable[[], None] = lambda: None
         self._vote: Vote | None = None  # on the last step, whose outcome was not asked for yet
@@ -155,6 +160,8 @@ class StepVotes:
             return None
         self._vote = None
         error = error_of(vote)
+        if self.follows_writes and isinstance(error, StepMismatchError):
+            self.furthest = vote.verdict().last + self._before
         self.objected_on = None if error is not None else vote.verdict().nonfinite_on
         return error
 

@@ -401,6 +401,7 @@ class BackwardSchedule(BucketSink):
             writes = TrialWrites(step, undo, scale, Agreement(nonfinite, step.ledger.votes), self)
         super().__init__(step, writes, deferring)
         step.lock.torn_by = weakly(self._ended_anywhere)
+        step.ledger.votes.follows_writes = True
         self.calls: BackwardCalls = BackwardCalls(step, writes, WeakMethod(self._note_updates))
 
     def _ended_anywhere(self, error: BaseException) -> None:

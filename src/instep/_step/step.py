@@ -117,7 +117,10 @@ class RunningStep:
     def tear_last(self, cause: BaseException) -> None:
         """The last step was committed here, and is not known to stand on the other ranks. Here it is whole: what other
         ranks have updated of it was written when all had said that they had."""
-        self.ledger.tear(self.ledger.step_count, [a.spec.name for a in self.members.all], [], cause)
+        # Where ranks have taken unequally many steps, all of them go on from the highest number.
+        reached = max(self.ledger.step_count, self.ledger.votes.furthest if isinstance(cause, StepMismatchError) else 0)
+        names = [a.spec.name for a in self.members.all]
+        self.ledger.tear(self.ledger.step_count, names, [], cause, accepted=reached)
 
     def hear(self, torn: Callable[[], None], *, wait: bool) -> None:
         """What the ranks have said of the last step: raise, if it does not stand on all of them.

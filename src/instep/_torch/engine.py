@@ -274,12 +274,14 @@ class EndOfBackward:
     thread was the last to have the callbacks.
     """
 
-    __slots__ = ("_end", "_failed")
+    __slots__ = ("__weakref__", "_end", "_failed", "thread")
 
     def __init__(self, end: Callable[[], None], failed: Callable[[], None]) -> None:
         self._end = end
+        self.thread = threading.get_ident()
         _expected[id(self)] = torch._C._current_graph_task_id()
         self._failed: Callable[[], None] | None = failed
+        _ends.add(self)
 
     def run(self) -> None:
         """An end that raises has noted what it was to note. Ctrl-C may have come before it could: ``failed`` is called,
@@ -299,10 +301,13 @@ class EndOfBackward:
 
     @untraced
     def __del__(self) -> None:
-        failed = getattr(self, "_failed", None)  # Ctrl-C may have come while this was made
+        self.drop()  # Ctrl-C is lost in here, as in any ``__del__``
+
+    def drop(self) -> None:
+        """The backward has raised."""
+        failed, self._failed = getattr(self, "_failed", None), None  # Ctrl-C may have come while this was made
         if failed is None:
             return
-        # Ctrl-C is lost in here, as in any ``__del__``, and ends nothing in the middle.
         with held(heard()):
             unsaid = _failure_callbacks.get(_expected.get(id(self), _NO_GRAPH_TASK))
             if unsaid is not None and is_of_backward(threading.get_native_id()):
@@ -310,6 +315,23 @@ class EndOfBackward:
             else:
                 failed()
             _expected.pop(id(self), None)
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether no thread of the engine's has to do with it."""
+        return _expected.get(id(self), _NO_GRAPH_TASK) not in _failure_callbacks
+
+
+_ends: "weakref.WeakSet[EndOfBackward]" = weakref.WeakSet()
+
+
+def _drop_ends() -> None:
+    """A backward of this thread has raised. Its ends were dropped with it, but for those that the traceback keeps:
+    Ctrl-C may have come in one. Whoever keeps the exception would have a later backward told of this one."""
+    me = threading.get_ident()
+    for end in list(_ends):
+        if end.thread == me and end.is_on_cpu:
+            end.drop()
 
 
 def is_compiled() -> bool:
@@ -427,6 +449,8 @@ def _run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     try:
         return _engine_run(outputs, *args, **kwargs)
     except BaseException as error:
+        if graph_task() is None:
+            _drop_ends()
         instead = None if graph_task() is not None else _tell_of_error(error, outputs, args, kwargs)
         try:
             if instead is not None:

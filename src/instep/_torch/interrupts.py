@@ -21,11 +21,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType, TracebackType
+from typing import Any
 
 # ``signal.signal`` is this function, and makes an enum of what it returns: 3.5 µs, where this one takes 0.3. It is
 # called four times for each bucket.
-_set_handler: Callable[[int, object], Callable[[int, FrameType | None], object]] = _signal.signal
-_handler_of: Callable[[int], object] = _signal.getsignal
+_set_handler: Callable[[int, object], object] = _signal.signal
+_handler_of: Callable[[int], Any] = _signal.getsignal
 
 _FIRST_OF_REAL_TIME = int(getattr(signal, "SIGRTMIN", 32))
 _NUMBERS = sorted(int(number) for number in signal.valid_signals() if number < _FIRST_OF_REAL_TIME)
@@ -44,10 +45,12 @@ class _Waiting:
     def __init__(self, numbers: Sequence[int]) -> None:
         self._waits = True
         self._came: list[int] = []
-        self._before: dict[int, Callable[[int, FrameType | None], object]] = {}
+        self._before: dict[int, Any] = {}
         try:
             for number in numbers:
-                self._before[number] = _set_handler(number, self._note)
+                # Noted before it is exchanged: the handler of one that is not among them yet may raise in between.
+                self._before[number] = _handler_of(number)
+                _set_handler(number, self._note)
         except BaseException:  # of a handler that is not among them yet
             self.release()
             raise

@@ -215,22 +215,37 @@ def _watched_attribute(slot: Any) -> property:
 
 
 def _get_grad(parameter: "_Watched") -> torch.Tensor | None:
-    parameter._tell_of_grad(GET_GRAD)
+    _tell_of_grad(parameter, GET_GRAD)
     with torch._C.DisableTorchFunctionSubclass():
         found: torch.Tensor | None = GET_GRAD(parameter)
         return found
 
 
 def _set_grad(parameter: "_Watched", gradient: torch.Tensor | None) -> None:
-    parameter._tell_of_grad(SET_GRAD)
+    _tell_of_grad(parameter, SET_GRAD)
     with torch._C.DisableTorchFunctionSubclass():
         SET_GRAD(parameter, gradient)
 
 
 def _delete_grad(parameter: "_Watched") -> None:
-    parameter._tell_of_grad(_DELETE_GRAD)
+    _tell_of_grad(parameter, _DELETE_GRAD)
     with torch._C.DisableTorchFunctionSubclass():
         _DELETE_GRAD(parameter)
+
+
+def _tell_of_grad(parameter: torch.Tensor, func: Any) -> None:
+    if not torch._C._is_torch_function_enabled():
+        return  # instep's own question
+    watch = _watch_of(parameter)
+    if watch is not None:
+        watch.used(parameter, func, True)
+
+
+def _watch_of(parameter: torch.Tensor) -> Watch | None:
+    """Who watches it; ``None``: nobody, or nobody any more. In one look: a signal's handler may use it in between, or
+    another thread, and take it off."""
+    watch: Callable[[], Watch | None] | None = getattr(parameter, "_watch", None)
+    return None if watch is None else watch()
 
 
 # Every loop reads and clears .grad of every parameter: a property takes a fifth of the time of a torch function.
@@ -261,11 +276,11 @@ class _Watched(torch.Tensor):
         watched = list(_watched_in((args, kwargs)))
         for parameter in watched:
             # The same one may stand there twice.
-            watch = parameter._watch() if isinstance(parameter, _Watched) else None
+            watch = _watch_of(parameter)
             if watch is not None:
                 watch.used(parameter, func, about_grad)
         # As it would run without anybody watching: other classes among the arguments have a say.
-        still = [(p, type(p)) for p in watched if isinstance(p, _Watched) and p._watch() is not None]
+        still = [(p, type(p)) for p in watched if _watch_of(p) is not None]
         for parameter in watched:
             _unwatch(parameter)
         try:
@@ -274,13 +289,6 @@ class _Watched(torch.Tensor):
             for parameter, as_watched in still:
                 parameter.__class__ = as_watched
         return _of_its_class(args[0], found) if func is torch.Tensor.detach else found
-
-    def _tell_of_grad(self, func: Any) -> None:
-        if not torch._C._is_torch_function_enabled():
-            return  # instep's own question
-        watch = self._watch()
-        if watch is not None:
-            watch.used(self, func, True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self.detach()  # the values are about to be read
@@ -294,7 +302,8 @@ class _Watched(torch.Tensor):
 
 def plain_type(parameter: torch.Tensor) -> type:
     """Its class, as it is when nobody watches."""
-    return parameter._plain if isinstance(parameter, _Watched) else type(parameter)
+    kind = type(parameter)
+    return kind._plain if issubclass(kind, _Watched) else kind
 
 
 def _of_its_class(parameter: torch.Tensor, detached: torch.Tensor) -> torch.Tensor:
@@ -305,7 +314,7 @@ def _of_its_class(parameter: torch.Tensor, detached: torch.Tensor) -> torch.Tens
         if frame.f_back is None or depth == _MODES:
             return detached
         frame, depth = frame.f_back, depth + 1
-    if isinstance(parameter, _Watched) and (watch := parameter._watch()) is not None and watch._values is None:
+    if (watch := _watch_of(parameter)) is not None and watch._values is None:
         _unwatch(parameter)  # nobody wants to know of this use, nor much of what comes after it
     made: torch.Tensor = detached
     if type(parameter) is torch.nn.Parameter:
@@ -318,8 +327,7 @@ _MODES = 3  # that may be on at once: more than a loop has
 
 
 def _unwatch(parameter: torch.Tensor) -> None:
-    if isinstance(parameter, _Watched):
-        parameter.__class__ = parameter._plain
+    parameter.__class__ = plain_type(parameter)
 
 
 def _watched_in(values: Any) -> Iterator[Any]:
@@ -361,7 +369,8 @@ class StateWatch:
 
 def class_of(optimizer: Optimizer) -> type[Optimizer]:
     """Its class, as it is when nobody watches."""
-    return optimizer._plain if isinstance(optimizer, _Waiting) else type(optimizer)
+    kind: Any = type(optimizer)
+    return kind._plain if issubclass(kind, _Waiting) else kind  # type: ignore[no-any-return]
 
 
 class _Waiting:
@@ -373,10 +382,16 @@ class _Waiting:
     def __init_subclass__(cls) -> None:
         """The class that is watched need not know of this one."""
 
+    @staticmethod
+    def _owner_of(optimizer: Any) -> Any:
+        """Who waits; ``None``: nobody any more. A signal's handler, or another thread, may have used it meanwhile."""
+        used = getattr(optimizer, "_used", None)
+        return None if used is None else used()
+
     @contextmanager
     def _told(self) -> Iterator[Any]:
         """Itself, as its own class. The watch goes on after that if its owner has not stopped it."""
-        used = self._used()
+        used = _Waiting._owner_of(self)
         if used is not None:
             used(self)
         watched = type(self)
@@ -389,9 +404,9 @@ class _Waiting:
 
     @property
     def state(self) -> Any:
-        if "state" in vars(self) and not hasattr(self._plain, "state"):
+        if "state" in vars(self) and not hasattr(class_of(self), "state"):  # type: ignore[arg-type]
             # As torch's own have it. Without a change of class: the thread that updates asks, too.
-            if (used := self._used()) is not None:
+            if (used := _Waiting._owner_of(self)) is not None:
                 used(self)
             return vars(self)["state"]
         with self._told() as plain:
@@ -421,5 +436,4 @@ class _Waiting:
 
 
 def _unwatch_state(optimizer: Any) -> None:
-    if isinstance(optimizer, _Waiting):
-        optimizer.__class__ = optimizer._plain
+    optimizer.__class__ = class_of(optimizer)

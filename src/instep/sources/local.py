@@ -319,8 +319,9 @@ class EarlierGradients:
             return False
         self.zeroed = zeroed
         if added_to:
-            self.versions = dict(zip(added_to, versions_of([*added_to.values()]), strict=True))
             self._of_speakers, self._silent = _writes(self.speakers), [True] * len(self.speakers)
+            # Last: while there are none, nothing else is looked at. Ctrl-C may come before.
+            self.versions = dict(zip(added_to, versions_of([*added_to.values()]), strict=True))
         return True
 
     def take_zeros_off(self) -> None:
