@@ -1,4 +1,4 @@
-"""Parameters and buffers by the names the bare model knows them by, whatever it is wrapped in."""
+"""Parameters by the names the bare model knows them by, whatever it is wrapped in."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,25 +28,12 @@ class Named:
 
 def parameters_of(model: nn.Module) -> list[Named]:
     """Each parameter once, in the model's order."""
-    return _named((prefix + name, p) for prefix, m in modules_of(model) for name, p in m._parameters.items())
-
-
-def buffers_of(model: nn.Module) -> list[Named]:
-    """Each buffer that is part of ``state_dict()``."""
-    return _named(
-        (prefix + name, buffer)
-        for prefix, module in modules_of(model)
-        for name, buffer in module._buffers.items()
-        if name not in module._non_persistent_buffers_set
-    )
-
-
-def _named(found: Iterator[tuple[str, torch.Tensor | None]]) -> list[Named]:
     names: dict[int, Named] = {}
-    for name, tensor in found:
-        if tensor is not None:
-            known = names.get(id(tensor))
-            names[id(tensor)] = Named(tensor, (*known.names, name) if known else (name,))
+    for prefix, module in modules_of(model):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                known = names.get(id(parameter))
+                names[id(parameter)] = Named(parameter, (*(known.names if known else ()), prefix + name))
     return list(names.values())
 
 

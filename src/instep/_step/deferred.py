@@ -37,17 +37,10 @@ from instep._torch.worker import ending
 from instep.buckets import Bucket
 from instep.errors import InstepError
 
-# ``schedule="forward"``: the part of a step that ``optimizer.step()`` hands over, in buckets, and the part that is
-# done at once.
-
 
 class UpdateDeferral:
     """Decides, in each ``optimizer.step()``, which updates are put off, and puts them off; the others are done at once.
-
-    Args:
-        can_wait: the optimizers whose update can be put off. The others are stepped at once, by torch.
-        agreement: whether a step is taken.
-        deferring: whether it is put off.
+    For the arguments see ``ForwardSchedule``.
 
     Attributes:
         owners_in_views: of the buckets of which gradients are views; ``None``: they are none.
@@ -180,7 +173,7 @@ class UpdateDeferral:
         """This is the first of the step's optimizers."""
         step = self._step
         if not step.has_gradients:  # these gradients are of a backward that nobody has seen to begin
-            step.hear(_nothing, wait=True)
+            step.hear(wait=True)
             self.begin_norms()
         mine = {stepper: step.members.of(stepper).tensors() for stepper in step.members.steppers}
         step.round.steppers_left = {one for one, tensors in mine.items() if not none_there(map(GRADIENT, tensors))}
@@ -304,12 +297,9 @@ class UpdateDeferral:
             deferred.add(bucket)
             self._hide(list(zip(members, bucket.gradients, strict=True)))
             buckets.append(bucket)
-        deferred.watch_state(optimizer)
+        deferred.state_watch.start(optimizer)
         step.round.begins(stepper, step.ledger)
         return buckets
-
-    def buckets_of(self, parameters: Iterable[AttachedParameter]) -> tuple[Bucket, ...]:
-        return self._reading.buckets_of(parameters, as_read=self._step.gather is None)
 
     def _begin(self, buckets: Sequence[DeferredBucket], parameters: Sequence[AttachedParameter]) -> None:
         """Start all that need not be asked for."""
@@ -331,25 +321,14 @@ class UpdateDeferral:
                 bucket.mark = deferred.finished(bucket)
 
 
-def _nothing() -> None: ...
-
-
 def _with_gradient(parameters: AttachedParameters) -> AttachedParameters:
     if all_there(map(GRADIENT, parameters.tensors())):
         return parameters
     return AttachedParameters(a for a in parameters if a.get().grad is not None)
 
 
-# The calls of ``optimizer.step()``: each hands buckets over, and the last one commits the step.
-
-
 class ForwardCalls(StepCalls):
-    """``step()`` finds no gradient of the parameters that were handed over.
-
-    Args:
-        observed: what ordinary steps show of what the loop could gain.
-        measuring: what has taken norms in backward.
-    """
+    """The calls of ``optimizer.step()``, which find no gradient of the parameters that were handed over."""
 
     def __init__(
         self,
@@ -370,7 +349,7 @@ class ForwardCalls(StepCalls):
         if self._step.round.evaluates_again:
             return
         self._step.round.steppers_left.clear()
-        if self._step.ledger.machine.state is State.OPEN:
+        if self._step.ledger.state is State.OPEN:
             self._step.ledger.happened(Event.DROPPED)
 
     def begin(self, stepper: Stepper) -> None:
@@ -455,13 +434,6 @@ class ForwardCalls(StepCalls):
             error = InstepError(f"{stepper.name}.step() raised")
             ledger.tear(ledger.step_count, handed_over, [], error, unsure=rest)
             ledger.votes.say_failed(ledger.step_count + 1)  # the last one was voted on before it was handed over
-
-    def end_unless_it_evaluates_again(self) -> None:
-        """A forward begins. Unless a closure of ``step()`` runs it, a ``step()`` that runs still has raised."""
-        round_ = self._step.round
-        if round_.stepper is not None and not round_.evaluates_again:
-            with self._step.lock:
-                self._end_raised(round_.stepper)
 
 
 # ``schedule="forward"``: ``optimizer.step()`` hands over, and returns; weights are written by the time they are read.
@@ -621,10 +593,6 @@ class ForwardSchedule(Schedule):
         self._step.streams.follow()
         self._step.ledger.require_whole()
 
-    def require_whole(self) -> None:
-        """Raise ``TornStepError`` if the last step was not applied to all of its parameters."""
-        self._step.ledger.require_whole()
-
     # Backward.
 
     def begin_backward(self) -> bool:
@@ -647,14 +615,14 @@ class ForwardSchedule(Schedule):
 
     def hear_of_last_step(self) -> None:
         self.cast_owed()
-        self._step.hear(_nothing, wait=True)
+        self._step.hear(wait=True)
         if any(bucket.step.ranks.refuse() for bucket in self._deferred.all()):
             self.synchronize()  # raises what a read of these weights would, for which the run may have to wait
 
     def begin_final_backward(self) -> None:
         self._deferring.backward_begins()
-        self._step.ledger.votes.begin_backward(self._step.ledger.step_count)
-        self._step.hear(_nothing, wait=True)
+        super().begin_final_backward()
+        self._step.hear(wait=True)
 
     def end_micro_batches(self) -> None:
         self._deferred.finish(self._deferred.all())
@@ -669,10 +637,6 @@ class ForwardSchedule(Schedule):
         super().end_backward()
         self.observed.backward_ended()
 
-    def end_stopped(self) -> None:
-        """An error may have ended ``optimizer.step()``: the buckets that it has handed over stand."""
-        self.calls.end_stopped()
-
     # What the user asks for.
 
     def before_save(self) -> None:
@@ -685,27 +649,15 @@ class ForwardSchedule(Schedule):
         if saving or self._step.ledger.torn is None:
             self.synchronize()
 
-    def rollback(self) -> None:
-        """Throw away the gradients since the last ``optimizer.step()``: nothing of them has been written."""
-        self.synchronize()
-        self.give_up(gradients=True)
-
     def last_complete_step(self) -> int | None:
-        """The number of the last step if all of it was applied here, else ``None``."""
         if self._step.ledger.torn is None:
             self.synchronize()
-        return self._step.ledger.last_complete_step(is_open=False)
+        return super().last_complete_step()
 
     def accept(self) -> bool:
-        """Go on from a torn step, as if it had been committed, unless nothing of it was written. ``False``: there is
-        none."""
         with suppress(Exception):  # a bucket that is due may tear it; the loop gives up the step whose error this is
             self.synchronize()
-        if self._step.ledger.torn is None:
-            return False
-        self._step.ledger.accept()
-        self.give_up(gradients=True)
-        return True
+        return super().accept()
 
     def give_up(self, *, gradients: bool) -> None:
         """Let go of a torn step; with ``gradients``, clear all of them."""
@@ -725,7 +677,6 @@ class ForwardSchedule(Schedule):
         step.accumulation.stepped()
 
     def settle(self) -> None:
-        """The interpreter is about to end, or to fork."""
         self._deferred.finish(self._deferred.all())
 
     def abandon(self) -> None:
@@ -773,7 +724,7 @@ class ForwardSchedule(Schedule):
     def planned(self, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
         """The buckets of the plan: all trainable parameters, in the order in which forwards read them."""
         trainable = (a for a in self.parameters if (p := a.peek()) is not None and p.requires_grad)
-        return self._update_deferral.buckets_of(trainable)
+        return self._reading.buckets_of(trainable, as_read=self._step.gather is None)
 
     def divides(self, owners_in_views: OwnerCount) -> None:
         """Gradients may be views of buckets, whose memory has so many owners."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import repeat
 from time import perf_counter
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -29,22 +29,22 @@ from instep._optim.shadow import end_state, order_added, snapshot_of
 from instep._optim.stepper import Stepper
 from instep._ranks.vote import Vote, error_of
 from instep._ranks.votes import StepVotes
+from instep._step.schedule import Schedule
 from instep._step.state import Gather, Gathered, StepTimes, without_frames
 from instep._step.step import RunningStep
 from instep._step.streams import Mark
-from instep._torch.engine import Compiles, is_captured, listen, profiled
-from instep._torch.lifetime import Unsettled, WeakMethod, owe, settled
+from instep._torch.engine import is_captured, listen, profiled
+from instep._torch.lifetime import WeakMethod, owe, settled
 from instep._torch.placeholders import BeforeUse, HeldGradient, become_real
 from instep._torch.versions import VERSION, are_counted, memory_of
 from instep._torch.watch import StateWatch, Watch
 from instep._torch.worker import Task, Worker
 from instep.errors import InstepError, StepMismatchError, UncommittedStepError
 
-# ``schedule="forward"``: the tensors that stand in ``.grad`` for gradients that are still to be applied.
-
 
 class StandIns:
-    """One for each parameter, used again step after step: to make one takes as long as a small update.
+    """The tensors that stand in ``.grad`` for gradients that are still to be applied: one for each parameter, used
+    again step after step, since to make one takes as long as a small update.
 
     Args:
         before_use: what a ``HeldGradient`` is given.
@@ -91,9 +91,6 @@ _COUNT: Callable[[Any], int] | None = getattr(torch.Tensor, "_use_count", None)
 # The reference count of an object that only a list refers to. Versions of Python count temporaries in different ways,
 # so it is measured, and by the same expression as below: one more variable there would change the answer.
 _ALONE = next(map(sys.getrefcount, [object()]))
-
-
-# ``schedule="forward"``: what becomes of a step that was handed over, here and on the other ranks.
 
 
 class StepOutcome:
@@ -147,10 +144,6 @@ class StepOutcome:
         """These were updated, and nobody knows what they hold now."""
         self.fails(error)
         self.applied = [name for name in self.applied if name not in names]
-
-    def drop_frames(self) -> None:
-        """Nobody raises the error any more. The frames that it was raised in refer to the buckets, and these to it."""
-        self.failure = without_frames(self.failure)
 
 
 StepOutcomes = dict[tuple[int, bool], StepOutcome]
@@ -331,7 +324,7 @@ class DeferredStep:
         self.outstanding: list[DeferredBucket] = []
         self.times = times
         self.ranks = VotesOnStep(number, vote, self.outcome)
-        self._parameters = tuple(parameters)
+        self.parameters = tuple(parameters)
 
     def _stepped(self, stepper: Stepper, optimizer: Optimizer) -> tuple[Optimizer, Stepper]:
         """What updates step with: a copy, for the loop may change groups before they run. It is held here, since the
@@ -352,11 +345,6 @@ class DeferredStep:
             f"{what} was written after optimizer.step(), through {through}, while the update was due: in the plain "
             "loop it had been applied by then. Call overlap.synchronize() before such a write"
         )
-
-    def stepped_here(self) -> list[torch.Tensor]:
-        """Its parameters, without those that another rank updates."""
-        here = [a.peek() for a in self._parameters if a.shard is None or a.shard.is_owner]
-        return [parameter for parameter in here if parameter is not None]
 
 
 class _VersionsAtStep:
@@ -408,10 +396,7 @@ class DeferredBucket:
     """One bucket of a step that was handed over.
 
     Attributes:
-        names: of its parameters.
-        tensors: its parameters.
-        gradients: theirs, which were taken off ``.grad``.
-        step: that it is of.
+        gradients: which were taken off ``.grad``.
         done: the task of the worker that applies it; ``None``: none was given.
         place: of its parameters in the order in which forwards read them; ``None``: buckets are applied in the order in
             which they were handed over, since all ranks send them so.
@@ -420,6 +405,7 @@ class DeferredBucket:
     """
 
     def __init__(self, parameters: AttachedParameters, step: DeferredStep, clip: Clip | None) -> None:
+        self.members = parameters
         self.names = parameters.names
         self.tensors = parameters.tensors()
         self.gradients = gradients_in(parameters, self.tensors)
@@ -468,7 +454,7 @@ class DeferredBucket:
             self._as_left, self.gradients = None, []
         # Else the side stream still reads them: they stay until it was waited for, and who writes them races with it.
         outcome.applied += self._shards.whole
-        step.times.ran(self, started)
+        step.times.ran(self.members, started)
 
     def send(self, parameters: Sequence[AttachedParameter], gather: Gather) -> None:
         """Update this rank's shards now, and send them. It is left to wait for those of the others."""
@@ -517,7 +503,7 @@ class DeferredBucket:
                 if self in self.step.unapplied:  # it could not be done beside the loop
                     self.done = worker.run(self.finish)
                     self.done.wait()
-            self.step.times.waited(self, started)
+            self.step.times.waited(self.members, started)
 
     def look(self) -> None:
         """Parameters, gradients and state are to be as they are now when somebody waits for them."""
@@ -528,10 +514,6 @@ class DeferredBucket:
         """Raise ``UncommittedStepError`` if somebody has written what the update reads or writes."""
         if self._as_left is not None:
             self._as_left.require(self.names, self.step.state, self.step.was_written)
-
-    def was_written_meanwhile(self, error: BaseException) -> None:
-        """Another thread has written a parameter or its state while the update ran: nobody knows what they hold."""
-        self.step.outcome.doubt(self.names, error)
 
     def _update(self, *, beside: bool) -> None:
         self.require_left_alone()
@@ -587,16 +569,6 @@ def in_grad_if_any(attached: AttachedParameter) -> torch.Tensor | None:
     return None if attached.get().grad is None else in_grad(attached)
 
 
-# ``schedule="forward"``: the buckets that were handed over and are still due. Whoever needs one waits for it here.
-
-
-class DeferringSchedule(Unsettled, Compiles, Protocol):
-    """The schedule that hands buckets over."""
-
-    def end_stopped(self) -> None:
-        """Bring a ``step()`` that an error has ended to its end."""
-
-
 class DeferredBuckets:
     """The buckets that are put off and not applied yet, and everything that waits for one of them.
 
@@ -607,9 +579,10 @@ class DeferredBuckets:
         worker: applies buckets of parameters in host memory.
         is_sending: whether a bucket that was handed over is being sent: its own update uses parameters.
         watch_in_step: of parameters whose ``.grad`` the running ``step()`` does not find.
+        state_watch: whoever asks for an optimizer's ``state`` waits for its buckets.
     """
 
-    def __init__(self, step: RunningStep, owner: DeferringSchedule) -> None:
+    def __init__(self, step: RunningStep, owner: Schedule) -> None:
         self.worker = Worker()
         self.is_sending = False
         self._step = step
@@ -619,7 +592,7 @@ class DeferredBuckets:
         self._watch = Watch(values=self._used)
         self.watch_in_step = Watch(values=self._used, gradient=self._used_in_step)
         self._gradient_watch = Watch(values=self._used_spread_gradient)
-        self._state_watch = StateWatch(self._used_state)
+        self.state_watch = StateWatch(self._used_state)
         self._stand_ins = StandIns(WeakMethod(self._used_gradient))
 
     def __bool__(self) -> bool:
@@ -667,10 +640,6 @@ class DeferredBuckets:
         for parameter in parameters:
             self._due.pop(id(parameter), None)
         self._settle_if_none()
-
-    def watch_state(self, optimizer: Optimizer) -> None:
-        """Whoever asks for the optimizer's ``state`` waits for its buckets."""
-        self._state_watch.start(optimizer)
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
         """``step()`` has returned: whoever uses one of these, which are due, waits for its bucket."""
@@ -722,8 +691,8 @@ class DeferredBuckets:
             if bucket.step.outcome.failure is None:
                 try:
                     bucket.require_left_alone()
-                except UncommittedStepError as error:
-                    bucket.was_written_meanwhile(error)
+                except UncommittedStepError as error:  # another thread has written meanwhile
+                    bucket.step.outcome.doubt(bucket.names, error)
         else:
             bucket.wait_for(self.worker)
 
@@ -761,11 +730,12 @@ class DeferredBuckets:
     def _end(self, step: DeferredStep) -> None:
         """All its buckets were waited for."""
         if (optimizer := step.optimizer()) is not None:
-            self._state_watch.stop(optimizer)
+            self.state_watch.stop(optimizer)
         if step.outcome.is_whole:
             step.stepper.commit(optimizer)
             if optimizer is not None:
-                end_state(optimizer, step.stepped_here())
+                here = (a.peek() for a in step.parameters if a.shard is None or a.shard.is_owner)
+                end_state(optimizer, [parameter for parameter in here if parameter is not None])
                 order_added(optimizer, step.entries_before)
         self._settle_if_none()
 
@@ -778,7 +748,8 @@ class DeferredBuckets:
         for bucket in buckets:
             self._run(bucket)
             if bucket.step is not step:
-                bucket.step.outcome.drop_frames()
+                # Nobody raises it any more. The frames that it was raised in refer to the buckets, and these to it.
+                bucket.step.outcome.failure = without_frames(bucket.step.outcome.failure)
         step.stepper.wait_for_state()
         outcome, ledger = step.outcome, self._step.ledger
         outcomes = step.outcomes.values()

@@ -13,8 +13,9 @@ from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParame
 from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo
 from instep._ranks.vote import error_of
-from instep._step.beside_backward import MOST, HandedOver, UpdatesBeside
+from instep._step.beside_backward import MOST, UpdatesBeside
 from instep._step.deferral import Deferring
+from instep._step.deferred_buckets import DeferredBucket
 from instep._step.judging import Judge
 from instep._step.norms import Losses
 from instep._step.on_trial import TrialWrites
@@ -38,8 +39,6 @@ from instep._torch.lifetime import WeakMethod, owe, settled, weakly
 from instep._torch.placeholders import ACCUMULATE, CONVERSION, DETACH, NEW_LIKE, ZERO, ZeroedGradient
 from instep.buckets import ParameterSpec
 from instep.errors import AccumulationError, InstepError, UncommittedStepError
-
-# ``schedule="backward"``, as sources of gradients see it: they offer final gradients, and hand over full buckets.
 
 
 class BucketSink(Schedule):
@@ -189,13 +188,6 @@ class BucketSink(Schedule):
         self.count_freed(bucket)
         return done
 
-    def _begin_beside(self) -> None:
-        """A backward begins that is to give a step."""
-        if self._deferring is not None and self._beside is None:
-            self._beside = UpdatesBeside(self._step, self._deferring(), self._note_updates)
-        if self._beside is not None:
-            self._beside.backward_begins()
-
     def _hand_over(self, beside: UpdatesBeside, bucket: AttachedParameters) -> bool:
         """Have the worker update ``bucket`` while backward goes on. ``False``: it is to be updated here."""
         step = self._step
@@ -228,26 +220,22 @@ class BucketSink(Schedule):
                 most = 0
                 for handed in beside.finished():
                     self._note_update(beside, handed)
-                failure = beside.failed.outcome.failure
+                failure = beside.failed.step.outcome.failure
                 assert failure is not None
                 self._failure.keep(failure)
                 if self._step.ledger.torn is None:
-                    self._writes.stopped(failure, beside.failed.outcome.in_doubt)
+                    self._writes.stopped(failure, beside.failed.step.outcome.in_doubt)
             if not most:
                 settled(self)
                 beside.end_step()
 
-    def _note_update(self, beside: UpdatesBeside, handed: HandedOver) -> None:
-        if handed.is_applied:
-            self._step.members.apply(handed.members, handed.bucket.tensors)  # with the versions that it has left
+    def _note_update(self, beside: UpdatesBeside, handed: DeferredBucket) -> None:
+        if handed.names[0] in handed.step.outcome.applied:
+            self._step.members.apply(handed.members, handed.tensors)  # with the versions that it has left
             return
-        self._step.members.take_back(handed.members)
-        self._writes.take_back(handed.members, handed.bucket.gradients)
+        self._step.members.applied.difference_update(handed.members.indices)
+        self._writes.take_back(handed.members, handed.gradients)
         beside.failed = beside.failed or handed
-
-    def settle(self) -> None:
-        """The interpreter is about to end, or to fork: a child has no worker."""
-        self._note_updates()
 
     def join(self) -> None:
         """The loop goes on after what was stepped on side streams, or by the worker."""
@@ -258,7 +246,7 @@ class BucketSink(Schedule):
             try:
                 self.fail(error)
             except BaseException:  # of another one, while that waited: it comes out of backward itself
-                self._failure.drop()
+                self._failure.error = None
                 raise
 
     def count_freed(self, bucket: AttachedParameters) -> None:
@@ -348,7 +336,7 @@ class BucketSink(Schedule):
     def backward_raised(self) -> None:
         """Backward is ending with an exception of its own. Nothing of this step is written any more."""
         with self._step.lock:
-            self._failure.drop()
+            self._failure.error = None
             self._stop(None)
             self._step.streams.finish()
 
@@ -440,7 +428,7 @@ class BackwardSchedule(BucketSink):
 
     def begin_final_backward(self) -> None:
         step = self._step
-        step.ledger.votes.begin_backward(step.ledger.step_count)
+        super().begin_final_backward()
         step.hear(self._writes.stop_watching, wait=True)
         if step.members.applied:
             raise AccumulationError(
@@ -449,7 +437,10 @@ class BackwardSchedule(BucketSink):
             )
         step.backwards.begins_step()
         step.meet_foreign()
-        self._begin_beside()
+        if self._deferring is not None and self._beside is None:
+            self._beside = UpdatesBeside(step, self._deferring(), self._note_updates)
+        if self._beside is not None:
+            self._beside.backward_begins()
 
     def backward_failed(self) -> None:
         """An error may have come when a gradient was offered, and before its source had asked for the end of backward.
@@ -529,12 +520,7 @@ class BackwardSchedule(BucketSink):
             self._writes.end_step()
 
     def require_whole(self) -> None:
-        """Raise ``TornStepError`` if the last step was not applied to all of its parameters."""
         self.calls.require_whole()
-
-    def end_stopped(self) -> None:
-        """An error may have ended ``optimizer.step()`` before its gradients were back."""
-        self.calls.end_stopped()
 
     # What the user asks for.
 
@@ -547,29 +533,23 @@ class BackwardSchedule(BucketSink):
             parameter = attached.peek()
             if parameter is not None and (gradients or parameter.grad is attached.spent):
                 parameter.grad = None
-        self._failure.drop()
+        self._failure.error = None
         step.ledger.give_up()
         step.accumulation.stepped()
         self._writes.end_step()
 
     def last_complete_step(self) -> int | None:
-        """The number of the last step if all of it was applied here, else ``None``."""
         self._step.backwards.drain_failed()
-        return self._step.ledger.last_complete_step(is_open=bool(self._step.members.applied))
+        return super().last_complete_step()
 
     def accept(self) -> bool:
-        """Go on from a step that is torn, or open with weights written, as if it had been committed. ``False``: there
-        is none."""
+        """A step that is open with weights written is torn, too."""
         step = self._step
         step.backwards.drain_failed()
         is_written = bool(step.members.applied) or step.round.stepper is not None
         if step.ledger.torn is None and self._writes.frees_gradients and is_written:
             self._writes.tear(InstepError("it was given up"))
-        if step.ledger.torn is None:
-            return False
-        step.ledger.accept()
-        self.give_up(gradients=True)
-        return True
+        return super().accept()
 
     def close(self) -> None:
         """The step that is open is the plain loop's from now on, as far as it can be: of a step that was applied in
@@ -585,9 +565,9 @@ class BackwardSchedule(BucketSink):
                 self._beside.close()
 
     def settle(self) -> None:
-        """The interpreter is about to end, or to fork: a step on trial is not the plain loop's."""
+        """A child has no worker, and a step on trial is not the plain loop's."""
         self._step.backwards.drain_failed()
-        super().settle()
+        self._note_updates()
         self._writes.settle()
 
     def abandon(self) -> None:
@@ -648,7 +628,7 @@ class BackwardSchedule(BucketSink):
     def _needs_no_values(self, spec: ParameterSpec, operation: str) -> bool:
         """Between steps: whether ``operation`` on a gradient of the step before is done without its values. If it is
         to be zeroed, it is now."""
-        attached, wrapped = self._step.members.at(spec.index), self._step.accumulation.distributed
+        attached, wrapped = self._step.members.by_index[spec.index], self._step.accumulation.distributed
         if operation in ZERO:
             attached.get().grad = _zeros(attached, lasting=wrapped)
         # Added to, it is as little known as before: an actor's loss adds to its critic's gradients, which the loop
@@ -709,11 +689,8 @@ def _zeros(attached: AttachedParameter, *, lasting: bool) -> torch.Tensor:
         return ZeroedGradient(parameter)
 
 
-# The calls of ``optimizer.step()``: each completes the step for its optimizer, and the last one commits it.
-
-
 class BackwardCalls(StepCalls):
-    """``step()`` finds spent gradients taken off the parameters that backward has updated.
+    """The calls of ``optimizer.step()``, which find spent gradients taken off the parameters that backward has updated.
 
     Args:
         note_updates: waits for updates beside backward: a signal's handler may have ended that.
@@ -731,13 +708,9 @@ class BackwardCalls(StepCalls):
 
     def require_not_torn(self) -> None:
         """The same, where no backward and no commit is under way."""
-        round_ = self._step.round
-        if round_.stepper is not None:
-            if round_.evaluates_again:
-                return  # a line search: all of the step is left to step(), which goes on
-            with self._step.lock:
-                self._end_raised(round_.stepper)
-        self._step.ledger.require_whole()
+        self.end_unless_it_evaluates_again()
+        if not self._step.round.evaluates_again:  # a line search: all of the step is left to step(), which goes on
+            self._step.ledger.require_whole()
 
     def leave_to_optimizer(self, stepper: Stepper, error: InstepError) -> None:
         if self._step.members.applied_by(stepper) and self._step.ledger.torn is None:

@@ -273,11 +273,7 @@ def in_buckets(there: Sequence[AttachedParameter], buckets: Iterable[Sequence[in
     """``there`` in the buckets of the plan, which are given by the indices of their parameters."""
     by_index = {attached.spec.index: attached for attached in there}
     found = [AttachedParameters(by_index.pop(i) for i in bucket if i in by_index) for bucket in buckets]
-    return _filled([*found, AttachedParameters(by_index.values())])
-
-
-def _filled(parts: Iterable[AttachedParameters]) -> list[AttachedParameters]:
-    return [part for part in parts if part]
+    return [part for part in [*found, AttachedParameters(by_index.values())] if part]
 
 
 def _one_by_one(stepper: Stepper, there: Iterable[AttachedParameter]) -> list[AttachedParameters]:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -12,11 +12,12 @@ from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._optim.stepper import Stepper
 from instep._optim.undo import GradientOutcome, LentGradient, Undo, UndoCopies
 from instep._step.remedies import WRITE_LATER
-from instep._step.state import Event, StepMembers, gradient_of
+from instep._step.schedule import Schedule
+from instep._step.state import Event, gradient_of
 from instep._step.step import Agreement, RunningStep
 from instep._step.writes import Writes, require_settings_as_left
 from instep._torch.engine import profiled
-from instep._torch.lifetime import Unsettled, WeakMethod, owe, settled
+from instep._torch.lifetime import WeakMethod, owe, settled
 from instep._torch.placeholders import UNSCALE, HeldGradient
 from instep._torch.versions import version_of, versions_of
 from instep._torch.watch import GET_GRAD, Watch
@@ -28,12 +29,10 @@ from instep.errors import (
     UnsupportedOptimizerError,
 )
 
-# With ``undo``: the gradients of parameters that a trial has written. The plain loop still has them until
-# ``optimizer.step()``, and they are what the step is done again with.
-
 
 class KeptGradients:
-    """By parameter: the gradient, with its version when it was kept."""
+    """The gradients of parameters that a trial has written, each with its version when it was kept. The plain loop
+    still has them until ``optimizer.step()``, and they are what the step is done again with."""
 
     def __init__(self) -> None:
         self._gradients: dict[int, tuple[torch.Tensor, int]] = {}
@@ -94,29 +93,12 @@ class KeptGradients:
         self._outcomes.clear()
 
 
-# ``undo``: parameters and state go back to the copies that were taken before a trial wrote them.
-
-
-class TrialOwner(Unsettled, Protocol):
-    """The schedule that writes on trial."""
-
-    def end_stopped(self) -> None:
-        """Bring a ``step()`` that an error has ended to its end."""
-
-    def require_whole(self) -> None: ...
-
-
 class Rollback:
     """Puts a step that was written on trial back: parameters and state are as they were before it.
 
     Args:
-        copies: of parameters and their state.
-        kept: the gradients of parameters that a trial has written.
         watches: tell who uses these parameters.
         owner: the schedule, which is kept alive while a trial stands.
-
-    Attributes:
-        copies: those.
     """
 
     def __init__(
@@ -125,7 +107,7 @@ class Rollback:
         copies: Undo,
         kept: KeptGradients,
         watches: Sequence[Watch],
-        owner: "weakref.ref[TrialOwner]",
+        owner: "weakref.ref[Schedule]",
     ) -> None:
         self.copies = copies
         self._step = step
@@ -165,7 +147,10 @@ class Rollback:
     def _restore(self) -> InstepError | None:
         step = self._step
         self._kept.put_back(step.members.all)
-        state_of, overwritten = _written_since(step.members)
+        applied = AttachedParameters(filter(step.members.is_applied, step.members.all))
+        now, then = versions_of(applied.tensors()), step.members.versions_as_applied(applied)
+        overwritten = [a.spec.name for a, found, left in zip(applied, now, then, strict=True) if found != left]
+        state_of = next((stepper.name for stepper in step.members.steppers if stepper.state_was_written), None)
         for stepper in step.members.steppers:
             stepper.wait_for_state()
         for device in self.copies.devices:
@@ -202,15 +187,6 @@ class Rollback:
         self.settled()
 
 
-def _written_since(members: StepMembers) -> tuple[str | None, list[str]]:
-    applied = AttachedParameters(filter(members.is_applied, members.all))
-    now, then = versions_of(applied.tensors()), members.versions_as_applied(applied)
-    return (
-        next((stepper.name for stepper in members.steppers if stepper.state_was_written), None),
-        [a.spec.name for a, found, left in zip(applied, now, then, strict=True) if found != left],
-    )
-
-
 def _lost(written: str | None, overwritten: Sequence[str]) -> InstepError | None:
     """The error for writes between backward and ``step()``, which the rollback has taken back too."""
     if overwritten:
@@ -228,19 +204,8 @@ def _lost(written: str | None, overwritten: Sequence[str]) -> InstepError | None
     return None
 
 
-# ``undo``, at ``optimizer.step()``: whether a trial is what the plain loop does now, and the gradients that the call
-# is to find.
-
-
 class TrialValidation:
-    """Decides in ``optimizer.step()`` whether a trial is what the plain loop would do now.
-
-    Args:
-        kept: the gradients of parameters that the trial has written.
-        rollback: of a trial that is not what the plain loop does.
-        scale: the loop's loss scale, if it has one.
-        agreement: whether the step is taken.
-    """
+    """Decides in ``optimizer.step()`` whether a trial is what the plain loop would do now, and rolls it back if not."""
 
     def __init__(
         self,
@@ -353,24 +318,19 @@ class TrialValidation:
         self._asked_in_vain.clear()
 
 
-# ``undo``: an update in backward is a trial. Parameters and state are copied before, and rolled back where the plain
-# loop turns out to do otherwise; ``optimizer.step()`` then does the step as the plain loop does.
-
-
 class TrialWrites(Writes):
-    """Writes of a step with ``undo``: each can be put back until ``optimizer.step()`` has let it stand.
+    """Writes of a step with ``undo``. Parameters and state are copied before, and rolled back where the plain loop
+    turns out to do otherwise; ``optimizer.step()`` then does the step as the plain loop does.
 
     Args:
-        copies: of parameters and state, from before the step.
         scale: the loop's loss scale, if it has one.
-        agreement: whether the step is taken.
         owner: held weakly, for it has this.
     """
 
     frees_gradients = False
 
     def __init__(
-        self, step: RunningStep, copies: Undo, scale: LossScale | None, agreement: Agreement, owner: TrialOwner
+        self, step: RunningStep, copies: Undo, scale: LossScale | None, agreement: Agreement, owner: Schedule
     ) -> None:
         super().__init__(step)
         for stepper in step.members.steppers:
@@ -427,12 +387,15 @@ class TrialWrites(Writes):
         made = self._made_of(gradients)
         # On an accelerator the norm of another tensor than that in .grad, with the same values, may differ in the last
         # bit.
-        if final and self._step.passes.running is None and self._is_clipped(bucket, made):
-            self._rollback()  # now, and not after the updates and copies of the rest
-            return False
+        clipping = self._step.passes.clipping
+        if final and self._step.passes.running is None:
+            clipping.measure(bucket, made)
+            if clipping.will_scale_down(bucket):  # whatever comes after them
+                self._rollback()  # now, and not after the updates and copies of the rest
+                return False
         if made is not gradients:
             _put_in_grad(parameters, made)
-        self._step.passes.clipping.clip(parameters)
+        clipping.clip(parameters)
         lent = self._lend(bucket, parameters, made)
         try:
             given = [lent[a].given if a in lent else gradient for a, gradient in zip(bucket, made, strict=True)]
@@ -445,12 +408,6 @@ class TrialWrites(Writes):
                     self._kept.written(attached, outcome)
             _put_in_grad(parameters, gradients)
         return True
-
-    def _is_clipped(self, bucket: AttachedParameters, gradients: Sequence[torch.Tensor]) -> bool:
-        """Measure ``gradients``. Whether this step is clipped, whatever comes after them."""
-        clipping = self._step.passes.clipping
-        clipping.measure(bucket, gradients)
-        return clipping.will_scale_down(bucket)
 
     def _made_of(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """What is applied, unscaled, and to be clipped. The plain loop's gradients stay untouched where it may turn out

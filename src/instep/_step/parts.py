@@ -427,16 +427,13 @@ class PartsOfUpdate:
         """Its gradients are there, and no other parameter may be used. All of the part is put back after the block."""
         tensors = part.tensors()
         with self._untouched.but(tensors):
-            yield from self._shown(tensors)
-
-    def _shown(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        self._gradients.show(tensors)
-        kept = BeforeUpdate(self._optimizer, tensors, mappings=self._belongings.mappings)
-        try:
-            yield
-        finally:
-            kept.put_back()
-            self._gradients.hide(tensors)
+            self._gradients.show(tensors)
+            kept = BeforeUpdate(self._optimizer, tensors, mappings=self._belongings.mappings)
+            try:
+                yield
+            finally:
+                kept.put_back()
+                self._gradients.hide(tensors)
 
     def _take_part(self, part: AttachedParameters) -> None:
         runs, sent = count_of_runs(), count_of_collectives()

@@ -99,15 +99,12 @@ def after_update(name: str, operation: str, *, clips: bool) -> tuple[InstepError
             "backward has already applied and freed. Read each gradient in a hook on its own parameter that is "
             f"registered before attach. {ANY_LOOP}"
         ), False
+    instead = _in_place_of(call, clips=clips)
     return SpentGradientError(
         f"{call} was called on the gradient of {name!r}, which was applied during backward and "
         "freed: between backward() and optimizer.step() there is nothing left to read, clip or change. "
-        f"{_what_to_do(_in_place_of(call, clips=clips))}"
+        f"{f'{instead}{ANY_LOOP}' if instead else LEAVE_IT[0].upper() + LEAVE_IT[1:]}"
     ), False
-
-
-def _what_to_do(advice: str) -> str:
-    return f"{advice}{ANY_LOOP}" if advice else LEAVE_IT[0].upper() + LEAVE_IT[1:]
 
 
 def _in_place_of(call: str, *, clips: bool) -> str:

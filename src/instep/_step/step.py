@@ -20,15 +20,9 @@ from instep._torch.engine import Backwards
 from instep._torch.interrupts import StepLock
 from instep.errors import InstepError, StepMismatchError, UnsupportedOptimizerError
 
-# Whether a step is taken, where its gradients may hold NaN or infinity: all ranks give one answer.
-
 
 class Agreement:
-    """Decides for all ranks whether a step is taken whose gradients may hold NaN or infinity.
-
-    Attributes:
-        policy: ``"allow"`` asks nobody.
-    """
+    """Decides for all ranks whether a step is taken whose gradients may hold NaN or infinity."""
 
     def __init__(self, policy: Policy, votes: StepVotes) -> None:
         self.policy = policy
@@ -46,9 +40,6 @@ class Agreement:
         if rank is not None and self.policy == "raise":
             raise nonfinite_error(gradients, rank, "Nothing of the step was applied")
         return rank is None
-
-
-# The step that runs in one attachment, and those who take part in it.
 
 
 def gradients_in(optimizer: Optimizer) -> Iterator[torch.Tensor]:
@@ -69,16 +60,9 @@ class RunningStep:
     """The step that runs in one attachment, with everything that takes part in it.
 
     Attributes:
-        members: the parameters, and how far the step has come with each.
-        ledger: its state, and what became of the steps before it.
-        round: its calls of ``optimizer.step()``.
-        passes: its backwards, if the norm is taken in one of its own, and the clipping.
-        accumulation: its micro-batches.
-        streams: on which buckets are stepped.
         backwards: those that were seen to begin.
         judge: of foreign optimizers, whether they may be stepped in parts; ``None``: there are none.
         buckets: those of the plan, by the indices of their parameters.
-        times: how long it takes the loop.
         freed_bytes: of gradients that backward has freed before ``optimizer.step()``, in all steps.
         has_gradients: whether sources have offered gradients since the last step, or, with ``schedule="forward"``, a
             backward was seen to begin.
@@ -119,13 +103,9 @@ class RunningStep:
         ranks have updated of it was written when all had said that they had."""
         self.ledger.tear(self.ledger.step_count, [a.spec.name for a in self.members.all], [], cause)
 
-    def hear(self, torn: Callable[[], None], *, wait: bool) -> None:
-        """What the ranks have said of the last step: raise, if it does not stand on all of them.
-
-        Args:
-            torn: called when it is known not to.
-            wait: until they have said it.
-        """
+    def hear(self, torn: Callable[[], object] = int, *, wait: bool) -> None:
+        """What the ranks have said of the last step, for which this may ``wait``: raise, if it does not stand on all
+        of them. ``torn`` is called before."""
         error = self.ledger.votes.heard(wait=wait)
         if self.judge is not None and self.ledger.votes.objected_on is not None:
             self.judge.object(

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -58,9 +58,6 @@ if TYPE_CHECKING:
     from instep.sources.zero.source import Zero
 
 
-# A model is trained on one thread at a time.
-
-
 class Threads:
     """One thread trains a model: raises where another one begins a forward or a backward meanwhile.
 
@@ -100,13 +97,6 @@ class Threads:
             current().at(Phase.SETTLED, end, failed)
             self.in_backward = True  # now that its end will be heard of, whatever comes
 
-    def end_backward(self) -> None:
-        """The backward has ended, or raised."""
-        self.in_backward = False
-
-
-# An attachment whose optimizers nobody steps: each backward ends with ``optimizer.step()``.
-
 
 class SteppingItself:
     """Calls ``optimizer.step()`` where each backward ends, for loops that have no such call."""
@@ -139,9 +129,6 @@ class SteppingItself:
     def _clear(self) -> None:
         for parameter in living_parameters(self._schedule):
             parameter.grad = None
-
-
-# An ``AttachedParameter`` is made of each parameter that the model and an optimizer have.
 
 
 ErrorForUse = Callable[[ParameterSpec, str], InstepError | None]
@@ -215,20 +202,19 @@ class ParametersOfModel:
         return shard_of(parameter, stepper.optimizer())
 
 
-# Parameters that are added to an optimizer after ``attach``, or taken out of it.
-
-
 ModuleParameters = tuple[nn.Module, list[AttachedParameter]]
 
 
-class Readers(Protocol):
-    """What is done before a module reads its parameters: chosen with the schedule.
+class Readers:
+    """What is done before a module that holds attached parameters itself reads them. With ``INSTEP_DISABLE=1`` nothing:
+    weights are written in ``optimizer.step()`` alone.
 
     Attributes:
         while_open: those of its hooks that are there from the first gradient of a step to the next forward alone.
     """
 
-    while_open: ModuleHooks
+    def __init__(self) -> None:
+        self.while_open = ModuleHooks()
 
     def watch(self, model: nn.Module, owners: Sequence[ModuleParameters], handles: Handles) -> None:
         """Hooks on the modules that hold attached parameters themselves."""
@@ -238,11 +224,7 @@ class Readers(Protocol):
 
 
 class AddedParameters:
-    """Takes in parameters that ``add_param_group`` has added to an attached optimizer.
-
-    Attributes:
-        readers: what is done before a module reads its parameters.
-    """
+    """Takes in parameters that ``add_param_group`` has added to an attached optimizer."""
 
     def __init__(
         self,
@@ -319,17 +301,11 @@ def _parameters_in(optimizers: Sequence[Optimizer]) -> list[list[int]]:
 _PARAMS = itemgetter("params")
 
 
-# A model that FSDP, 1 or 2, has divided into groups: hooks before a group is gathered, and after errors.
-
-
 class Sharding:
     """Hooks around the groups into which FSDP has divided a model: before a group is gathered, and after errors.
 
     Args:
         uses: told of each group's forwards.
-
-    Attributes:
-        in_fsdp1: whether it is FSDP1.
     """
 
     def __init__(self, target: Target, schedule: Schedule, uses: ForwardCounts) -> None:
@@ -366,11 +342,9 @@ class Sharding:
         self._schedule.before_gather(mine)
 
 
-# ``INSTEP_DISABLE=1``: what torch calls around a model that would be attached.
-
-
 class PlainHooks:
-    """Micro-batches are counted, and backwards seen to begin."""
+    """What torch calls around a model with ``INSTEP_DISABLE=1``: micro-batches are counted, and backwards seen to
+    begin."""
 
     def __init__(
         self, schedule: Schedule, accumulation: Accumulation, votes: StepVotes, handles: Handles, *, is_sharded: bool
@@ -406,9 +380,6 @@ class PlainHooks:
             self._accumulation.count()  # no hook of FSDP2's parameters is called while gradients only add up
 
 
-# What torch calls in each iteration: around the model's forward, where backward begins, and around ``step()``.
-
-
 class BackwardHooks:
     """What torch calls where a backward of the model begins and ends.
 
@@ -436,10 +407,6 @@ class BackwardHooks:
         self._stepping = stepping
         self._uses = uses
         self._handles = handles
-
-    @property
-    def steps_itself(self) -> bool:
-        return self._stepping is not None
 
     def see_backward_from(self, output: object) -> None:
         """A forward has returned ``output``, at which a backward may begin."""
@@ -469,7 +436,7 @@ class BackwardHooks:
             self._stepping.ask()
 
     def _end(self) -> None:
-        self._threads.end_backward()
+        self._threads.in_backward = False
         self._schedule.end_backward()
         if self._sharding is not None:
             self._uses.clear()
@@ -507,8 +474,6 @@ class ForwardHooks:
         self._backwards = backwards
         self._votes = votes
         self._is_sharded = is_sharded
-        # Nobody else needs to know of forwards, and of the backwards that begin at their outputs.
-        schedule.may_rest = not (sources or is_sharded or backwards.steps_itself)
 
     def before_forward(self, module: object, args: object) -> None:
         """The model is about to run."""
@@ -552,7 +517,14 @@ class ForwardHooks:
 
     def _require_alone(self) -> None:
         """Raise if the model was wrapped since, or is trained by another thread."""
-        self._refuse_late_ddp()
+        # torch's own record of the DDP instance whose forward is running; dynamo reads it too.
+        ddp = DistributedDataParallel._get_active_ddp_module()
+        if ddp is not None and not any(ref() is ddp for ref in self._refs.wrapped):
+            raise StaleAttachmentError(
+                f"{self._refs.name} is run by a DistributedDataParallel that was not attached: its own gradients are "
+                "those of this rank alone. detach(), wrap the model in DistributedDataParallel (not in torch's "
+                "composable replicate(), which hides it), and attach that"
+            )
         if torch.is_grad_enabled():
             self._threads.require_one(threading.get_ident(), "forward")
 
@@ -575,16 +547,6 @@ class ForwardHooks:
         if given_up and all(p.grad is None for p in living_parameters(self._schedule)):
             accumulation.stepped()
         accumulation.decide()
-
-    def _refuse_late_ddp(self) -> None:
-        # torch's own record of the DDP instance whose forward is running; dynamo reads it too.
-        ddp = DistributedDataParallel._get_active_ddp_module()
-        if ddp is not None and not any(ref() is ddp for ref in self._refs.wrapped):
-            raise StaleAttachmentError(
-                f"{self._refs.name} is run by a DistributedDataParallel that was not attached: its own gradients are "
-                "those of this rank alone. detach(), wrap the model in DistributedDataParallel (not in torch's "
-                "composable replicate(), which hides it), and attach that"
-            )
 
 
 class StepHooks:
@@ -702,22 +664,20 @@ def _compiled(stepper: Stepper) -> InstepError:
     )
 
 
-# The modules that hold attached parameters themselves, and read them where their forward runs.
-
-
-class CheckedReaders:
+class CheckedReaders(Readers):
     """``schedule="backward"``: a part of the model that runs by itself may read what an open step has written.
 
     A module that has a hook is called by a longer way, and a model may have hundreds. So on a CPU, where no stream is
     to be noted, hooks are there from the first gradient of a step to the next forward alone. With ``undo`` they always
-    are: a part may run before the backward that is undone.
+    are: a part may run before the backward that is undone. FSDP1 gathers in the model's own forward, which has been
+    asked.
     """
 
     def __init__(self, schedule: BackwardSchedule, backwards: BackwardHooks, on_trial: bool) -> None:
+        super().__init__()
         self._schedule = schedule
         self._backwards = backwards
         self._on_trial = on_trial
-        self.while_open = ModuleHooks()
 
     def watch(self, model: nn.Module, owners: Sequence[ModuleParameters], handles: Handles) -> None:
         for owner, mine in owners:
@@ -729,9 +689,6 @@ class CheckedReaders:
                 handles.append(handle)
                 if on_cpu and not self._on_trial:
                     self.while_open.add(handle, hook)
-
-    def watch_fsdp1(self, wrapper: nn.Module, mine: Sequence[AttachedParameter], handles: Handles) -> None:
-        """The model's own forward has been asked."""
 
     def _before_read_on_cpu(self, mine: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
         # Where there are no streams to note, nothing is left to do in the model's own forward.
@@ -762,11 +719,11 @@ class CheckedReaders:
         once = part.register_forward_hook(BoundHook(see))
 
 
-class WaitingReaders:
+class WaitingReaders(Readers):
     """``schedule="forward"``: a module waits for the buckets that it reads."""
 
     def __init__(self, schedule: ForwardSchedule) -> None:
-        self.while_open = ModuleHooks()
+        super().__init__()
         self._schedule = schedule
 
     def watch(self, model: nn.Module, owners: Sequence[ModuleParameters], handles: Handles) -> None:
@@ -788,17 +745,6 @@ class WaitingReaders:
     def watch_fsdp1(self, wrapper: nn.Module, mine: Sequence[AttachedParameter], handles: Handles) -> None:
         before_read = BoundHook(functools.partial(self._schedule.before_read, mine))
         handles.append(BeforeFSDP1Gathers(wrapper, before_read))
-
-
-class NoReaders:
-    """``INSTEP_DISABLE=1``: weights are written in ``optimizer.step()`` alone."""
-
-    def __init__(self) -> None:
-        self.while_open = ModuleHooks()
-
-    def watch(self, model: nn.Module, owners: Sequence[ModuleParameters], handles: Handles) -> None: ...
-
-    def watch_fsdp1(self, wrapper: nn.Module, mine: Sequence[AttachedParameter], handles: Handles) -> None: ...
 
 
 def _compiled_in(model: nn.Module) -> list[nn.Module]:
