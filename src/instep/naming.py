@@ -1,7 +1,6 @@
 """Parameters by the names the bare model knows them by, whatever it is wrapped in."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -14,27 +13,14 @@ _MODULE = (DistributedDataParallel, DataParallel, Replicated)
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
-    """One tensor of a model. A tied one has several names; the first is its own."""
-
-    tensor: torch.Tensor
-    names: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
-
-
-def parameters_of(model: nn.Module) -> list[Named]:
-    """Each parameter once, in the model's order."""
-    names: dict[int, Named] = {}
+def parameters_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each parameter once, in the model's order. A tied one has several names; the first is its own."""
+    seen: set[int] = set()
     for prefix, module in modules_of(model):
         for name, parameter in module._parameters.items():
-            if parameter is not None:
-                known = names.get(id(parameter))
-                names[id(parameter)] = Named(parameter, (*(known.names if known else ()), prefix + name))
-    return list(names.values())
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield prefix + name, parameter
 
 
 def modules_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

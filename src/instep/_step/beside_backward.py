@@ -55,10 +55,6 @@ class StepBesideBackward(DeferredStep):
 class UpdatesBeside:
     """The updates of the running backward that a worker makes beside it.
 
-    Args:
-        deferring: whether the running step has any.
-        wait: a method, which waits for all of them, and notes them.
-
     Attributes:
         takes_some: whether the running step may have some.
         failed: the first that has failed, until the step is said to be torn.

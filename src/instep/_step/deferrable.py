@@ -38,7 +38,6 @@ class ReadHook(BoundHook):
     """The forward pre-hook of a module that reads parameters. It can rest: a module without hooks is called sooner.
 
     Attributes:
-        parameters: those that its forward reads.
         traced: whether it was compiled together with the module: then it does not run, and cannot wait.
     """
 
@@ -85,9 +84,6 @@ class ReadOrder:
 
     Args:
         bucket_bytes: the option; ``None``: a twentieth of what is put off, and ``most`` at most.
-
-    Attributes:
-        hooks: of the modules that read parameters.
     """
 
     def __init__(self, bucket_bytes: int | None, most: int) -> None:
@@ -164,7 +160,6 @@ def which_can_defer(
 
     Args:
         mine: parameters of one optimizer with a gradient.
-        everybody: all attached parameters.
         unseen: the indices of those whose readers do not wait.
         in_views: the owners of the buckets of which gradients are views; ``None``: they are none.
     """

@@ -40,9 +40,6 @@ class Gains(NamedTuple):
 class Observed:
     """What a few ordinary steps show of what the loop could gain by another schedule.
 
-    Args:
-        living: the parameters that are still there.
-
     Attributes:
         uses_gradients: whether the loop has read or replaced a ``.grad`` between backward and ``step()``; ``None``: not
             known.
@@ -112,12 +109,11 @@ class Observed:
             self.iteration_seconds.append(now - self._began)
         self._began = now
 
-    def step_returned(self, *, is_last: bool) -> None:
-        """An optimizer's ``step()`` is about to return."""
-        if is_last:
-            if self._looks and self._began is not None:
-                self.step_seconds.append(perf_counter() - self._began)
-            self._steps += 1
+    def step_returned(self) -> None:
+        """The last optimizer's ``step()`` is about to return."""
+        if self._looks and self._began is not None:
+            self.step_seconds.append(perf_counter() - self._began)
+        self._steps += 1
 
     def _used(self, parameter: torch.Tensor, func: object) -> None:
         self.uses_gradients = True

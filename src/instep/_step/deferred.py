@@ -26,7 +26,7 @@ from instep._step.deferred_buckets import (
 from instep._step.norms import MeasuringSink
 from instep._step.schedule import Schedule
 from instep._step.state import Event, State
-from instep._step.step import Agreement, RunningStep, finds_gradient, gradients_in
+from instep._step.step import RunningStep, finds_gradient, gradients_in
 from instep._step.step_calls import StepCalls
 from instep._step.writes import require_same_in_autocast
 from instep._torch.engine import is_captured
@@ -56,7 +56,6 @@ class UpdateDeferral:
         deferred: DeferredBuckets,
         reading: ReadOrder,
         can_wait: Iterable[Stepper],
-        agreement: Agreement,
         deferring: Deferring,
     ) -> None:
         self.owners_in_views: OwnerCount | None = None
@@ -66,7 +65,6 @@ class UpdateDeferral:
         self._deferred = deferred
         self._reading = reading
         self._can_wait = frozenset(can_wait)
-        self._agreement = agreement
         self._deferring = deferring
         self.drop_call()
 
@@ -113,7 +111,7 @@ class UpdateDeferral:
     def acts_in_each_step(self) -> bool:
         """Whether ``clip``, ``nonfinite``, ``random`` or ``offload`` was asked for: for steps that are not put off,
         too."""
-        touches_gradients = self._step.passes.clipping.policy is not None or self._agreement.policy != "allow"
+        touches_gradients = self._step.passes.clipping.policy is not None or self._step.ledger.nonfinite != "allow"
         return touches_gradients or any(stepper.steps_every_parameter for stepper in self._step.members.steppers)
 
     def _leave(self, stepper: Stepper) -> None:
@@ -186,11 +184,11 @@ class UpdateDeferral:
         """Whether the step that begins here is to be taken. The ranks vote on it: where nobody needs the answer now,
         it is waited for before the first write."""
         step = self._step
-        if self._agreement.policy == "allow":
+        if step.ledger.nonfinite == "allow":
             self.vote = step.ledger.votes.say(step.number)
             return True
         gradients = [(a.spec.name, in_grad(a)) for a in step.members.all if a.get().grad is not None]
-        return self._agreement.takes_step(step.number, gradients)
+        return step.ledger.takes_step(gradients)
 
     def _leave_out(self, stepper: Stepper, with_gradient: Sequence[AttachedParameter]) -> None:
         """``optimizer.step()`` finds no gradient, and what it writes nevertheless is put back."""
@@ -384,7 +382,8 @@ class ForwardCalls(StepCalls):
 
     def returned(self, stepper: Stepper) -> None:
         super().returned(stepper)
-        self._observed.step_returned(is_last=not self._step.round.steppers_left)
+        if not self._step.round.steppers_left:
+            self._observed.step_returned()
 
     def _finish(self, stepper: Stepper) -> None:
         if self._step.judge is not None:
@@ -454,9 +453,6 @@ class ForwardSchedule(Schedule):
 
     Args:
         can_wait: the optimizers whose update can be put off. The others are stepped at once, by torch.
-        reading: in which order, and in which buckets.
-        agreement: whether a step is taken.
-        deferring: whether it is put off.
 
     Attributes:
         observed: what ordinary steps show of what the loop could gain.
@@ -468,7 +464,6 @@ class ForwardSchedule(Schedule):
         step: RunningStep,
         can_wait: Iterable[Stepper],
         reading: ReadOrder,
-        agreement: Agreement,
         deferring: Deferring,
     ) -> None:
         super().__init__(step)
@@ -476,9 +471,7 @@ class ForwardSchedule(Schedule):
         self.measuring = MeasuringSink(step.accumulation, step.passes.clipping, step.times)
         self._deferred = DeferredBuckets(self._step, self)
         self._reading = reading
-        self._update_deferral = UpdateDeferral(
-            self._step, self._deferred, self._reading, can_wait, agreement, deferring
-        )
+        self._update_deferral = UpdateDeferral(self._step, self._deferred, self._reading, can_wait, deferring)
         self._deferring = deferring
         self._all_readers: list[ReadHook] = []
         self._readers_rest = False  # while nothing is due, nothing will be, and no step is torn
@@ -503,12 +496,10 @@ class ForwardSchedule(Schedule):
 
     @property
     def deferral(self) -> str:
-        """Whether steps are put off, and why."""
         return f"{PUT_OFF.later if self._deferring.puts_off else PUT_OFF.otherwise} ({self._deferring.why})"
 
     @property
     def gains(self) -> Gains | None:
-        """What the loop could gain by another schedule; ``None``: not known yet."""
         return self.observed.gains
 
     def lost(self, error: InstepError) -> None:
@@ -534,7 +525,6 @@ class ForwardSchedule(Schedule):
     # What the model reads.
 
     def before_forward(self) -> None:
-        """The model is about to run."""
         step = self._step
         step.backwards.drain_failed()
         self.observed.let_go()
@@ -596,8 +586,6 @@ class ForwardSchedule(Schedule):
     # Backward.
 
     def begin_backward(self) -> bool:
-        """An output of the model is about to get its gradient. Returns whether this is the first of them in the
-        running backward."""
         step = self._step
         if not step.backwards.is_new():
             return False
@@ -680,7 +668,6 @@ class ForwardSchedule(Schedule):
         self._deferred.finish(self._deferred.all())
 
     def abandon(self) -> None:
-        """The optimizers are gone."""
         self._deferred.abandon()
 
     def close(self) -> None:
@@ -727,11 +714,9 @@ class ForwardSchedule(Schedule):
         return self._reading.buckets_of(trainable, as_read=self._step.gather is None)
 
     def divides(self, owners_in_views: OwnerCount) -> None:
-        """Gradients may be views of buckets, whose memory has so many owners."""
         self._update_deferral.owners_in_views = owners_in_views
 
     def read_by(self, streams: Callable[[], Iterable[torch.Stream]]) -> None:
-        """``streams``: on which parameters are read, beside the one that is current."""
         self.streams.readers = streams
 
     def after_forward(self) -> None:

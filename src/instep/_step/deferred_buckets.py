@@ -44,11 +44,7 @@ from instep.errors import InstepError, StepMismatchError, UncommittedStepError
 
 class StandIns:
     """The tensors that stand in ``.grad`` for gradients that are still to be applied: one for each parameter, used
-    again step after step, since to make one takes as long as a small update.
-
-    Args:
-        before_use: what a ``HeldGradient`` is given.
-    """
+    again step after step, since to make one takes as long as a small update."""
 
     def __init__(self, before_use: Callable[[], BeforeUse | None]) -> None:
         self._before_use = before_use
@@ -97,10 +93,9 @@ class StepOutcome:
     """What has become of a step that was handed over.
 
     Attributes:
-        names: of of the parameters that it is to update.
+        names: of the parameters that it is to update.
         applied: names of those that it has updated.
         begun: names of those that it has begun to update.
-        failure: what stopped it.
         refused: whether that are the other ranks.
         lost: whether a communication with them has failed: none is waited for any more.
     """
@@ -285,19 +280,15 @@ class DeferredStep:
     """An optimizer as it was when its ``step()`` was called.
 
     Args:
-        stepper: of the optimizer.
         outcomes: those of the optimizers whose ``step()`` was called before in the same step. This one's is added.
 
     Attributes:
         remedy: what a loop does before it changes what the update reads.
-        number: of the step.
         optimizer: the user's, weakly.
         entries_before: how many entries its state had.
         stepper: of the copy, whose groups are as they were then.
         unapplied: its buckets that are still to be applied.
         outstanding: its buckets that nobody has waited for.
-        times: are told of each update's.
-        ranks: what they say of it.
     """
 
     remedy = "Call overlap.synchronize() before such a change"
@@ -429,11 +420,8 @@ class DeferredBucket:
             step.times.listener.handed_over(self.gradients)
 
     def apply(self, *, beside: bool = False) -> None:
-        """Update the parameters, once, unless an earlier bucket of the step failed. An error is kept.
-
-        Args:
-            beside: the loop goes on meanwhile.
-        """
+        """Update the parameters, once, unless an earlier bucket of the step failed; ``beside``: while the loop goes on.
+        An error is kept."""
         step, outcome = self.step, self.step.outcome
         if self not in step.unapplied:
             return

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from instep._gradients.scaling import LossScale, Policy
+from instep._gradients.scaling import LossScale
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, all_there, require_in_place
 from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo
@@ -22,7 +22,7 @@ from instep._step.on_trial import TrialWrites
 from instep._step.remedies import KEEP_ALL, after_update, never_cleared, several_backwards, while_measuring
 from instep._step.schedule import Schedule
 from instep._step.state import Event, FirstError, gradient_of
-from instep._step.step import Agreement, RunningStep
+from instep._step.step import RunningStep
 from instep._step.step_calls import StepCalls
 from instep._step.writes import FinalWrites, Writes, owed_steps
 from instep._torch.engine import (
@@ -259,7 +259,6 @@ class BucketSink(Schedule):
         step.freed_bytes += bucket.nbytes
 
     def retire(self, bucket: AttachedParameters) -> None:
-        """Nobody but instep needs ``.grad`` of these any more, as far as they were applied."""
         self._writes.retire(bucket)
 
     def is_applied(self, attached: AttachedParameter) -> bool:
@@ -277,7 +276,6 @@ class BucketSink(Schedule):
 
     @property
     def only_adds(self) -> bool:
-        """Whether gradients of the running backward are left to add up."""
         return self._step.accumulation.only_adds
 
     @property
@@ -286,7 +284,6 @@ class BucketSink(Schedule):
 
     @property
     def frees_gradients(self) -> bool:
-        """Whether applied gradients are not needed any more."""
         return self._writes.frees_gradients
 
     @property
@@ -295,16 +292,13 @@ class BucketSink(Schedule):
         return self._step.passes.running == "all"
 
     def compute_total_norm(self) -> None:
-        """All gradients are final, and in ``.grad``."""
         self._step.passes.clipping.compute_total_norm(self._step.members.all, gradient_of)
 
     def fail(self, error: BaseException, begun: Sequence[str] = ()) -> None:
         """Something stopped the step: torn if anything was written, else forgotten, as if it had never opened.
 
-        The error is kept until the end of this backward, where the source raises it; the first one wins.
-
-        Args:
-            begun: names of the parameters whose update was stopped, too.
+        The error is kept until the end of this backward, where the source raises it; the first one wins. ``begun``:
+        names of the parameters whose update was stopped, too.
         """
         with self._step.lock:
             self._failure.keep(error)
@@ -330,7 +324,6 @@ class BucketSink(Schedule):
             return False
 
     def received(self, parameters: AttachedParameters) -> None:
-        """The parts of these that other ranks have updated were written."""
         self._step.members.received.update(parameters.indices)
 
     def backward_raised(self) -> None:
@@ -381,12 +374,11 @@ class BackwardSchedule(BucketSink):
         deferring: Callable[[], Deferring] | None = None,
         undo: Undo | None = None,
         scale: LossScale | None = None,
-        nonfinite: Policy = "allow",
     ) -> None:
         if undo is None:
-            writes: Writes = FinalWrites(step, nonfinite)
+            writes: Writes = FinalWrites(step)
         else:
-            writes = TrialWrites(step, undo, scale, Agreement(nonfinite, step.ledger.votes), self)
+            writes = TrialWrites(step, undo, scale, self)
         super().__init__(step, writes, deferring)
         step.lock.torn_by = weakly(self._ended_anywhere)
         self.calls: BackwardCalls = BackwardCalls(step, writes, WeakMethod(self._note_updates))
@@ -514,7 +506,7 @@ class BackwardSchedule(BucketSink):
         self._writes.before_forward()
         if self._clips and not step.members.offered:
             step.passes.clipping.begin()
-        if step.ledger.redoes and not step.members.with_gradient():
+        if step.ledger.redoes and not [a for a in step.members.all if gradient_of(a) is not None]:
             # A step that was rolled back and never taken: zero_grad() has ended it.
             step.ledger.happened(Event.DROPPED)
             self._writes.end_step()
@@ -672,11 +664,7 @@ def _ids(tensors: Iterable[torch.Tensor]) -> set[int]:
 
 
 def _zeros(attached: AttachedParameter, *, lasting: bool) -> torch.Tensor:
-    """A gradient of zeros.
-
-    Args:
-        lasting: DDP or FSDP adds to it, which need real ones.
-    """
+    """A gradient of zeros. A ``lasting`` one is real: DDP or FSDP adds to it."""
     parameter = attached.get()
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         if any(getattr(place.module(), "sparse", False) for place in attached.places):

@@ -163,9 +163,6 @@ class MeasuringSink:
     gradient is taken as soon as that is final, while backward waits for other ranks.
 
     A gradient that is used after it was measured is measured again by ``optimizer.step()``.
-
-    Attributes:
-        at_open: what is called when the first gradient of a step arrives, as far as it is still there.
     """
 
     waits_for_all = by_bucket = frees_gradients = keeps_gradients = False

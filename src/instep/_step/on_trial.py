@@ -14,7 +14,7 @@ from instep._optim.undo import GradientOutcome, LentGradient, Undo, UndoCopies
 from instep._step.remedies import WRITE_LATER
 from instep._step.schedule import Schedule
 from instep._step.state import Event, gradient_of
-from instep._step.step import Agreement, RunningStep
+from instep._step.step import RunningStep
 from instep._step.writes import Writes, require_settings_as_left
 from instep._torch.engine import profiled
 from instep._torch.lifetime import WeakMethod, owe, settled
@@ -32,11 +32,15 @@ from instep.errors import (
 
 class KeptGradients:
     """The gradients of parameters that a trial has written, each with its version when it was kept. The plain loop
-    still has them until ``optimizer.step()``, and they are what the step is done again with."""
+    still has them until ``optimizer.step()``, and they are what the step is done again with.
+
+    Attributes:
+        outcomes: what updates have made of those that they were lent, and have written.
+    """
 
     def __init__(self) -> None:
         self._gradients: dict[int, tuple[torch.Tensor, int]] = {}
-        self._outcomes: dict[int, GradientOutcome] = {}
+        self.outcomes: dict[int, GradientOutcome] = {}
 
     def __bool__(self) -> bool:
         return bool(self._gradients)
@@ -63,18 +67,14 @@ class KeptGradients:
             for gradient, version in (self._gradients[attached.spec.index] for attached in applied)
         )
 
-    def written(self, attached: AttachedParameter, outcome: GradientOutcome) -> None:
-        """The update has written the gradient that it was lent."""
-        self._outcomes[attached.spec.index] = outcome
-
     def after_step(self, attached: AttachedParameter) -> torch.Tensor | None:
         """The gradient as the plain loop's ``step()`` leaves it."""
-        gradient, outcome = self._gradients[attached.spec.index][0], self._outcomes.get(attached.spec.index)
+        gradient, outcome = self._gradients[attached.spec.index][0], self.outcomes.get(attached.spec.index)
         return gradient if outcome is None else outcome.of(gradient)
 
     def drop(self, attached: AttachedParameter) -> None:
         self._gradients.pop(attached.spec.index)
-        self._outcomes.pop(attached.spec.index, None)
+        self.outcomes.pop(attached.spec.index, None)
 
     def put_back(self, members: Iterable[AttachedParameter]) -> None:
         """Put the gradients in the places of those that stand in for them, and forget them."""
@@ -85,12 +85,9 @@ class KeptGradients:
                 parameter.grad = kept[0]
         self._gradients.clear()
 
-    def drop_outcomes(self) -> None:
-        self._outcomes.clear()
-
     def drop_all(self) -> None:
         self._gradients.clear()
-        self._outcomes.clear()
+        self.outcomes.clear()
 
 
 class Rollback:
@@ -162,7 +159,7 @@ class Rollback:
             stepper.abort()
         step.members.applied.clear()
         self.settled()
-        self._kept.drop_outcomes()
+        self._kept.outcomes.clear()
         step.passes.clipping.drop_norms()
         if step.judge is not None:
             step.judge.end_step()
@@ -213,14 +210,12 @@ class TrialValidation:
         kept: KeptGradients,
         rollback: Rollback,
         scale: LossScale | None,
-        agreement: Agreement,
     ) -> None:
         self._step = step
         self._kept = kept
         self._rollback = rollback
         self._scale = scale
-        self._agreement = agreement
-        self._asked_in_vain: set[Stepper] = set()  # that stepped without any gradient: that ends no step
+        self.asked_in_vain: set[Stepper] = set()  # that stepped without any gradient: that ends no step
 
     def real_gradient(self, attached: AttachedParameter) -> torch.Tensor | None:
         """The gradient that the plain loop has in ``.grad``."""
@@ -230,14 +225,14 @@ class TrialValidation:
     def takes_step(self, stepper: Stepper) -> bool:
         """Whether the step is taken: asked once for all of its optimizers."""
         step = self._step
-        if self._agreement.policy == "allow" or found_inf(stepper.optimizer()):
+        if step.ledger.nonfinite == "allow" or found_inf(stepper.optimizer()):
             return True  # the kernel skips its update
         gradients = [(a.spec.name, g) for a in step.members.all if (g := self.real_gradient(a)) is not None]
-        if self._asked_in_vain and (gradients or stepper in self._asked_in_vain):
+        if self.asked_in_vain and (gradients or stepper in self.asked_in_vain):
             step.round.takes_step = None  # of a step that was none
-            self._asked_in_vain.clear()
+            self.asked_in_vain.clear()
         if not gradients:
-            self._asked_in_vain.add(stepper)
+            self.asked_in_vain.add(stepper)
         if step.round.takes_step is None:
             step.round.takes_step = self._agree(gradients)
         return step.round.takes_step
@@ -245,7 +240,7 @@ class TrialValidation:
     def _agree(self, gradients: Sequence[tuple[str, torch.Tensor]]) -> bool:
         step = self._step
         try:
-            takes_step = self._agreement.takes_step(step.number, gradients)
+            takes_step = step.ledger.takes_step(gradients)
         except NonFiniteGradientError:
             self._rollback.if_applied()
             raise
@@ -313,10 +308,6 @@ class TrialValidation:
             self._rollback.if_applied()
             clipping.clip([a.get() for a in members.all if gradient_of(a) is not None])
 
-    def end_step(self) -> None:
-        """The step is over."""
-        self._asked_in_vain.clear()
-
 
 class TrialWrites(Writes):
     """Writes of a step with ``undo``. Parameters and state are copied before, and rolled back where the plain loop
@@ -329,9 +320,7 @@ class TrialWrites(Writes):
 
     frees_gradients = False
 
-    def __init__(
-        self, step: RunningStep, copies: Undo, scale: LossScale | None, agreement: Agreement, owner: Schedule
-    ) -> None:
+    def __init__(self, step: RunningStep, copies: Undo, scale: LossScale | None, owner: Schedule) -> None:
         super().__init__(step)
         for stepper in step.members.steppers:
             stepper.add(UndoCopies(stepper.name, copies))
@@ -345,7 +334,7 @@ class TrialWrites(Writes):
         self._when_used = WeakMethod(self._used_gradient)
         watches = self._watch, self._watch_in_step
         self._rollback = Rollback(step, copies, self._kept, watches, self._owner)
-        self._validation = TrialValidation(step, self._kept, self._rollback, scale, agreement)
+        self._validation = TrialValidation(step, self._kept, self._rollback, scale)
         self._raises = False  # whether the update has raised on trial
         self._scales_in_kernel = False  # which takes the scale off the loop's own gradients, in place
 
@@ -405,7 +394,7 @@ class TrialWrites(Writes):
             self._let_go_of_memory(parameters[0].device)
             for attached, one in lent.items():
                 if (outcome := one.outcome()) is not None:
-                    self._kept.written(attached, outcome)
+                    self._kept.outcomes[attached.spec.index] = outcome
             _put_in_grad(parameters, gradients)
         return True
 
@@ -619,7 +608,7 @@ class TrialWrites(Writes):
     def end_step(self) -> None:
         super().end_step()
         self._kept.drop_all()
-        self._validation.end_step()
+        self._validation.asked_in_vain.clear()
         self._raises = False
         self._rollback.end_step()
 

@@ -7,11 +7,11 @@ import torch
 from torch.optim import Optimizer
 
 from instep._gradients.clipping import ClipNorm, ClipValue
-from instep._gradients.scaling import Policy, found_inf, take_off_here
+from instep._gradients.scaling import found_inf, take_off_here
 from instep._optim.stepper import Stepper
 from instep._step.schedule import Schedule
 from instep._step.state import Event
-from instep._step.step import Agreement, RunningStep, finds_gradient
+from instep._step.step import RunningStep, finds_gradient
 from instep._step.step_calls import StepCalls
 from instep._torch.watch import Watch
 from instep.errors import InstepError
@@ -25,10 +25,9 @@ class PlainCalls(StepCalls):
             ``None``: nobody else is to.
     """
 
-    def __init__(self, step: RunningStep, agreement: Agreement, why: str | None) -> None:
+    def __init__(self, step: RunningStep, why: str | None) -> None:
         super().__init__(step)
         self.why = why
-        self._agreement = agreement
         self._called: set[Stepper] = set()  # of a model that is left to torch, since the last backward
         self._watch = Watch(gradient=self._used)
 
@@ -73,7 +72,7 @@ class PlainCalls(StepCalls):
             step.round.takes_step = True
         elif not found_inf(optimizer):  # else the kernel skips its update, of gradients as they are
             named = [(a.spec.name, gradient) for a, gradient in found]
-            step.round.takes_step = self._agreement.takes_step(step.number, named)
+            step.round.takes_step = step.ledger.takes_step(named)
             if isinstance(clipping.policy, ClipNorm):
                 take_off_here(optimizer, [g for a, g in found if a.stepper.optimizer() is optimizer])
                 clipping.begin()
@@ -129,14 +128,13 @@ class PlainSchedule(Schedule):
     def __init__(
         self,
         step: RunningStep,
-        nonfinite: Policy,
         why: str | None = None,
         *,
         takes_any_loop: bool = False,
     ) -> None:
         super().__init__(step)
         self._takes_any_loop = takes_any_loop
-        self.calls: PlainCalls = PlainCalls(step, Agreement(nonfinite, step.ledger.votes), why)
+        self.calls: PlainCalls = PlainCalls(step, why)
 
     @property
     def state(self) -> str:
@@ -162,8 +160,6 @@ class PlainSchedule(Schedule):
             del error  # or it would refer to itself, by way of this frame
 
     def begin_backward(self) -> bool:
-        """An output of the model is about to get its gradient. Returns whether this is the first of them in the
-        running backward."""
         if not self.backwards.is_new():
             return False
         self._step.accumulation.begin()

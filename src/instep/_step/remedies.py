@@ -6,9 +6,6 @@ from instep._torch.pipelining import is_used
 from instep._torch.placeholders import ACCUMULATE
 from instep.errors import AccumulationError, InstepError, SpentGradientError
 
-# How messages end that say what the plain loop does and ``schedule="backward"`` does not: with what works instead.
-
-
 KEEP = "`with overlap.keep_gradients():`"
 _AS_IT_IS = "attach with schedule='forward', which takes the loop as it is; so does undo=True, with copies"
 
@@ -74,11 +71,7 @@ def while_waiting(name: str, operation: str) -> InstepError:
 
 
 def after_update(name: str, operation: str, *, clips: bool) -> tuple[InstepError, bool]:
-    """In the step that has applied it: the error, and whether weights are known to be wrong by now.
-
-    Args:
-        clips: whether ``clip=`` was given.
-    """
+    """In the step that has applied it: the error, and whether weights are known to be wrong by now."""
     if graph_task() is not None and operation in ACCUMULATE:
         return AccumulationError(
             f"the gradient of {name!r} arrived again before optimizer.step(), but this step has already "

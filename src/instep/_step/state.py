@@ -41,6 +41,7 @@ from typing import Protocol
 
 import torch
 
+from instep._gradients.scaling import Named, Policy, ask_if_finite, nonfinite_error
 from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._optim.stepper import Stepper
 from instep._optim.undo import keep_all, keep_beside
@@ -198,11 +199,11 @@ class Ledger:
         redo_count: how many steps were rolled back, and left to ``optimizer.step()``.
         skip_count: how many steps were left out, for a gradient that was not finite.
         torn: the step that stands in part, until that is accepted.
-        votes: what the ranks say of each step.
+        nonfinite: what becomes of a step whose gradients may hold NaN or infinity; ``"allow"`` asks nobody.
         when_torn: called then: whoever is about to read a weight is to be told.
     """
 
-    def __init__(self, votes: StepVotes) -> None:
+    def __init__(self, votes: StepVotes, nonfinite: Policy) -> None:
         self.state = State.IDLE
         self.when_torn: Callable[[], object] = int
         self.step_count = 0
@@ -210,6 +211,7 @@ class Ledger:
         self.skip_count = 0
         self.torn: Torn | None = None
         self.votes = votes
+        self.nonfinite = nonfinite
 
     def happened(self, event: Event) -> None:
         self.state = state_after(self.state, event)
@@ -218,6 +220,20 @@ class Ledger:
     def redoes(self) -> bool:
         """Whether ``optimizer.step()`` is to do all of the running step."""
         return self.state in (State.REDO, State.REDOING)
+
+    def takes_step(self, gradients: Named) -> bool:
+        """Whether the running step, with these gradients of this rank, is taken: all ranks give one answer. All must
+        ask; waits for them.
+
+        Raises:
+            NonFiniteGradientError: ``nonfinite="raise"``, and a gradient of some rank is not finite.
+        """
+        if self.nonfinite == "allow":
+            return True
+        rank = ask_if_finite(gradients, self.votes, self.step_count + 1)
+        if rank is not None and self.nonfinite == "raise":
+            raise nonfinite_error(gradients, rank, "Nothing of the step was applied")
+        return rank is None
 
     def tear(
         self,
@@ -256,7 +272,6 @@ class StepMembers:
     """The attached parameters, and how far the running step has come with each of them.
 
     Attributes:
-        steppers: one of each optimizer.
         all: the attached parameters, in the model's order.
         by_index: the same, by their place in the plan.
         offered: the indices of those whose final gradient a source has offered in this step.
@@ -324,9 +339,6 @@ class StepMembers:
     def _lacks_parts(self, attached: AttachedParameter) -> bool:
         shard = attached.shard
         return shard is not None and shard.is_shared and attached.spec.index not in self.received
-
-    def with_gradient(self) -> list[AttachedParameter]:
-        return [a for a in self.all if gradient_of(a) is not None]
 
     def living(self) -> list[torch.Tensor]:
         """The parameters that are still there."""

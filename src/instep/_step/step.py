@@ -6,7 +6,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._gradients.clipping import Clipping
-from instep._gradients.scaling import Named, Policy, ask_if_finite, nonfinite_error
+from instep._gradients.scaling import Policy
 from instep._optim.parameters import AttachedParameter
 from instep._optim.shadow import asks_for_state
 from instep._optim.stepper import Stepper
@@ -19,27 +19,6 @@ from instep._step.streams import StepStreams
 from instep._torch.engine import Backwards
 from instep._torch.interrupts import StepLock
 from instep.errors import InstepError, StepMismatchError, UnsupportedOptimizerError
-
-
-class Agreement:
-    """Decides for all ranks whether a step is taken whose gradients may hold NaN or infinity."""
-
-    def __init__(self, policy: Policy, votes: StepVotes) -> None:
-        self.policy = policy
-        self._votes = votes
-
-    def takes_step(self, number: int, gradients: Named) -> bool:
-        """Whether step ``number``, with these gradients of this rank, is taken. All ranks must ask; waits for them.
-
-        Raises:
-            NonFiniteGradientError: the policy is ``"raise"``, and a gradient of some rank is not finite.
-        """
-        if self.policy == "allow":
-            return True
-        rank = ask_if_finite(gradients, self._votes, number)
-        if rank is not None and self.policy == "raise":
-            raise nonfinite_error(gradients, rank, "Nothing of the step was applied")
-        return rank is None
 
 
 def gradients_in(optimizer: Optimizer) -> Iterator[torch.Tensor]:
@@ -77,9 +56,10 @@ class RunningStep:
         accumulation: Accumulation,
         clipping: Clipping,
         judge: Judge | None,
+        nonfinite: Policy,
     ) -> None:
         self.members = members
-        self.ledger = Ledger(votes)
+        self.ledger = Ledger(votes, nonfinite)
         self.round = Round()
         self.passes = Passes(clipping, members)
         self.accumulation = accumulation

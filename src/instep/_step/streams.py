@@ -26,8 +26,6 @@ class Mark(NamedTuple):
     """What the side stream of a device held at some time.
 
     Attributes:
-        event: recorded on the side stream then.
-        device: of that stream.
         number: later ones have higher numbers.
     """
 
@@ -107,14 +105,10 @@ class _Side:
 
 
 class StepStreams:
-    """One side stream per accelerator device, on which buckets are stepped.
-
-    Args:
-        given: the stream to use on its device.
+    """One side stream per accelerator device, on which buckets are stepped: for its device the one that is ``given``.
 
     Attributes:
         readers: the streams, beside the one that is current, on which parameters are about to be read.
-        producers: those that make gradients, and use weights.
     """
 
     def __init__(self, given: torch.Stream | None = None) -> None:

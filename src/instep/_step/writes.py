@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import torch
 
-from instep._gradients.scaling import Policy, all_finite, kernel_scale, nonfinite_error
+from instep._gradients.scaling import all_finite, kernel_scale, nonfinite_error
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, calls_of
 from instep._optim.stepper import Stepper, writes_state_without_gradient, writes_without_gradient
 from instep._step.judging import in_buckets
@@ -353,17 +353,14 @@ def owed_steps(step: RunningStep) -> str:
 
 
 class FinalWrites(Writes):
-    """Writes of a step without ``undo``: an update stands, its gradients are freed, and an error tears the step.
-
-    Args:
-        nonfinite: ``"raise"``: a bucket with NaN or infinity is not written.
-    """
+    """Writes of a step without ``undo``: an update stands, its gradients are freed, and an error tears the step. With
+    ``nonfinite="raise"`` a bucket with NaN or infinity is not written."""
 
     frees_gradients = True
 
-    def __init__(self, step: RunningStep, nonfinite: Policy) -> None:
+    def __init__(self, step: RunningStep) -> None:
         super().__init__(step)
-        self._raises_nonfinite = nonfinite == "raise"
+        self._raises_nonfinite = step.ledger.nonfinite == "raise"
         self._watch = Watch(values=self._used)
         # Of each optimizer one parameter that was left with a spent gradient when the last step was committed.
         self._left_spent: dict[Stepper, AttachedParameter] = {}

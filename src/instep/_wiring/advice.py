@@ -31,7 +31,6 @@ def deferring_of(options: Options, refs: WeakRefs, others: OtherRanks | None, ti
 
     Args:
         others: the other ranks; ``None``: there are none.
-        times: of the steps that it decides of.
     """
     # An accelerator's updates are not over when the host's clock has seen them begin.
     seen = times if all(_devices_of(one) <= {"cpu"} for one in refs.optimizers()) else None
@@ -141,9 +140,6 @@ def _devices_of(optimizer: Optimizer) -> set[str]:
     return {p.device.type for group in optimizer.param_groups for p in group["params"]}
 
 
-# What the running loop could gain, in words.
-
-
 WORTH = 0.1
 """Of an iteration. A smaller part is lost again in the order of communication, and in the bookkeeping of that."""
 ENOUGH = 4
@@ -158,10 +154,9 @@ def advice(
     *,
     divided: bool,
 ) -> str:
-    """Sentences, one a line; empty where there is nothing to say.
+    """What the running loop could gain, in sentences, one a line; empty where there is nothing to say.
 
     Args:
-        ddps: the living instances in the model.
         divided: whether several ranks have gradients in common: then not all of them can be freed early.
     """
     lines = [] if schedule.deferral is None else [f"Steps are {schedule.deferral}."]

@@ -33,7 +33,7 @@ from instep._step.norms import MeasuringSink
 from instep._step.plain import PlainSchedule
 from instep._step.schedule import Schedule
 from instep._step.state import StepMembers
-from instep._step.step import Agreement, RunningStep
+from instep._step.step import RunningStep
 from instep._torch.engine import RunErrors, Traced, graph_task
 from instep._torch.hooks import BoundHook, PlainPickles, UntracedHook, first_of_post_hooks, last_of_pre_hooks
 from instep._torch.lifetime import Owners, weakly
@@ -99,21 +99,20 @@ def choose(
     if options.disabled:
         why = None if options.left_to_torch == BY_ENVIRONMENT else options.left_to_torch
         any_loop = options.takes_any_loop
-        plain = PlainSchedule(step, options.nonfinite, why, takes_any_loop=any_loop)
+        plain = PlainSchedule(step, why, takes_any_loop=any_loop)
         return Chosen(plain, None, False, lambda _: Readers(), None)
     if options.schedule == "forward":
         # An update that runs later raises elsewhere: of a step() that is the user's own, the loop expects it there.
         may_wait = [s for s in steppers if can_be_put_off(s.optimizer()) and steps_as_known(s.optimizer())]
-        agreement = Agreement(options.nonfinite, votes)
         reading = ReadOrder(options.bucket_bytes, options.most_put_off_together)
-        forward = ForwardSchedule(step, may_wait, reading, agreement, deferring())
+        forward = ForwardSchedule(step, may_wait, reading, deferring())
         measures = isinstance(options.clip, ClipNorm)
         return Chosen(forward, forward.measuring, measures, lambda _: WaitingReaders(forward), None)
     undo = Undo(host=options.undo == "host") if options.undo else None
     votes.asks_first = undo is not None and options.nonfinite != "allow"
     scale = None if options.scaler is None else LossScale(options.scaler)
     beside = deferring if options.may_update_beside_backward else None
-    backward = BackwardSchedule(step, beside, undo, scale, options.nonfinite)
+    backward = BackwardSchedule(step, beside, undo, scale)
     frees = undo is None and not options.steps_itself
     readers = partial(CheckedReaders, backward, on_trial=undo is not None)
     return Chosen(backward, backward, True, readers, backward.error_for_use if frees else None)
@@ -299,7 +298,7 @@ def build(target: Target, options: Options) -> Parts:
     judge = Judge(foreign, in_parts=options.schedule == "backward") if foreign else None
     ranks = ranks_of(target, options)
     votes.ranks, votes.voting = ranks, ranks if options.votes else None
-    step = RunningStep(StepMembers(refs.steppers), votes, accumulation, clipping, judge)
+    step = RunningStep(StepMembers(refs.steppers), votes, accumulation, clipping, judge, options.nonfinite)
     deferring = partial(deferring_of, options, refs, ranks, step.times)
     chosen = choose(options, step, deferring)
     schedule = chosen.schedule
@@ -324,7 +323,7 @@ def build(target: Target, options: Options) -> Parts:
     threads = Threads(refs.name, schedule)
     sharding = Sharding(target, schedule, uses) if is_sharded else None
     stepping = SteppingItself(target.optimizers, schedule, sources) if options.steps_itself else None
-    backwards = BackwardHooks(schedule, sources, accumulation, threads, sharding, stepping, uses, handles)
+    backwards = BackwardHooks(schedule, sources, accumulation, threads, sharding, stepping, handles)
     readers = chosen.readers(backwards)
     if chosen.sink is not None:
         stepping_ask = [] if stepping is None else [weakref.WeakMethod(stepping.ask)]
@@ -333,11 +332,9 @@ def build(target: Target, options: Options) -> Parts:
     late = AddedParameters(refs, schedule, sources, parameters, readers, handles)
     forwards: ForwardHooks | PlainHooks
     if options.disabled:
-        forwards = PlainHooks(schedule, accumulation, votes, handles, is_sharded=is_sharded)
+        forwards = PlainHooks(step, schedule, handles, is_sharded=is_sharded)
     else:
-        forwards = ForwardHooks(
-            refs, schedule, sources, accumulation, threads, late, backwards, votes, is_sharded=is_sharded
-        )
+        forwards = ForwardHooks(refs, step, schedule, sources, threads, late, backwards, is_sharded=is_sharded)
         # Nobody else needs to know of forwards, and of the backwards that begin at their outputs.
         schedule.may_rest = not (sources or is_sharded or options.steps_itself)
     for source in sources:
@@ -357,7 +354,7 @@ def build(target: Target, options: Options) -> Parts:
         late,
         threads,
         forwards,
-        StepHooks(schedule, step.accumulation, votes, late, zero, forwards, handles),
+        StepHooks(step, schedule, late, zero, forwards, handles),
         handles,
     )
 

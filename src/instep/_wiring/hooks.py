@@ -19,11 +19,11 @@ from instep._optim.dtensor import is_sharded, local_numel, mesh_of, shard_of
 from instep._optim.local_shard import LocalShard
 from instep._optim.parameters import AttachedParameter, Attribute, require_unchanged
 from instep._optim.stepper import Stepper
-from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
 from instep._step.deferred import ForwardSchedule
 from instep._step.in_backward import BackwardSchedule
 from instep._step.schedule import Schedule
+from instep._step.step import RunningStep
 from instep._torch.engine import Phase, Traced, current, graph_task, profiled
 from instep._torch.hooks import (
     BoundHook,
@@ -59,11 +59,7 @@ if TYPE_CHECKING:
 
 
 class Threads:
-    """One thread trains a model: raises where another one begins a forward or a backward meanwhile.
-
-    Attributes:
-        in_backward: whether a backward of the model is running.
-    """
+    """One thread trains a model: raises where another one begins a forward or a backward meanwhile."""
 
     def __init__(self, name: str, schedule: Schedule) -> None:
         self.in_backward = False
@@ -163,8 +159,8 @@ class ParametersOfModel:
     ) -> tuple[AttachedParameter, ...]:
         """Those of ``names`` that one of the attached ``optimizers`` has, numbered from ``first_index``."""
         if self._told is not None and (model := self._refs.model()) is not None:
-            for named in parameters_of(model):
-                self._told(named.tensor, named.name)
+            for name, parameter in parameters_of(model):
+                self._told(parameter, name)
         owner = {
             id(p): stepper
             for optimizer, stepper in zip(optimizers, self._refs.steppers, strict=True)
@@ -328,7 +324,7 @@ class Sharding:
         handles.extend(self._after_errors.connect(weakly(self._schedule.drain_failed_backwards)))
 
     def reduces_once(self) -> None:
-        """The next backward reduces each group's gradients once, however many forwards it is of."""
+        """The next backward reduces each group's gradients once, however many forwards it is of; or one has ended."""
         self._uses.clear()
 
     def backward_failed(self) -> None:
@@ -346,12 +342,9 @@ class PlainHooks:
     """What torch calls around a model with ``INSTEP_DISABLE=1``: micro-batches are counted, and backwards seen to
     begin."""
 
-    def __init__(
-        self, schedule: Schedule, accumulation: Accumulation, votes: StepVotes, handles: Handles, *, is_sharded: bool
-    ) -> None:
+    def __init__(self, step: RunningStep, schedule: Schedule, handles: Handles, *, is_sharded: bool) -> None:
         self._schedule = schedule
-        self._votes = votes
-        self._accumulation = accumulation
+        self._votes, self._accumulation = step.ledger.votes, step.accumulation
         self._handles = handles
         self._is_sharded = is_sharded
 
@@ -381,11 +374,7 @@ class PlainHooks:
 
 
 class BackwardHooks:
-    """What torch calls where a backward of the model begins and ends.
-
-    Attributes:
-        in_forward: whether the model's own forward is running.
-    """
+    """What torch calls where a backward of the model begins and ends."""
 
     def __init__(
         self,
@@ -395,17 +384,15 @@ class BackwardHooks:
         threads: Threads,
         sharding: Sharding | None,
         stepping: SteppingItself | None,
-        uses: ForwardCounts,
         handles: Handles,
     ) -> None:
-        self.in_forward = False
+        self.in_forward = False  # whether the model's own is running
         self._schedule = schedule
         self._sources = sources
         self._accumulation = accumulation
         self._threads = threads
         self._sharding = sharding
         self._stepping = stepping
-        self._uses = uses
         self._handles = handles
 
     def see_backward_from(self, output: object) -> None:
@@ -439,7 +426,7 @@ class BackwardHooks:
         self._threads.in_backward = False
         self._schedule.end_backward()
         if self._sharding is not None:
-            self._uses.clear()
+            self._sharding.reduces_once()
 
     def _failed(self) -> None:
         self._end()
@@ -455,24 +442,22 @@ class ForwardHooks:
     def __init__(
         self,
         refs: WeakRefs,
+        step: RunningStep,
         schedule: Schedule,
         sources: Sequence[Source],
-        accumulation: Accumulation,
         threads: Threads,
         late: AddedParameters,
         backwards: BackwardHooks,
-        votes: StepVotes,
         *,
         is_sharded: bool,
     ) -> None:
         self._refs = refs
         self._schedule = schedule
         self._sources = sources
-        self._accumulation = accumulation
+        self._votes, self._accumulation = step.ledger.votes, step.accumulation
         self._threads = threads
         self._late = late
         self._backwards = backwards
-        self._votes = votes
         self._is_sharded = is_sharded
 
     def before_forward(self, module: object, args: object) -> None:
@@ -554,17 +539,15 @@ class StepHooks:
 
     def __init__(
         self,
+        step: RunningStep,
         schedule: Schedule,
-        accumulation: Accumulation,
-        votes: StepVotes,
         late: AddedParameters,
         zero: "Zero | None",
         forwards: ForwardHooks | PlainHooks,
         handles: Handles,
     ) -> None:
         self._schedule = schedule
-        self._accumulation = accumulation
-        self._votes = votes
+        self._votes, self._accumulation = step.ledger.votes, step.accumulation
         self._late = late
         self._zero = zero
         self._forwards = forwards  # kept: a graph may go backward when the model is gone, and its optimizer is not
@@ -583,9 +566,19 @@ class StepHooks:
         self._schedule.calls.begin(stepper)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if len(args) > 2 or kwargs.keys() - {"closure"} or (closure is not None and not callable(closure)):
-            self._leave(stepper, _called_with_arguments(stepper), "called with arguments")
+            error: InstepError = HyperparameterChangedError(
+                f"{stepper.name}.step() was called with arguments, but backward had already stepped parameters without "
+                "them. Use undo=True or schedule='forward'"
+            )
+            self._leave(stepper, error, "called with arguments")
         elif compiled.yes:
-            self._leave(stepper, _compiled(stepper), "compiled (torch.compile)")
+            error = UnsupportedOptimizerError(
+                f"{stepper.name}.step() was compiled (torch.compile), but backward had already stepped parameters "
+                "without the compiler, which computes some values in another way. Call optimizer.step() outside of "
+                "what is compiled; or use undo=True or schedule='forward', with which a compiled step() steps all "
+                "parameters"
+            )
+            self._leave(stepper, error, "compiled (torch.compile)")
         if not callable(closure):
             self._before_update(stepper)
             return None
@@ -647,21 +640,6 @@ def _unless_given_up(schedule: Schedule, look: Callable[[], None]) -> None:
         look()
     except InstepError as error:
         schedule.lost(error)
-
-
-def _called_with_arguments(stepper: Stepper) -> InstepError:
-    return HyperparameterChangedError(
-        f"{stepper.name}.step() was called with arguments, but backward had already stepped parameters without "
-        "them. Use undo=True or schedule='forward'"
-    )
-
-
-def _compiled(stepper: Stepper) -> InstepError:
-    return UnsupportedOptimizerError(
-        f"{stepper.name}.step() was compiled (torch.compile), but backward had already stepped parameters without the "
-        "compiler, which computes some values in another way. Call optimizer.step() outside of what is compiled; or "
-        "use undo=True or schedule='forward', with which a compiled step() steps all parameters"
-    )
 
 
 class CheckedReaders(Readers):

@@ -1,6 +1,6 @@
 """What the methods of an attachment do: a recording, one rank's state on all ranks, numbers for a log."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -95,13 +95,12 @@ def stats_of(parts: Parts) -> Stats:
     return found
 
 
-def table_of(title: str, rows: Mapping[str, object] | Iterable[tuple[str, object]]) -> str:
+def table_of(title: str, rows: Mapping[str, object]) -> str:
     """For a notebook: HTML that needs nothing else."""
-    pairs = rows.items() if isinstance(rows, Mapping) else rows
     lines = "".join(
         f'<tr><th style="text-align:left">{escape(str(name))}</th>'
         f'<td style="text-align:left">{escape(_shown(value))}</td></tr>'
-        for name, value in pairs
+        for name, value in rows.items()
     )
     return f'<table><caption style="text-align:left">{escape(title)}</caption><tbody>{lines}</tbody></table>'
 
