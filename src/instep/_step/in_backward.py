@@ -55,6 +55,8 @@ class BucketSink(Schedule):
     def __init__(self, step: RunningStep, writes: Writes, deferring: Callable[[], Deferring] | None) -> None:
         super().__init__(step)
         self.at_open: Sequence[weakref.ref[Callable[[], None]]] = ()
+        self.by_bucket = step.passes.clipping.mode == "per_bucket"  # each has a norm of its own
+        self.frees_gradients = writes.frees_gradients
         self._clips = step.passes.clipping.policy is not None
         self._writes = writes
         self._deferring = deferring
@@ -265,11 +267,6 @@ class BucketSink(Schedule):
         return self._step.members.is_applied(attached)
 
     @property
-    def by_bucket(self) -> bool:
-        """Whether buckets must not be applied together: their norms are their own, or a difference would not show."""
-        return self._step.passes.clipping.mode == "per_bucket"
-
-    @property
     def keeps_gradients(self) -> bool:
         """Whether all of the running step is left to ``optimizer.step()``. Not where backward has begun to apply it."""
         return self._step.leaves_all and not self._step.members.applied
@@ -281,10 +278,6 @@ class BucketSink(Schedule):
     @property
     def next_only_adds(self) -> bool:
         return self._step.accumulation.next_only_adds
-
-    @property
-    def frees_gradients(self) -> bool:
-        return self._writes.frees_gradients
 
     @property
     def waits_for_all(self) -> bool:
@@ -428,7 +421,10 @@ class BackwardSchedule(BucketSink):
                 f"{several_backwards()}, or add the losses and call backward() once. {KEEP_ALL}"
             )
         step.backwards.begins_step()
-        step.meet_foreign()
+        for stepper in step.members.steppers:  # a trainer may have replaced the ``step`` of an optimizer since
+            if stepper.is_foreign and (step.judge is None or stepper not in step.judge.due):
+                step.judge = step.judge or Judge((), in_parts=True)
+                step.judge.meet(stepper)
         if self._deferring is not None and self._beside is None:
             self._beside = UpdatesBeside(step, self._deferring(), self._note_updates)
         if self._beside is not None:
@@ -454,7 +450,13 @@ class BackwardSchedule(BucketSink):
             gives = run.accumulates and (not run.inputs or not _ids(run.inputs).isdisjoint(_ids(members.living())))
             if not (gives or is_refused) or not run.comes_to(members.living()):
                 return None  # as in the plain loop, whose gradients it has not changed
-            instead = _met_written(run, step) if is_of_written(error) else None
+            instead: AccumulationError | None = None
+            if is_of_written(error):
+                what = "a second backward()" if run.accumulates else run.call
+                instead = AccumulationError(
+                    f"{what} came, before {owed_steps(step)}, to weights that the first backward has already updated. "
+                    f"{several_backwards()}, or add the losses and call backward() once. {KEEP_ALL}"
+                )
             self._stop(error if instead is None else instead)
             return instead
 
@@ -649,14 +651,6 @@ class BackwardSchedule(BucketSink):
         """FSDP is about to gather these parameters: raise, or roll back, if backward has updated one of them."""
         if self.state == "open" and any(map(self.is_applied, parameters)):
             self.before_forward()
-
-
-def _met_written(run: Run, step: RunningStep) -> AccumulationError:
-    what = "a second backward()" if run.accumulates else run.call
-    return AccumulationError(
-        f"{what} came, before {owed_steps(step)}, to weights that the first backward has already updated. "
-        f"{several_backwards()}, or add the losses and call backward() once. {KEEP_ALL}"
-    )
 
 
 def _ids(tensors: Iterable[torch.Tensor]) -> set[int]:

@@ -101,13 +101,6 @@ class RunningStep:
         finally:
             del error  # or it would refer to itself, by way of this frame
 
-    def meet_foreign(self) -> None:
-        """A backward begins that may give a step: a trainer may have replaced the ``step`` of an optimizer since."""
-        for stepper in self.members.steppers:
-            if stepper.is_foreign and (self.judge is None or stepper not in self.judge.due):
-                self.judge = self.judge or Judge((), in_parts=True)
-                self.judge.meet(stepper)
-
     @property
     def leaves_all(self) -> bool:
         """Whether all of this step is left to ``optimizer.step()``."""

@@ -99,11 +99,7 @@ def table_of(title: str, rows: Mapping[str, object]) -> str:
     """For a notebook: HTML that needs nothing else."""
     lines = "".join(
         f'<tr><th style="text-align:left">{escape(str(name))}</th>'
-        f'<td style="text-align:left">{escape(_shown(value))}</td></tr>'
+        f'<td style="text-align:left">{escape(f"{value:.3f}" if isinstance(value, float) else str(value))}</td></tr>'
         for name, value in rows.items()
     )
     return f'<table><caption style="text-align:left">{escape(title)}</caption><tbody>{lines}</tbody></table>'
-
-
-def _shown(value: object) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
