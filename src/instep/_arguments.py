@@ -4,9 +4,7 @@ Each function takes what the user gave, and the class of the verb's errors. It r
 raises an error that says what was found, and what to give instead.
 """
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -120,21 +118,6 @@ def require_flag(name: str, value: object, error: Error) -> None:
     """Raise unless the argument is ``True`` or ``False``."""
     if not isinstance(value, bool):
         raise error(f"{name} must be True or False, not {value!r}")
-
-
-def require_count(name: str, value: object, error: Error) -> None:
-    """Raise unless the argument is a whole number above 0."""
-    # ``True`` is an int to Python, and no count.
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise error(f"{name} must be a whole number, at least 1, not {value!r}")
-
-
-def path_of(path: object, error: Error) -> Path:
-    """Return ``path`` as a ``Path``."""
-    # An os.PathLike may name a file in bytes, of which Path makes nothing.
-    if not isinstance(path, (str, os.PathLike)) or not isinstance(found := os.fspath(path), str):
-        raise error(f"path must be a str or an os.PathLike, not {path!r}")
-    return Path(found)
 
 
 def _found(value: Any) -> str:

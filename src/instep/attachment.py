@@ -22,7 +22,7 @@ from instep._torch.pipelining import Pipeline
 from instep._wiring.advice import advice
 from instep._wiring.build import build, connect
 from instep._wiring.saved import load_state, saved_state
-from instep._wiring.verbs import Stats, record_attached, record_plain, resync_from, stats_of, table_of
+from instep._wiring.verbs import Stats, begin_recording, resync_from, stats_of, table_of
 from instep._wiring.weak_refs import living_parameters
 from instep.buckets import MIB, Plan
 from instep.errors import AttachError, InstepError, UncommittedStepError, class_name
@@ -109,7 +109,7 @@ def record(
     if found is not None:
         return found.record(steps)
     stages = pipeline_of(pipeline)
-    return record_plain(as_one(models), optimizers_of(optimizer, AttachError), steps, stages)
+    return begin_recording(as_one(models), optimizers_of(optimizer, AttachError), steps, stages)
 
 
 def attachments() -> "list[Attachment]":
@@ -177,12 +177,12 @@ class Attachment:
     @property
     def redo_count(self) -> int:
         """With ``undo``: how many steps were put back, to be done again as the plain loop does, or not at all."""
-        return self._parts.schedule.redo_count
+        return self._parts.step.ledger.redo_count
 
     @property
     def skip_count(self) -> int:
         """With ``nonfinite="skip"``: how many steps were left out, for a gradient that was not finite."""
-        return self._parts.schedule.skip_count
+        return self._parts.step.ledger.skip_count
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
@@ -209,7 +209,7 @@ class Attachment:
                 print(overlap.stats())  # {"steps": 1, "redos": 0, …}
             ```
         """
-        return stats_of(self._parts.schedule, self._parts.votes)
+        return stats_of(self._parts)
 
     @property
     def advice(self) -> str:
@@ -219,7 +219,7 @@ class Attachment:
         refs = self._parts.refs
         ddps = [one for one in refs.living_wrappers() if isinstance(one, DistributedDataParallel)]
         divided = bool(refs.wrapped) or self._parts.sharding is not None
-        return advice(self._parts.schedule, self._options, ddps, divided=divided)
+        return advice(self._parts.schedule, self._parts.step, self._options, ddps, divided=divided)
 
     @property
     def recorder(self) -> Recorder | None:
@@ -250,9 +250,8 @@ class Attachment:
         model, optimizers = self._parts.refs.model(), self._parts.refs.optimizers()
         if model is None or not optimizers:
             raise InstepError("there is nothing to record: the model or the optimizer is gone")
-        if self._options.disabled:
-            return record_plain(model, optimizers, steps, self._options.communication.pipeline)
-        return record_attached(model, optimizers, steps, self._options, self._parts)
+        attached = None if self._options.disabled else (self._options, self._parts.schedule)
+        return begin_recording(model, optimizers, steps, self.pipeline, attached)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Around forward and backward of every micro-batch but the last: gradients add up, nothing steps.

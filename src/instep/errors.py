@@ -178,7 +178,8 @@ class TornStepError(InstepError):
         left = f" and {len(self.pending)} were left ({_some(self.pending)})" if self.pending else ""
         neither = f", and {len(self.unsure)} may have been updated or not ({_some(self.unsure)})" if unsure else ""
         # In a process of its own there are no ranks to tell apart.
-        where = f" on rank {rank}" if rank or _has_ranks() else ""
+        has_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        where = f" on rank {rank}" if rank or has_ranks else ""
         super().__init__(
             f"step {step} is torn{where}: {len(self.applied)} parameters were updated "
             f"({_some(self.applied)}){left}{neither}, because "
@@ -188,10 +189,6 @@ class TornStepError(InstepError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.step, self.applied, self.pending, self.rank, self.cause, self.unsure)
-
-
-def _has_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _some(names: Sequence[str], limit: int = 4) -> str:

@@ -1,7 +1,6 @@
-"""Parameters and buffers by the names the bare model knows them by, whatever it is wrapped in."""
+"""Parameters by the names the bare model knows them by, whatever it is wrapped in."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -14,40 +13,14 @@ _MODULE = (DistributedDataParallel, DataParallel, Replicated)
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
-    """One tensor of a model. A tied one has several names; the first is its own."""
-
-    tensor: torch.Tensor
-    names: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
-
-
-def parameters_of(model: nn.Module) -> list[Named]:
-    """Each parameter once, in the model's order."""
-    return _named((prefix + name, p) for prefix, m in modules_of(model) for name, p in m._parameters.items())
-
-
-def buffers_of(model: nn.Module) -> list[Named]:
-    """Each buffer that is part of ``state_dict()``."""
-    return _named(
-        (prefix + name, buffer)
-        for prefix, module in modules_of(model)
-        for name, buffer in module._buffers.items()
-        if name not in module._non_persistent_buffers_set
-    )
-
-
-def _named(found: Iterator[tuple[str, torch.Tensor | None]]) -> list[Named]:
-    names: dict[int, Named] = {}
-    for name, tensor in found:
-        if tensor is not None:
-            known = names.get(id(tensor))
-            names[id(tensor)] = Named(tensor, (*known.names, name) if known else (name,))
-    return list(names.values())
+def parameters_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each parameter once, in the model's order. A tied one has several names; the first is its own."""
+    seen: set[int] = set()
+    for prefix, module in modules_of(model):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield prefix + name, parameter
 
 
 def modules_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

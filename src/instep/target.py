@@ -92,18 +92,15 @@ class Target:
 def name_parameters(model: nn.Module) -> Names:
     """Name the parameters of ``model``; those inside a wrapper get the name the wrapped module knows them by."""
     names: dict[int, tuple[torch.Tensor, tuple[Attribute, ...]]] = {}
+    is_wrapped = isinstance(model, (DistributedDataParallel, Replicated))
     for prefix, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
-                name = _plain_name(model, f"{prefix}.{attribute}" if prefix else attribute)
+                name = (f"{prefix}.{attribute}" if prefix else attribute).replace("_fsdp_wrapped_module.", "")
+                name = name.removeprefix("module.") if is_wrapped else name
                 _, places = names.get(id(parameter), (parameter, ()))
                 names[id(parameter)] = (parameter, (*places, Attribute(module, attribute, name)))
     return names
-
-
-def _plain_name(model: nn.Module, name: str) -> str:
-    name = name.replace("_fsdp_wrapped_module.", "")
-    return name.removeprefix("module.") if isinstance(model, (DistributedDataParallel, Replicated)) else name
 
 
 def reduced_by(wrapper: Wrapped) -> set[int]:

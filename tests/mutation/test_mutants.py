@@ -222,21 +222,21 @@ MUTANTS = [
     Mutant(
         "beside backward: a bucket that was not updated counts as applied",
         "BucketSink._note_update",
-        "        self._step.members.take_back(handed.members)\n",
+        "        self._step.members.applied.difference_update(handed.members.indices)\n",
         "",
         BESIDE,
     ),
     Mutant(
         "beside backward: the gradients of a bucket that was not updated are gone",
         "BucketSink._note_update",
-        "        self._writes.take_back(handed.members, handed.bucket.gradients)\n",
+        "        self._writes.take_back(handed.members, handed.gradients)\n",
         "",
         BESIDE,
     ),
     Mutant(
         "beside backward: versions as they were when the bucket was handed over",
         "BucketSink._note_update",
-        "            self._step.members.apply(handed.members, handed.bucket.tensors)  # with",
+        "            self._step.members.apply(handed.members, handed.tensors)  # with",
         "            pass  # with",
         BESIDE,
     ),
@@ -690,8 +690,8 @@ MUTANTS = [
     Mutant(
         "put off updates while the loop has the optimizer's state",
         "_reachable_by_others",
-        "if state_is_kept(optimizer):",
-        "if False:",
+        "if state_is_kept(optimizer) or isinstance(",
+        "if isinstance(",
         ALIASES,
         marks="not full",
     ),
@@ -958,7 +958,13 @@ MUTANTS = [
     Mutant(
         "updates in hooks take no time", "StepTimes.spent", "self.exposed + self.outside", "self.exposed", DEFERRING
     ),
-    Mutant("the host's clock shows an accelerator", "_is_all_on_cpu", 'p.device.type == "cpu"', "True", DEFERRING),
+    Mutant(
+        "the host's clock shows an accelerator",
+        "deferring_of",
+        'all(_devices_of(one) <= {"cpu"} for one in refs.optimizers())',
+        "True",
+        DEFERRING,
+    ),
     Mutant("decide alone", "DeferralTrial.backward_begins", "found and self._others is not None", "False", DEFERRING),
     Mutant("ask for ever", "DeferralTrial._ask", "self._waited == max(ASKED)", "False", DEFERRING),
     Mutant(
@@ -1198,8 +1204,8 @@ MUTANTS = [
     Mutant(
         "leave torch's own error of a stepped weight",
         "BackwardSchedule.run_raised",
-        "_met_written(run, step) if is_of_written(error) else None",
-        "None",
+        "            if is_of_written(error):\n",
+        "            if False:\n",
         "tests/unit/test_half_steps.py",
     ),
     Mutant(
@@ -1749,9 +1755,9 @@ MUTANTS = [
     ),
     Mutant(
         "go on with a trial that will be put back",
-        "TrialWrites._is_clipped",
-        "return clipping.will_scale_down(bucket)",
-        "return False",
+        "TrialWrites.update",
+        "if clipping.will_scale_down(bucket):",
+        "if False:",
         CLIPPING,
     ),
     Mutant(
@@ -1952,8 +1958,8 @@ MUTANTS = [
     Mutant(
         "leave the reducer's group in its place after detach",
         "ReducerGroup.disconnect",
-        "                ddp.reducer._update_process_group(ddp.process_group)\n",
-        "                pass\n",
+        "            ddp.reducer._update_process_group(ddp.process_group)\n",
+        "            pass\n",
         "tests/distributed/test_reducer_group.py",
     ),
     Mutant(
@@ -3212,7 +3218,7 @@ MUTANTS = [
     Mutant(
         "forget what the update has made of a gradient",
         "TrialWrites.update",
-        "                    self._kept.written(attached, outcome)\n",
+        "                    self._kept.outcomes[attached.spec.index] = outcome\n",
         "                    pass\n",
         WRITTEN,
     ),
@@ -3226,7 +3232,7 @@ MUTANTS = [
     Mutant(
         "let optimizer.state be read while steps are due",
         "UpdateDeferral._take_over",
-        "        deferred.watch_state(optimizer)\n",
+        "        deferred.state_watch.start(optimizer)\n",
         "",
         STATE,
     ),
@@ -4667,7 +4673,7 @@ MUTANTS = [
     ),
     Mutant(
         "judge: what is reached is kept for each part anew",
-        "PartsOfUpdate._shown",
+        "PartsOfUpdate._alone",
         "kept = BeforeUpdate(self._optimizer, tensors,",
         "kept = BeforeUpdate(self._optimizer, [*tensors, *self._gradients.parameters],",
         JUDGED_FAR,
@@ -4764,7 +4770,7 @@ MUTANTS = [
     Mutant(
         "judge: what is held deep, in slots or in classes is not put back",
         "_Around.put_back",
-        "self._beside.put_all_back()",
+        "self.beside.put_all_back()",
         "pass",
         JUDGED_FAR,
         "a_counter",
@@ -4811,9 +4817,9 @@ MUTANTS = [
     ),
     Mutant(
         "backward: a closure that step() calls again is taken for the end of a step that has raised",
-        "BackwardCalls.require_not_torn",
-        "if round_.evaluates_again:",
-        "if False:",
+        "StepCalls.end_unless_it_evaluates_again",
+        " and not round_.evaluates_again",
+        "",
         JUDGED_FAR,
         "calls_again",
     ),

@@ -271,7 +271,7 @@ def test_others_that_are_gone(share: float) -> None:
 
 
 def test_asked_for() -> None:
-    for asked, puts_off in ((Always(), True), (Never(), False)):
+    for asked, puts_off in ((Always(), True), (Never("defer=False"), False)):
         for _ in range(OF_ONE_RANK):
             asked.backward_begins()
             asked.step_begins()

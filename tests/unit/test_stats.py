@@ -2,7 +2,6 @@
 
 import json
 from html.parser import HTMLParser
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 import instep
+from instep._optim.parameters import AttachedParameters
 from instep._optim.stepper import Stepper
 from instep._step.state import StepTimes
 from tests.cases import Blocks, batch
@@ -109,7 +109,7 @@ def test_what_is_waited_for_is_exposed() -> None:
 def test_times_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("instep._step.state.perf_counter", lambda: now)
-    times, bucket = StepTimes(), SimpleNamespace(names=["weight"])
+    times, bucket = StepTimes(), AttachedParameters()
     found = []
     for in_step, waited, waited_in_step, ran in [(2.0, 3.0, 0.5, 7.0), (1.0, 0.0, 0.0, 4.0), (1.0, 6.0, 0.0, 5.0)]:
         now += ran

@@ -50,32 +50,27 @@ def without_calls_around_the_step(target: Target, options: Options) -> None:
         for optimizer in target.optimizers:
             _refuse_second_evaluation(optimizer, options.way_to_step_whole("clip", "nonfinite"))
             if not takes_hooks(optimizer):
-                kind = class_name(optimizer)
                 raise UnsupportedOptimizerError(
-                    f"{kind} was made without torch.optim.Optimizer.__init__: torch calls no hook around its step(), "
-                    "which clip and nonfinite need. Leave them out, or clip in the loop"
+                    f"{class_name(optimizer)} was made without torch.optim.Optimizer.__init__: torch calls no hook "
+                    "around its step(), which clip and nonfinite need. Leave them out, or clip in the loop"
                 )
 
 
 def _refuse_second_evaluation(optimizer: Optimizer, otherwise: str) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
-        kind = class_name(optimizer)
         raise UnsupportedOptimizerError(
-            f"{kind} evaluates the loss again within a step, and every update depends on all parameters: no part of "
-            f"the step can run apart from it. {otherwise}"
+            f"{class_name(optimizer)} evaluates the loss again within a step, and every update depends on all "
+            f"parameters: no part of the step can run apart from it. {otherwise}"
         )
 
 
 def _refuse_wrapper(optimizer: Optimizer, otherwise: str) -> None:
     # Lookahead, SAM, ZeroRedundancyOptimizer and their like.
-    inner = next(_inner_optimizers(optimizer), None)
-    if inner is not None:
-        attribute, wrapped = inner
-        kind = class_name(optimizer)
+    for attribute, wrapped in _inner_optimizers(optimizer):
         raise UnsupportedOptimizerError(
-            f"{kind} holds another optimizer ({attribute}: {class_name(wrapped)}), so its step is more than an "
-            f"update per parameter. {otherwise}. Attach the inner optimizer only if the wrapper adds nothing to "
-            "step()"
+            f"{class_name(optimizer)} holds another optimizer ({attribute}: {class_name(wrapped)}), so its step is "
+            f"more than an update per parameter. {otherwise}. Attach the inner optimizer only if the wrapper adds "
+            "nothing to step()"
         )
 
 
@@ -93,30 +88,27 @@ def _refuse_replaced_step(optimizer: Optimizer, otherwise: str) -> None:
     # A patch that also steps single parameters can be followed, as fused optimizers of trainers have it.
     patch = replaced_step(optimizer)
     if patch is not None and steps_one(optimizer) is None:
-        kind = class_name(optimizer)
         raise UnsupportedOptimizerError(
-            f"the step method of this {kind} object was replaced (by {getattr(patch, '__qualname__', patch)!r}), and "
-            "no method step_param(p, group) or step_parameter(p, group, index) beside it steps one parameter. "
-            f"{otherwise}. Or attach before it is replaced"
+            f"the step method of this {class_name(optimizer)} object was replaced (by "
+            f"{getattr(patch, '__qualname__', patch)!r}), and no method step_param(p, group) or step_parameter(p, "
+            f"group, index) beside it steps one parameter. {otherwise}. Or attach before it is replaced"
         )
 
 
 def _refuse_differentiable(optimizer: Optimizer) -> None:
     if any(group.get("differentiable", False) for group in optimizer.param_groups):
-        kind = class_name(optimizer)
         raise UnsupportedOptimizerError(
-            f"{kind}(differentiable=True) keeps the step in the autograd graph, which backward is just leaving. "
-            "Use differentiable=False, or no instep"
+            f"{class_name(optimizer)}(differentiable=True) keeps the step in the autograd graph, which backward is "
+            "just leaving. Use differentiable=False, or no instep"
         )
 
 
 def _refuse_without_constructor(optimizer: Optimizer, otherwise: str) -> None:
     """It may lack what every optimizer has (``state``, ``defaults``), and nobody would be told of its ``step()``."""
     if not takes_hooks(optimizer):
-        kind = class_name(optimizer)
         raise UnsupportedOptimizerError(
-            f"{kind} was made without torch.optim.Optimizer.__init__: torch calls no hook around its step(), by which "
-            f"instep knows that a step is complete. {otherwise}. If the class is yours, call "
+            f"{class_name(optimizer)} was made without torch.optim.Optimizer.__init__: torch calls no hook around its "
+            f"step(), by which instep knows that a step is complete. {otherwise}. If the class is yours, call "
             "super().__init__(params, defaults) in its constructor"
         )
 
@@ -124,10 +116,9 @@ def _refuse_without_constructor(optimizer: Optimizer, otherwise: str) -> None:
 def keyed_without_hooks(target: Target, options: Options) -> None:
     for optimizer in drawing_by_key(target, options):
         if not takes_hooks(optimizer):
-            kind = class_name(optimizer)
             raise UnsupportedOptimizerError(
-                f"{kind} was made without torch.optim.Optimizer.__init__: torch calls no hook before its step(), where "
-                "random='keyed' takes its place. Leave out random and seed"
+                f"{class_name(optimizer)} was made without torch.optim.Optimizer.__init__: torch calls no hook before "
+                "its step(), where random='keyed' takes its place. Leave out random and seed"
             )
 
 

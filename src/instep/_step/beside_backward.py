@@ -7,18 +7,18 @@ was handed over is waited for where backward ends or raises, and before anybody 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from instep._optim.kinds import runs_beside
 from instep._optim.owners import have_other_owners
-from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, all_there
+from instep._optim.parameters import GRADIENT, AttachedParameters, all_there
 from instep._optim.stepper import Stepper
 from instep._step.deferrable import are_usual
 from instep._step.deferral import BESIDE_BACKWARD, Deferring
-from instep._step.deferred_buckets import DeferredBucket, DeferredStep, StepOutcome
+from instep._step.deferred_buckets import DeferredBucket, DeferredStep
 from instep._step.step import RunningStep
 from instep._torch.lifetime import WeakMethod
 from instep._torch.watch import StateWatch
@@ -52,33 +52,8 @@ class StepBesideBackward(DeferredStep):
         )
 
 
-class HandedOver(NamedTuple):
-    """The part of a bucket that one optimizer steps, with the worker.
-
-    Attributes:
-        members: its parameters.
-        bucket: the same, as the worker has them.
-    """
-
-    members: AttachedParameters
-    bucket: DeferredBucket
-
-    @property
-    def is_applied(self) -> bool:
-        """Whether it was updated. For one that was waited for."""
-        return self.bucket.names[0] in self.outcome.applied
-
-    @property
-    def outcome(self) -> StepOutcome:
-        return self.bucket.step.outcome
-
-
 class UpdatesBeside:
     """The updates of the running backward that a worker makes beside it.
-
-    Args:
-        deferring: whether the running step has any.
-        wait: a method, which waits for all of them, and notes them.
 
     Attributes:
         takes_some: whether the running step may have some.
@@ -89,14 +64,14 @@ class UpdatesBeside:
 
     def __init__(self, step: RunningStep, deferring: Deferring, wait: Callable[[], None]) -> None:
         self.takes_some = False
-        self.failed: HandedOver | None = None
+        self.failed: DeferredBucket | None = None
         self.steps: dict[Stepper, StepBesideBackward] = {}
         self._deferring = deferring
         self._step = step
         self._wait = WeakMethod(wait)
         self._state_watch = StateWatch(self._used_state)
         self._worker: Worker | None = None
-        self._under_way: list[HandedOver] = []
+        self._under_way: list[DeferredBucket] = []
 
     @property
     def said(self) -> str | None:
@@ -137,16 +112,15 @@ class UpdatesBeside:
         torch.autograd.graph.increment_version(bucket.tensors())
         worker = self._worker = self._worker or Worker()
         for stepper in bucket.steppers:
-            mine = _of(stepper, bucket)
-            handed = HandedOver(mine, DeferredBucket(mine, self._step_of(stepper), None))
+            handed = DeferredBucket(_of(stepper, bucket), self._step_of(stepper), None)
             self._under_way.append(handed)  # before the worker has it: what is listed here is waited for
-            handed.bucket.give_to(worker)
+            handed.give_to(worker)
 
-    def finished(self, most: int = 0) -> Iterator[HandedOver]:
+    def finished(self, most: int = 0) -> Iterator[DeferredBucket]:
         """Those that were handed over first, each when it was updated or has failed, until ``most`` are left."""
         while len(self._under_way) > most and self._worker is not None:
             handed = self._under_way[0]
-            handed.bucket.wait_for(self._worker)
+            handed.wait_for(self._worker)
             if self._under_way and self._under_way[0] is handed:  # else a signal's handler has noted it
                 yield handed
                 del self._under_way[0]
@@ -201,5 +175,4 @@ def _of(stepper: Stepper, bucket: AttachedParameters) -> AttachedParameters:
     """Those of ``bucket`` that belong to this optimizer."""
     if bucket.steppers == (stepper,):
         return bucket
-    mine: Sequence[AttachedParameter] = [attached for attached in bucket if attached.stepper is stepper]
-    return AttachedParameters(mine)
+    return AttachedParameters(attached for attached in bucket if attached.stepper is stepper)

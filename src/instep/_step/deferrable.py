@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter
+from types import NoneType
 from typing import Any
 
 import torch
@@ -32,14 +33,11 @@ from instep._torch.versions import are_plain, memory_of
 from instep._torch.watch import plain_type
 from instep.buckets import Bucket, bucket_bytes_for, fill_buckets
 
-# ``schedule="forward"``: in which order the model reads its parameters, and under which of torch's switches.
-
 
 class ReadHook(BoundHook):
     """The forward pre-hook of a module that reads parameters. It can rest: a module without hooks is called sooner.
 
     Attributes:
-        parameters: those that its forward reads.
         traced: whether it was compiled together with the module: then it does not run, and cannot wait.
     """
 
@@ -78,11 +76,7 @@ class ReadHook(BoundHook):
     def remove(self) -> None:
         """For good."""
         self._handle.remove()
-        self._module = _gone
-
-
-def _gone() -> None:
-    return None
+        self._module = lambda: None
 
 
 class ReadOrder:
@@ -90,9 +84,6 @@ class ReadOrder:
 
     Args:
         bucket_bytes: the option; ``None``: a twentieth of what is put off, and ``most`` at most.
-
-    Attributes:
-        hooks: of the modules that read parameters.
     """
 
     def __init__(self, bucket_bytes: int | None, most: int) -> None:
@@ -152,10 +143,6 @@ class ReadOrder:
         return fill_buckets("forward", specs, size)
 
 
-# ``schedule="forward"``: which parameters of a step can wait. Those that somebody may read in a way that nobody sees
-# are stepped at once.
-
-
 _LAYOUT = attrgetter("layout")
 _IN_GRAPH = attrgetter("requires_grad")  # made by backward(create_graph=True)
 
@@ -168,11 +155,11 @@ def which_can_defer(
     *,
     in_views: OwnerCount | None,
 ) -> dict[AttachedParameter, bool]:
-    """Of each parameter of ``mine`` whether its update can wait.
+    """Of each parameter of ``mine`` whether its update can wait. Those that somebody may read in a way that nobody sees
+    are stepped at once.
 
     Args:
         mine: parameters of one optimizer with a gradient.
-        everybody: all attached parameters.
         unseen: the indices of those whose readers do not wait.
         in_views: the owners of the buckets of which gradients are views; ``None``: they are none.
     """
@@ -215,9 +202,8 @@ def _reachable_by_others(
     """Those of ``mine`` whose values, gradient or state others have got hold of, who may read or write them after
     ``step()``; all of an optimizer that raises at such gradients as can wait. Called before anything else refers to the
     gradients."""
-    if state_is_kept(optimizer):
-        return set(mine)
-    if isinstance(optimizer, torch.optim.SparseAdam):  # its step() raises at a gradient that is not sparse
+    # The step() of SparseAdam raises at a gradient that is not sparse.
+    if state_is_kept(optimizer) or isinstance(optimizer, torch.optim.SparseAdam):
         return set(mine)
     with torch._C.DisableTorchFunctionSubclass():
         tensors = mine.tensors()
@@ -249,15 +235,12 @@ def _gradients_have_other_owners(
     if in_views is None or not any(map(torch.Tensor._is_view, gradients)):
         return have_other_owners(gradients)
     # A bucket may have gradients of several optimizers.
-    found = [memory_of(g) for g in map(GRADIENT, everybody.tensors()) if g is not None and not _stands_in(g)]
+    real = (g for g in map(GRADIENT, everybody.tensors()) if not isinstance(g, (HeldGradient, Placeholder, NoneType)))
+    found = list(map(memory_of, real))
     in_buckets = [gradient for gradient in found if gradient._is_view()]
     shared = dict(zip(map(id, in_buckets), have_other_owners(in_buckets, in_views), strict=True))
     alone = have_other_owners(gradients, by_themselves)
     return [shared.get(id(gradient), one) for gradient, one in zip(gradients, alone, strict=True)]
-
-
-def _stands_in(gradient: torch.Tensor) -> bool:
-    return isinstance(gradient, (HeldGradient, Placeholder))
 
 
 def _any_of(first: Sequence[bool], second: Sequence[bool]) -> list[bool]:

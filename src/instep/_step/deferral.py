@@ -19,9 +19,6 @@ from instep._torch.lifetime import weakly
 from instep._torch.versions import are_plain
 from instep._torch.watch import Watch
 
-# ``schedule="forward"``: what a few ordinary steps of the loop show of what it could gain.
-
-
 FIRST, LAST = 4, 7
 """The steps that are looked at: the first ones make state."""
 
@@ -43,9 +40,6 @@ class Gains(NamedTuple):
 class Observed:
     """What a few ordinary steps show of what the loop could gain by another schedule.
 
-    Args:
-        living: the parameters that are still there.
-
     Attributes:
         uses_gradients: whether the loop has read or replaced a ``.grad`` between backward and ``step()``; ``None``: not
             known.
@@ -63,7 +57,7 @@ class Observed:
         self._living = living
         self._watch = Watch(gradient=self._used)
         self._is_watching = False  # parameters are not kept: the loop may drop its model
-        self._stop_listening: Callable[[], object] = _nothing
+        self._stop_listening: Callable[[], object] = int
         self._steps = 0
         self._began: float | None = None
 
@@ -115,18 +109,14 @@ class Observed:
             self.iteration_seconds.append(now - self._began)
         self._began = now
 
-    def step_returned(self, *, is_last: bool) -> None:
-        """An optimizer's ``step()`` is about to return."""
-        if is_last:
-            if self._looks and self._began is not None:
-                self.step_seconds.append(perf_counter() - self._began)
-            self._steps += 1
+    def step_returned(self) -> None:
+        """The last optimizer's ``step()`` is about to return."""
+        if self._looks and self._began is not None:
+            self.step_seconds.append(perf_counter() - self._began)
+        self._steps += 1
 
     def _used(self, parameter: torch.Tensor, func: object) -> None:
         self.uses_gradients = True
-
-
-def _nothing() -> None: ...
 
 
 # ``schedule="forward"``: whether a step is put off: where that was found to be faster, or was asked for.
@@ -180,28 +170,31 @@ PUT_OFF = Wording("put off", "taken at once")
 BESIDE_BACKWARD = Wording("taken beside backward", "taken in backward")
 
 
-class Deferring(Protocol):
+class Deferring:
     """The decision, for each step, whether it is put off. ``Always``, ``Never`` and ``DeferralTrial`` make it.
 
     Attributes:
         puts_off: whether the running step is put off.
         decided: whether that stays so.
-        never: whether no further step will be put off.
         puts_off_all: whether it puts off updates, too, that cannot run beside the loop (``defer=True``).
         gives_up: whether ``cannot`` is heard: else the loop is told.
         why: of the decision, in words.
         otherwise: what takes a loop that cannot be followed, in words; ``None``: nothing else does.
     """
 
-    puts_off: bool
-    decided: bool
-    puts_off_all: bool
-    gives_up: bool
-    why: str
-    otherwise: str | None
+    puts_off = False
+    decided = True
+    puts_off_all = False
+    gives_up = True
+    otherwise: str | None = None
+
+    def __init__(self, why: str) -> None:
+        self.why = why
 
     @property
-    def never(self) -> bool: ...
+    def never(self) -> bool:
+        """Whether no further step will be put off."""
+        return self.decided and not self.puts_off
 
     def backward_begins(self) -> None:
         """One that reduces gradients over all ranks, if there are several."""
@@ -216,57 +209,28 @@ class Deferring(Protocol):
         """From now on no step is put off, whatever was asked for: numbers would differ."""
 
 
-class Always:
+class Always(Deferring):
     """``defer=True``.
 
     Args:
         alone: whether nothing but ``defer=True`` has every step put off.
     """
 
-    decided = True
-    gives_up = False
     puts_off_all = True
+    gives_up = False
 
     def __init__(self, *, alone: bool = False) -> None:
+        super().__init__("defer=True")
         self.puts_off = True
-        self.why = "defer=True"
         self.otherwise = ONLY_DEFER if alone else None
-
-    @property
-    def never(self) -> bool:
-        return not self.puts_off
-
-    def backward_begins(self) -> None: ...
-
-    def step_begins(self) -> None: ...
-
-    def cannot(self, reason: str) -> None: ...
 
     def must_not(self, reason: str) -> None:
         self.puts_off, self.why = False, reason
         _logger.warning("the step is taken at once from now on, in spite of defer=True: %s", reason)
 
 
-class Never:
+class Never(Deferring):
     """``defer=False``, or what cannot be put off."""
-
-    puts_off = False
-    decided = True
-    puts_off_all = False
-    never = True
-    gives_up = True
-    otherwise: str | None = None
-
-    def __init__(self, why: str = "defer=False") -> None:
-        self.why = why
-
-    def backward_begins(self) -> None: ...
-
-    def step_begins(self) -> None: ...
-
-    def cannot(self, reason: str) -> None: ...
-
-    def must_not(self, reason: str) -> None: ...
 
 
 class Iterations:
@@ -305,7 +269,7 @@ class Iterations:
         return median(found) if len(found) == last - first else None
 
 
-class DeferralTrial:
+class DeferralTrial(Deferring):
     """``defer="auto"``.
 
     Args:
@@ -316,10 +280,6 @@ class DeferralTrial:
         times: of the steps; ``None``: the host's clock does not show how long updates take.
     """
 
-    gives_up = True
-    puts_off_all = False
-    otherwise: str | None = None
-
     def __init__(
         self,
         prevented: Callable[[], str | None],
@@ -328,8 +288,7 @@ class DeferralTrial:
         wording: Wording = PUT_OFF,
         times: StepTimes | None = None,
     ) -> None:
-        self.puts_off = False
-        self.why = "not decided yet"
+        super().__init__("not decided yet")
         self.decided = False
         self._prevented = prevented
         self._others = others
@@ -338,10 +297,6 @@ class DeferralTrial:
         self._has_begun = False
         self._waited = 0  # backwards since this rank knows that it gains
         self._iterations = Iterations(clock, times)
-
-    @property
-    def never(self) -> bool:
-        return self.decided and not self.puts_off
 
     def backward_begins(self) -> None:
         if self.decided:

@@ -26,7 +26,7 @@ from instep._step.deferred_buckets import (
 from instep._step.norms import MeasuringSink
 from instep._step.schedule import Schedule
 from instep._step.state import Event, State
-from instep._step.step import Agreement, RunningStep, finds_gradient, gradients_in
+from instep._step.step import RunningStep, finds_gradient, gradients_in
 from instep._step.step_calls import StepCalls
 from instep._step.writes import require_same_in_autocast
 from instep._torch.engine import is_captured
@@ -37,17 +37,10 @@ from instep._torch.worker import ending
 from instep.buckets import Bucket
 from instep.errors import InstepError
 
-# ``schedule="forward"``: the part of a step that ``optimizer.step()`` hands over, in buckets, and the part that is
-# done at once.
-
 
 class UpdateDeferral:
     """Decides, in each ``optimizer.step()``, which updates are put off, and puts them off; the others are done at once.
-
-    Args:
-        can_wait: the optimizers whose update can be put off. The others are stepped at once, by torch.
-        agreement: whether a step is taken.
-        deferring: whether it is put off.
+    For the arguments see ``ForwardSchedule``.
 
     Attributes:
         owners_in_views: of the buckets of which gradients are views; ``None``: they are none.
@@ -63,7 +56,6 @@ class UpdateDeferral:
         deferred: DeferredBuckets,
         reading: ReadOrder,
         can_wait: Iterable[Stepper],
-        agreement: Agreement,
         deferring: Deferring,
     ) -> None:
         self.owners_in_views: OwnerCount | None = None
@@ -73,7 +65,6 @@ class UpdateDeferral:
         self._deferred = deferred
         self._reading = reading
         self._can_wait = frozenset(can_wait)
-        self._agreement = agreement
         self._deferring = deferring
         self.drop_call()
 
@@ -120,7 +111,7 @@ class UpdateDeferral:
     def acts_in_each_step(self) -> bool:
         """Whether ``clip``, ``nonfinite``, ``random`` or ``offload`` was asked for: for steps that are not put off,
         too."""
-        touches_gradients = self._step.passes.clipping.policy is not None or self._agreement.policy != "allow"
+        touches_gradients = self._step.passes.clipping.policy is not None or self._step.ledger.nonfinite != "allow"
         return touches_gradients or any(stepper.steps_every_parameter for stepper in self._step.members.steppers)
 
     def _leave(self, stepper: Stepper) -> None:
@@ -180,7 +171,7 @@ class UpdateDeferral:
         """This is the first of the step's optimizers."""
         step = self._step
         if not step.has_gradients:  # these gradients are of a backward that nobody has seen to begin
-            step.hear(_nothing, wait=True)
+            step.hear(wait=True)
             self.begin_norms()
         mine = {stepper: step.members.of(stepper).tensors() for stepper in step.members.steppers}
         step.round.steppers_left = {one for one, tensors in mine.items() if not none_there(map(GRADIENT, tensors))}
@@ -193,11 +184,11 @@ class UpdateDeferral:
         """Whether the step that begins here is to be taken. The ranks vote on it: where nobody needs the answer now,
         it is waited for before the first write."""
         step = self._step
-        if self._agreement.policy == "allow":
+        if step.ledger.nonfinite == "allow":
             self.vote = step.ledger.votes.say(step.number)
             return True
         gradients = [(a.spec.name, in_grad(a)) for a in step.members.all if a.get().grad is not None]
-        return self._agreement.takes_step(step.number, gradients)
+        return step.ledger.takes_step(gradients)
 
     def _leave_out(self, stepper: Stepper, with_gradient: Sequence[AttachedParameter]) -> None:
         """``optimizer.step()`` finds no gradient, and what it writes nevertheless is put back."""
@@ -304,12 +295,9 @@ class UpdateDeferral:
             deferred.add(bucket)
             self._hide(list(zip(members, bucket.gradients, strict=True)))
             buckets.append(bucket)
-        deferred.watch_state(optimizer)
+        deferred.state_watch.start(optimizer)
         step.round.begins(stepper, step.ledger)
         return buckets
-
-    def buckets_of(self, parameters: Iterable[AttachedParameter]) -> tuple[Bucket, ...]:
-        return self._reading.buckets_of(parameters, as_read=self._step.gather is None)
 
     def _begin(self, buckets: Sequence[DeferredBucket], parameters: Sequence[AttachedParameter]) -> None:
         """Start all that need not be asked for."""
@@ -331,25 +319,14 @@ class UpdateDeferral:
                 bucket.mark = deferred.finished(bucket)
 
 
-def _nothing() -> None: ...
-
-
 def _with_gradient(parameters: AttachedParameters) -> AttachedParameters:
     if all_there(map(GRADIENT, parameters.tensors())):
         return parameters
     return AttachedParameters(a for a in parameters if a.get().grad is not None)
 
 
-# The calls of ``optimizer.step()``: each hands buckets over, and the last one commits the step.
-
-
 class ForwardCalls(StepCalls):
-    """``step()`` finds no gradient of the parameters that were handed over.
-
-    Args:
-        observed: what ordinary steps show of what the loop could gain.
-        measuring: what has taken norms in backward.
-    """
+    """The calls of ``optimizer.step()``, which find no gradient of the parameters that were handed over."""
 
     def __init__(
         self,
@@ -370,7 +347,7 @@ class ForwardCalls(StepCalls):
         if self._step.round.evaluates_again:
             return
         self._step.round.steppers_left.clear()
-        if self._step.ledger.machine.state is State.OPEN:
+        if self._step.ledger.state is State.OPEN:
             self._step.ledger.happened(Event.DROPPED)
 
     def begin(self, stepper: Stepper) -> None:
@@ -405,7 +382,8 @@ class ForwardCalls(StepCalls):
 
     def returned(self, stepper: Stepper) -> None:
         super().returned(stepper)
-        self._observed.step_returned(is_last=not self._step.round.steppers_left)
+        if not self._step.round.steppers_left:
+            self._observed.step_returned()
 
     def _finish(self, stepper: Stepper) -> None:
         if self._step.judge is not None:
@@ -456,13 +434,6 @@ class ForwardCalls(StepCalls):
             ledger.tear(ledger.step_count, handed_over, [], error, unsure=rest)
             ledger.votes.say_failed(ledger.step_count + 1)  # the last one was voted on before it was handed over
 
-    def end_unless_it_evaluates_again(self) -> None:
-        """A forward begins. Unless a closure of ``step()`` runs it, a ``step()`` that runs still has raised."""
-        round_ = self._step.round
-        if round_.stepper is not None and not round_.evaluates_again:
-            with self._step.lock:
-                self._end_raised(round_.stepper)
-
 
 # ``schedule="forward"``: ``optimizer.step()`` hands over, and returns; weights are written by the time they are read.
 #
@@ -482,9 +453,6 @@ class ForwardSchedule(Schedule):
 
     Args:
         can_wait: the optimizers whose update can be put off. The others are stepped at once, by torch.
-        reading: in which order, and in which buckets.
-        agreement: whether a step is taken.
-        deferring: whether it is put off.
 
     Attributes:
         observed: what ordinary steps show of what the loop could gain.
@@ -496,7 +464,6 @@ class ForwardSchedule(Schedule):
         step: RunningStep,
         can_wait: Iterable[Stepper],
         reading: ReadOrder,
-        agreement: Agreement,
         deferring: Deferring,
     ) -> None:
         super().__init__(step)
@@ -504,9 +471,7 @@ class ForwardSchedule(Schedule):
         self.measuring = MeasuringSink(step.accumulation, step.passes.clipping, step.times)
         self._deferred = DeferredBuckets(self._step, self)
         self._reading = reading
-        self._update_deferral = UpdateDeferral(
-            self._step, self._deferred, self._reading, can_wait, agreement, deferring
-        )
+        self._update_deferral = UpdateDeferral(self._step, self._deferred, self._reading, can_wait, deferring)
         self._deferring = deferring
         self._all_readers: list[ReadHook] = []
         self._readers_rest = False  # while nothing is due, nothing will be, and no step is torn
@@ -531,12 +496,10 @@ class ForwardSchedule(Schedule):
 
     @property
     def deferral(self) -> str:
-        """Whether steps are put off, and why."""
         return f"{PUT_OFF.later if self._deferring.puts_off else PUT_OFF.otherwise} ({self._deferring.why})"
 
     @property
     def gains(self) -> Gains | None:
-        """What the loop could gain by another schedule; ``None``: not known yet."""
         return self.observed.gains
 
     def lost(self, error: InstepError) -> None:
@@ -562,7 +525,6 @@ class ForwardSchedule(Schedule):
     # What the model reads.
 
     def before_forward(self) -> None:
-        """The model is about to run."""
         step = self._step
         step.backwards.drain_failed()
         self.observed.let_go()
@@ -621,15 +583,9 @@ class ForwardSchedule(Schedule):
         self._step.streams.follow()
         self._step.ledger.require_whole()
 
-    def require_whole(self) -> None:
-        """Raise ``TornStepError`` if the last step was not applied to all of its parameters."""
-        self._step.ledger.require_whole()
-
     # Backward.
 
     def begin_backward(self) -> bool:
-        """An output of the model is about to get its gradient. Returns whether this is the first of them in the
-        running backward."""
         step = self._step
         if not step.backwards.is_new():
             return False
@@ -647,14 +603,14 @@ class ForwardSchedule(Schedule):
 
     def hear_of_last_step(self) -> None:
         self.cast_owed()
-        self._step.hear(_nothing, wait=True)
+        self._step.hear(wait=True)
         if any(bucket.step.ranks.refuse() for bucket in self._deferred.all()):
             self.synchronize()  # raises what a read of these weights would, for which the run may have to wait
 
     def begin_final_backward(self) -> None:
         self._deferring.backward_begins()
-        self._step.ledger.votes.begin_backward(self._step.ledger.step_count)
-        self._step.hear(_nothing, wait=True)
+        super().begin_final_backward()
+        self._step.hear(wait=True)
 
     def end_micro_batches(self) -> None:
         self._deferred.finish(self._deferred.all())
@@ -669,10 +625,6 @@ class ForwardSchedule(Schedule):
         super().end_backward()
         self.observed.backward_ended()
 
-    def end_stopped(self) -> None:
-        """An error may have ended ``optimizer.step()``: the buckets that it has handed over stand."""
-        self.calls.end_stopped()
-
     # What the user asks for.
 
     def before_save(self) -> None:
@@ -685,27 +637,15 @@ class ForwardSchedule(Schedule):
         if saving or self._step.ledger.torn is None:
             self.synchronize()
 
-    def rollback(self) -> None:
-        """Throw away the gradients since the last ``optimizer.step()``: nothing of them has been written."""
-        self.synchronize()
-        self.give_up(gradients=True)
-
     def last_complete_step(self) -> int | None:
-        """The number of the last step if all of it was applied here, else ``None``."""
         if self._step.ledger.torn is None:
             self.synchronize()
-        return self._step.ledger.last_complete_step(is_open=False)
+        return super().last_complete_step()
 
     def accept(self) -> bool:
-        """Go on from a torn step, as if it had been committed, unless nothing of it was written. ``False``: there is
-        none."""
         with suppress(Exception):  # a bucket that is due may tear it; the loop gives up the step whose error this is
             self.synchronize()
-        if self._step.ledger.torn is None:
-            return False
-        self._step.ledger.accept()
-        self.give_up(gradients=True)
-        return True
+        return super().accept()
 
     def give_up(self, *, gradients: bool) -> None:
         """Let go of a torn step; with ``gradients``, clear all of them."""
@@ -725,11 +665,9 @@ class ForwardSchedule(Schedule):
         step.accumulation.stepped()
 
     def settle(self) -> None:
-        """The interpreter is about to end, or to fork."""
         self._deferred.finish(self._deferred.all())
 
     def abandon(self) -> None:
-        """The optimizers are gone."""
         self._deferred.abandon()
 
     def close(self) -> None:
@@ -773,14 +711,12 @@ class ForwardSchedule(Schedule):
     def planned(self, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
         """The buckets of the plan: all trainable parameters, in the order in which forwards read them."""
         trainable = (a for a in self.parameters if (p := a.peek()) is not None and p.requires_grad)
-        return self._update_deferral.buckets_of(trainable)
+        return self._reading.buckets_of(trainable, as_read=self._step.gather is None)
 
     def divides(self, owners_in_views: OwnerCount) -> None:
-        """Gradients may be views of buckets, whose memory has so many owners."""
         self._update_deferral.owners_in_views = owners_in_views
 
     def read_by(self, streams: Callable[[], Iterable[torch.Stream]]) -> None:
-        """``streams``: on which parameters are read, beside the one that is current."""
         self.streams.readers = streams
 
     def after_forward(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import repeat
 from time import perf_counter
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -29,26 +29,22 @@ from instep._optim.shadow import end_state, order_added, snapshot_of
 from instep._optim.stepper import Stepper
 from instep._ranks.vote import Vote, error_of
 from instep._ranks.votes import StepVotes
+from instep._step.schedule import Schedule
 from instep._step.state import Gather, Gathered, StepTimes, without_frames
 from instep._step.step import RunningStep
 from instep._step.streams import Mark
-from instep._torch.engine import Compiles, is_captured, listen, profiled
-from instep._torch.lifetime import Unsettled, WeakMethod, owe, settled
+from instep._torch.engine import is_captured, listen, profiled
+from instep._torch.lifetime import WeakMethod, owe, settled
 from instep._torch.placeholders import BeforeUse, HeldGradient, become_real
 from instep._torch.versions import VERSION, are_counted, memory_of
 from instep._torch.watch import StateWatch, Watch
 from instep._torch.worker import Task, Worker
 from instep.errors import InstepError, StepMismatchError, UncommittedStepError
 
-# ``schedule="forward"``: the tensors that stand in ``.grad`` for gradients that are still to be applied.
-
 
 class StandIns:
-    """One for each parameter, used again step after step: to make one takes as long as a small update.
-
-    Args:
-        before_use: what a ``HeldGradient`` is given.
-    """
+    """The tensors that stand in ``.grad`` for gradients that are still to be applied: one for each parameter, used
+    again step after step, since to make one takes as long as a small update."""
 
     def __init__(self, before_use: Callable[[], BeforeUse | None]) -> None:
         self._before_use = before_use
@@ -93,17 +89,13 @@ _COUNT: Callable[[Any], int] | None = getattr(torch.Tensor, "_use_count", None)
 _ALONE = next(map(sys.getrefcount, [object()]))
 
 
-# ``schedule="forward"``: what becomes of a step that was handed over, here and on the other ranks.
-
-
 class StepOutcome:
     """What has become of a step that was handed over.
 
     Attributes:
-        names: of of the parameters that it is to update.
+        names: of the parameters that it is to update.
         applied: names of those that it has updated.
         begun: names of those that it has begun to update.
-        failure: what stopped it.
         refused: whether that are the other ranks.
         lost: whether a communication with them has failed: none is waited for any more.
     """
@@ -147,10 +139,6 @@ class StepOutcome:
         """These were updated, and nobody knows what they hold now."""
         self.fails(error)
         self.applied = [name for name in self.applied if name not in names]
-
-    def drop_frames(self) -> None:
-        """Nobody raises the error any more. The frames that it was raised in refer to the buckets, and these to it."""
-        self.failure = without_frames(self.failure)
 
 
 StepOutcomes = dict[tuple[int, bool], StepOutcome]
@@ -292,19 +280,15 @@ class DeferredStep:
     """An optimizer as it was when its ``step()`` was called.
 
     Args:
-        stepper: of the optimizer.
         outcomes: those of the optimizers whose ``step()`` was called before in the same step. This one's is added.
 
     Attributes:
         remedy: what a loop does before it changes what the update reads.
-        number: of the step.
         optimizer: the user's, weakly.
         entries_before: how many entries its state had.
         stepper: of the copy, whose groups are as they were then.
         unapplied: its buckets that are still to be applied.
         outstanding: its buckets that nobody has waited for.
-        times: are told of each update's.
-        ranks: what they say of it.
     """
 
     remedy = "Call overlap.synchronize() before such a change"
@@ -331,7 +315,7 @@ class DeferredStep:
         self.outstanding: list[DeferredBucket] = []
         self.times = times
         self.ranks = VotesOnStep(number, vote, self.outcome)
-        self._parameters = tuple(parameters)
+        self.parameters = tuple(parameters)
 
     def _stepped(self, stepper: Stepper, optimizer: Optimizer) -> tuple[Optimizer, Stepper]:
         """What updates step with: a copy, for the loop may change groups before they run. It is held here, since the
@@ -352,11 +336,6 @@ class DeferredStep:
             f"{what} was written after optimizer.step(), through {through}, while the update was due: in the plain "
             "loop it had been applied by then. Call overlap.synchronize() before such a write"
         )
-
-    def stepped_here(self) -> list[torch.Tensor]:
-        """Its parameters, without those that another rank updates."""
-        here = [a.peek() for a in self._parameters if a.shard is None or a.shard.is_owner]
-        return [parameter for parameter in here if parameter is not None]
 
 
 class _VersionsAtStep:
@@ -408,10 +387,7 @@ class DeferredBucket:
     """One bucket of a step that was handed over.
 
     Attributes:
-        names: of its parameters.
-        tensors: its parameters.
-        gradients: theirs, which were taken off ``.grad``.
-        step: that it is of.
+        gradients: which were taken off ``.grad``.
         done: the task of the worker that applies it; ``None``: none was given.
         place: of its parameters in the order in which forwards read them; ``None``: buckets are applied in the order in
             which they were handed over, since all ranks send them so.
@@ -420,6 +396,7 @@ class DeferredBucket:
     """
 
     def __init__(self, parameters: AttachedParameters, step: DeferredStep, clip: Clip | None) -> None:
+        self.members = parameters
         self.names = parameters.names
         self.tensors = parameters.tensors()
         self.gradients = gradients_in(parameters, self.tensors)
@@ -443,11 +420,8 @@ class DeferredBucket:
             step.times.listener.handed_over(self.gradients)
 
     def apply(self, *, beside: bool = False) -> None:
-        """Update the parameters, once, unless an earlier bucket of the step failed. An error is kept.
-
-        Args:
-            beside: the loop goes on meanwhile.
-        """
+        """Update the parameters, once, unless an earlier bucket of the step failed; ``beside``: while the loop goes on.
+        An error is kept."""
         step, outcome = self.step, self.step.outcome
         if self not in step.unapplied:
             return
@@ -468,7 +442,7 @@ class DeferredBucket:
             self._as_left, self.gradients = None, []
         # Else the side stream still reads them: they stay until it was waited for, and who writes them races with it.
         outcome.applied += self._shards.whole
-        step.times.ran(self, started)
+        step.times.ran(self.members, started)
 
     def send(self, parameters: Sequence[AttachedParameter], gather: Gather) -> None:
         """Update this rank's shards now, and send them. It is left to wait for those of the others."""
@@ -517,7 +491,7 @@ class DeferredBucket:
                 if self in self.step.unapplied:  # it could not be done beside the loop
                     self.done = worker.run(self.finish)
                     self.done.wait()
-            self.step.times.waited(self, started)
+            self.step.times.waited(self.members, started)
 
     def look(self) -> None:
         """Parameters, gradients and state are to be as they are now when somebody waits for them."""
@@ -528,10 +502,6 @@ class DeferredBucket:
         """Raise ``UncommittedStepError`` if somebody has written what the update reads or writes."""
         if self._as_left is not None:
             self._as_left.require(self.names, self.step.state, self.step.was_written)
-
-    def was_written_meanwhile(self, error: BaseException) -> None:
-        """Another thread has written a parameter or its state while the update ran: nobody knows what they hold."""
-        self.step.outcome.doubt(self.names, error)
 
     def _update(self, *, beside: bool) -> None:
         self.require_left_alone()
@@ -587,16 +557,6 @@ def in_grad_if_any(attached: AttachedParameter) -> torch.Tensor | None:
     return None if attached.get().grad is None else in_grad(attached)
 
 
-# ``schedule="forward"``: the buckets that were handed over and are still due. Whoever needs one waits for it here.
-
-
-class DeferringSchedule(Unsettled, Compiles, Protocol):
-    """The schedule that hands buckets over."""
-
-    def end_stopped(self) -> None:
-        """Bring a ``step()`` that an error has ended to its end."""
-
-
 class DeferredBuckets:
     """The buckets that are put off and not applied yet, and everything that waits for one of them.
 
@@ -607,9 +567,10 @@ class DeferredBuckets:
         worker: applies buckets of parameters in host memory.
         is_sending: whether a bucket that was handed over is being sent: its own update uses parameters.
         watch_in_step: of parameters whose ``.grad`` the running ``step()`` does not find.
+        state_watch: whoever asks for an optimizer's ``state`` waits for its buckets.
     """
 
-    def __init__(self, step: RunningStep, owner: DeferringSchedule) -> None:
+    def __init__(self, step: RunningStep, owner: Schedule) -> None:
         self.worker = Worker()
         self.is_sending = False
         self._step = step
@@ -619,7 +580,7 @@ class DeferredBuckets:
         self._watch = Watch(values=self._used)
         self.watch_in_step = Watch(values=self._used, gradient=self._used_in_step)
         self._gradient_watch = Watch(values=self._used_spread_gradient)
-        self._state_watch = StateWatch(self._used_state)
+        self.state_watch = StateWatch(self._used_state)
         self._stand_ins = StandIns(WeakMethod(self._used_gradient))
 
     def __bool__(self) -> bool:
@@ -667,10 +628,6 @@ class DeferredBuckets:
         for parameter in parameters:
             self._due.pop(id(parameter), None)
         self._settle_if_none()
-
-    def watch_state(self, optimizer: Optimizer) -> None:
-        """Whoever asks for the optimizer's ``state`` waits for its buckets."""
-        self._state_watch.start(optimizer)
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
         """``step()`` has returned: whoever uses one of these, which are due, waits for its bucket."""
@@ -722,8 +679,8 @@ class DeferredBuckets:
             if bucket.step.outcome.failure is None:
                 try:
                     bucket.require_left_alone()
-                except UncommittedStepError as error:
-                    bucket.was_written_meanwhile(error)
+                except UncommittedStepError as error:  # another thread has written meanwhile
+                    bucket.step.outcome.doubt(bucket.names, error)
         else:
             bucket.wait_for(self.worker)
 
@@ -761,11 +718,12 @@ class DeferredBuckets:
     def _end(self, step: DeferredStep) -> None:
         """All its buckets were waited for."""
         if (optimizer := step.optimizer()) is not None:
-            self._state_watch.stop(optimizer)
+            self.state_watch.stop(optimizer)
         if step.outcome.is_whole:
             step.stepper.commit(optimizer)
             if optimizer is not None:
-                end_state(optimizer, step.stepped_here())
+                here = (a.peek() for a in step.parameters if a.shard is None or a.shard.is_owner)
+                end_state(optimizer, [parameter for parameter in here if parameter is not None])
                 order_added(optimizer, step.entries_before)
         self._settle_if_none()
 
@@ -778,7 +736,8 @@ class DeferredBuckets:
         for bucket in buckets:
             self._run(bucket)
             if bucket.step is not step:
-                bucket.step.outcome.drop_frames()
+                # Nobody raises it any more. The frames that it was raised in refer to the buckets, and these to it.
+                bucket.step.outcome.failure = without_frames(bucket.step.outcome.failure)
         step.stepper.wait_for_state()
         outcome, ledger = step.outcome, self._step.ledger
         outcomes = step.outcomes.values()

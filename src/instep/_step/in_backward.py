@@ -8,20 +8,21 @@ from typing import Any
 
 import torch
 
-from instep._gradients.scaling import LossScale, Policy
+from instep._gradients.scaling import LossScale
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, all_there, require_in_place
 from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo
 from instep._ranks.vote import error_of
-from instep._step.beside_backward import MOST, HandedOver, UpdatesBeside
+from instep._step.beside_backward import MOST, UpdatesBeside
 from instep._step.deferral import Deferring
+from instep._step.deferred_buckets import DeferredBucket
 from instep._step.judging import Judge
 from instep._step.norms import Losses
 from instep._step.on_trial import TrialWrites
 from instep._step.remedies import KEEP_ALL, after_update, never_cleared, several_backwards, while_measuring
 from instep._step.schedule import Schedule
 from instep._step.state import Event, FirstError, gradient_of
-from instep._step.step import Agreement, RunningStep
+from instep._step.step import RunningStep
 from instep._step.step_calls import StepCalls
 from instep._step.writes import FinalWrites, Writes, owed_steps
 from instep._torch.engine import (
@@ -39,8 +40,6 @@ from instep._torch.placeholders import ACCUMULATE, CONVERSION, DETACH, NEW_LIKE,
 from instep.buckets import ParameterSpec
 from instep.errors import AccumulationError, InstepError, UncommittedStepError
 
-# ``schedule="backward"``, as sources of gradients see it: they offer final gradients, and hand over full buckets.
-
 
 class BucketSink(Schedule):
     """Takes final gradients from the sources, and steps full buckets while backward runs.
@@ -56,6 +55,8 @@ class BucketSink(Schedule):
     def __init__(self, step: RunningStep, writes: Writes, deferring: Callable[[], Deferring] | None) -> None:
         super().__init__(step)
         self.at_open: Sequence[weakref.ref[Callable[[], None]]] = ()
+        self.by_bucket = step.passes.clipping.mode == "per_bucket"  # each has a norm of its own
+        self.frees_gradients = writes.frees_gradients
         self._clips = step.passes.clipping.policy is not None
         self._writes = writes
         self._deferring = deferring
@@ -189,13 +190,6 @@ class BucketSink(Schedule):
         self.count_freed(bucket)
         return done
 
-    def _begin_beside(self) -> None:
-        """A backward begins that is to give a step."""
-        if self._deferring is not None and self._beside is None:
-            self._beside = UpdatesBeside(self._step, self._deferring(), self._note_updates)
-        if self._beside is not None:
-            self._beside.backward_begins()
-
     def _hand_over(self, beside: UpdatesBeside, bucket: AttachedParameters) -> bool:
         """Have the worker update ``bucket`` while backward goes on. ``False``: it is to be updated here."""
         step = self._step
@@ -228,26 +222,22 @@ class BucketSink(Schedule):
                 most = 0
                 for handed in beside.finished():
                     self._note_update(beside, handed)
-                failure = beside.failed.outcome.failure
+                failure = beside.failed.step.outcome.failure
                 assert failure is not None
                 self._failure.keep(failure)
                 if self._step.ledger.torn is None:
-                    self._writes.stopped(failure, beside.failed.outcome.in_doubt)
+                    self._writes.stopped(failure, beside.failed.step.outcome.in_doubt)
             if not most:
                 settled(self)
                 beside.end_step()
 
-    def _note_update(self, beside: UpdatesBeside, handed: HandedOver) -> None:
-        if handed.is_applied:
-            self._step.members.apply(handed.members, handed.bucket.tensors)  # with the versions that it has left
+    def _note_update(self, beside: UpdatesBeside, handed: DeferredBucket) -> None:
+        if handed.names[0] in handed.step.outcome.applied:
+            self._step.members.apply(handed.members, handed.tensors)  # with the versions that it has left
             return
-        self._step.members.take_back(handed.members)
-        self._writes.take_back(handed.members, handed.bucket.gradients)
+        self._step.members.applied.difference_update(handed.members.indices)
+        self._writes.take_back(handed.members, handed.gradients)
         beside.failed = beside.failed or handed
-
-    def settle(self) -> None:
-        """The interpreter is about to end, or to fork: a child has no worker."""
-        self._note_updates()
 
     def join(self) -> None:
         """The loop goes on after what was stepped on side streams, or by the worker."""
@@ -258,7 +248,7 @@ class BucketSink(Schedule):
             try:
                 self.fail(error)
             except BaseException:  # of another one, while that waited: it comes out of backward itself
-                self._failure.drop()
+                self._failure.error = None
                 raise
 
     def count_freed(self, bucket: AttachedParameters) -> None:
@@ -271,16 +261,10 @@ class BucketSink(Schedule):
         step.freed_bytes += bucket.nbytes
 
     def retire(self, bucket: AttachedParameters) -> None:
-        """Nobody but instep needs ``.grad`` of these any more, as far as they were applied."""
         self._writes.retire(bucket)
 
     def is_applied(self, attached: AttachedParameter) -> bool:
         return self._step.members.is_applied(attached)
-
-    @property
-    def by_bucket(self) -> bool:
-        """Whether buckets must not be applied together: their norms are their own, or a difference would not show."""
-        return self._step.passes.clipping.mode == "per_bucket"
 
     @property
     def keeps_gradients(self) -> bool:
@@ -289,7 +273,6 @@ class BucketSink(Schedule):
 
     @property
     def only_adds(self) -> bool:
-        """Whether gradients of the running backward are left to add up."""
         return self._step.accumulation.only_adds
 
     @property
@@ -297,26 +280,18 @@ class BucketSink(Schedule):
         return self._step.accumulation.next_only_adds
 
     @property
-    def frees_gradients(self) -> bool:
-        """Whether applied gradients are not needed any more."""
-        return self._writes.frees_gradients
-
-    @property
     def waits_for_all(self) -> bool:
         """Whether nothing may be applied before all gradients are final, and ``compute_total_norm`` was called."""
         return self._step.passes.running == "all"
 
     def compute_total_norm(self) -> None:
-        """All gradients are final, and in ``.grad``."""
         self._step.passes.clipping.compute_total_norm(self._step.members.all, gradient_of)
 
     def fail(self, error: BaseException, begun: Sequence[str] = ()) -> None:
         """Something stopped the step: torn if anything was written, else forgotten, as if it had never opened.
 
-        The error is kept until the end of this backward, where the source raises it; the first one wins.
-
-        Args:
-            begun: names of the parameters whose update was stopped, too.
+        The error is kept until the end of this backward, where the source raises it; the first one wins. ``begun``:
+        names of the parameters whose update was stopped, too.
         """
         with self._step.lock:
             self._failure.keep(error)
@@ -342,13 +317,12 @@ class BucketSink(Schedule):
             return False
 
     def received(self, parameters: AttachedParameters) -> None:
-        """The parts of these that other ranks have updated were written."""
         self._step.members.received.update(parameters.indices)
 
     def backward_raised(self) -> None:
         """Backward is ending with an exception of its own. Nothing of this step is written any more."""
         with self._step.lock:
-            self._failure.drop()
+            self._failure.error = None
             self._stop(None)
             self._step.streams.finish()
 
@@ -393,12 +367,11 @@ class BackwardSchedule(BucketSink):
         deferring: Callable[[], Deferring] | None = None,
         undo: Undo | None = None,
         scale: LossScale | None = None,
-        nonfinite: Policy = "allow",
     ) -> None:
         if undo is None:
-            writes: Writes = FinalWrites(step, nonfinite)
+            writes: Writes = FinalWrites(step)
         else:
-            writes = TrialWrites(step, undo, scale, Agreement(nonfinite, step.ledger.votes), self)
+            writes = TrialWrites(step, undo, scale, self)
         super().__init__(step, writes, deferring)
         step.lock.torn_by = weakly(self._ended_anywhere)
         step.ledger.votes.follows_writes = True
@@ -441,7 +414,7 @@ class BackwardSchedule(BucketSink):
 
     def begin_final_backward(self) -> None:
         step = self._step
-        step.ledger.votes.begin_backward(step.ledger.step_count)
+        super().begin_final_backward()
         step.hear(self._writes.stop_watching, wait=True)
         if step.members.applied:
             raise AccumulationError(
@@ -449,8 +422,14 @@ class BackwardSchedule(BucketSink):
                 f"{several_backwards()}, or add the losses and call backward() once. {KEEP_ALL}"
             )
         step.backwards.begins_step()
-        step.meet_foreign()
-        self._begin_beside()
+        for stepper in step.members.steppers:  # a trainer may have replaced the ``step`` of an optimizer since
+            if stepper.is_foreign and (step.judge is None or stepper not in step.judge.due):
+                step.judge = step.judge or Judge((), in_parts=True)
+                step.judge.meet(stepper)
+        if self._deferring is not None and self._beside is None:
+            self._beside = UpdatesBeside(step, self._deferring(), self._note_updates)
+        if self._beside is not None:
+            self._beside.backward_begins()
 
     def backward_failed(self) -> None:
         """An error may have come when a gradient was offered, and before its source had asked for the end of backward.
@@ -472,7 +451,13 @@ class BackwardSchedule(BucketSink):
             gives = run.accumulates and (not run.inputs or not _ids(run.inputs).isdisjoint(_ids(members.living())))
             if not (gives or is_refused) or not run.comes_to(members.living()):
                 return None  # as in the plain loop, whose gradients it has not changed
-            instead = _met_written(run, step) if is_of_written(error) else None
+            instead: AccumulationError | None = None
+            if is_of_written(error):
+                what = "a second backward()" if run.accumulates else run.call
+                instead = AccumulationError(
+                    f"{what} came, before {owed_steps(step)}, to weights that the first backward has already updated. "
+                    f"{several_backwards()}, or add the losses and call backward() once. {KEEP_ALL}"
+                )
             self._stop(error if instead is None else instead)
             return instead
 
@@ -524,18 +509,13 @@ class BackwardSchedule(BucketSink):
         self._writes.before_forward()
         if self._clips and not step.members.offered:
             step.passes.clipping.begin()
-        if step.ledger.redoes and not step.members.with_gradient():
+        if step.ledger.redoes and not [a for a in step.members.all if gradient_of(a) is not None]:
             # A step that was rolled back and never taken: zero_grad() has ended it.
             step.ledger.happened(Event.DROPPED)
             self._writes.end_step()
 
     def require_whole(self) -> None:
-        """Raise ``TornStepError`` if the last step was not applied to all of its parameters."""
         self.calls.require_whole()
-
-    def end_stopped(self) -> None:
-        """An error may have ended ``optimizer.step()`` before its gradients were back."""
-        self.calls.end_stopped()
 
     # What the user asks for.
 
@@ -548,29 +528,23 @@ class BackwardSchedule(BucketSink):
             parameter = attached.peek()
             if parameter is not None and (gradients or parameter.grad is attached.spent):
                 parameter.grad = None
-        self._failure.drop()
+        self._failure.error = None
         step.ledger.give_up()
         step.accumulation.stepped()
         self._writes.end_step()
 
     def last_complete_step(self) -> int | None:
-        """The number of the last step if all of it was applied here, else ``None``."""
         self._step.backwards.drain_failed()
-        return self._step.ledger.last_complete_step(is_open=bool(self._step.members.applied))
+        return super().last_complete_step()
 
     def accept(self) -> bool:
-        """Go on from a step that is torn, or open with weights written, as if it had been committed. ``False``: there
-        is none."""
+        """A step that is open with weights written is torn, too."""
         step = self._step
         step.backwards.drain_failed()
         is_written = bool(step.members.applied) or step.round.stepper is not None
         if step.ledger.torn is None and self._writes.frees_gradients and is_written:
             self._writes.tear(InstepError("it was given up"))
-        if step.ledger.torn is None:
-            return False
-        step.ledger.accept()
-        self.give_up(gradients=True)
-        return True
+        return super().accept()
 
     def close(self) -> None:
         """The step that is open is the plain loop's from now on, as far as it can be: of a step that was applied in
@@ -586,9 +560,9 @@ class BackwardSchedule(BucketSink):
                 self._beside.close()
 
     def settle(self) -> None:
-        """The interpreter is about to end, or to fork: a step on trial is not the plain loop's."""
+        """A child has no worker, and a step on trial is not the plain loop's."""
         self._step.backwards.drain_failed()
-        super().settle()
+        self._note_updates()
         self._writes.settle()
 
     def abandon(self) -> None:
@@ -649,7 +623,7 @@ class BackwardSchedule(BucketSink):
     def _needs_no_values(self, spec: ParameterSpec, operation: str) -> bool:
         """Between steps: whether ``operation`` on a gradient of the step before is done without its values. If it is
         to be zeroed, it is now."""
-        attached, wrapped = self._step.members.at(spec.index), self._step.accumulation.distributed
+        attached, wrapped = self._step.members.by_index[spec.index], self._step.accumulation.distributed
         if operation in ZERO:
             attached.get().grad = _zeros(attached, lasting=wrapped)
         # Added to, it is as little known as before: an actor's loss adds to its critic's gradients, which the loop
@@ -680,24 +654,12 @@ class BackwardSchedule(BucketSink):
             self.before_forward()
 
 
-def _met_written(run: Run, step: RunningStep) -> AccumulationError:
-    what = "a second backward()" if run.accumulates else run.call
-    return AccumulationError(
-        f"{what} came, before {owed_steps(step)}, to weights that the first backward has already updated. "
-        f"{several_backwards()}, or add the losses and call backward() once. {KEEP_ALL}"
-    )
-
-
 def _ids(tensors: Iterable[torch.Tensor]) -> set[int]:
     return set(map(id, tensors))
 
 
 def _zeros(attached: AttachedParameter, *, lasting: bool) -> torch.Tensor:
-    """A gradient of zeros.
-
-    Args:
-        lasting: DDP or FSDP adds to it, which need real ones.
-    """
+    """A gradient of zeros. A ``lasting`` one is real: DDP or FSDP adds to it."""
     parameter = attached.get()
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         if any(getattr(place.module(), "sparse", False) for place in attached.places):
@@ -710,11 +672,8 @@ def _zeros(attached: AttachedParameter, *, lasting: bool) -> torch.Tensor:
         return ZeroedGradient(parameter)
 
 
-# The calls of ``optimizer.step()``: each completes the step for its optimizer, and the last one commits it.
-
-
 class BackwardCalls(StepCalls):
-    """``step()`` finds spent gradients taken off the parameters that backward has updated.
+    """The calls of ``optimizer.step()``, which find spent gradients taken off the parameters that backward has updated.
 
     Args:
         note_updates: waits for updates beside backward: a signal's handler may have ended that.
@@ -732,13 +691,9 @@ class BackwardCalls(StepCalls):
 
     def require_not_torn(self) -> None:
         """The same, where no backward and no commit is under way."""
-        round_ = self._step.round
-        if round_.stepper is not None:
-            if round_.evaluates_again:
-                return  # a line search: all of the step is left to step(), which goes on
-            with self._step.lock:
-                self._end_raised(round_.stepper)
-        self._step.ledger.require_whole()
+        self.end_unless_it_evaluates_again()
+        if not self._step.round.evaluates_again:  # a line search: all of the step is left to step(), which goes on
+            self._step.ledger.require_whole()
 
     def leave_to_optimizer(self, stepper: Stepper, error: InstepError) -> None:
         if self._step.members.applied_by(stepper) and self._step.ledger.torn is None:

@@ -26,11 +26,14 @@ itself stepped together with the next one. With keys parts are parameters, as ea
 import logging
 from collections.abc import Iterable, Sequence
 
+import torch
+
+from instep._optim.belongings import Found
 from instep._optim.kinds import STEPPED_WHOLE
+from instep._optim.own_object import Beside, Tables
 from instep._optim.parameters import AttachedParameter, AttachedParameters
-from instep._optim.shadow import parameters_of
+from instep._optim.shadow import GroupLayout, parameters_of
 from instep._optim.stepper import Stepper
-from instep._step.arrivals import Arrivals
 from instep._step.parts import HOOKS, PartsOfUpdate
 from instep._step.state import gradient_of
 from instep._torch.hooks import has_global_step_hooks
@@ -42,6 +45,34 @@ FIRST = 2
 """Updates that are compared as a whole."""
 EVERY = 50
 """Of each so many-th step after them two buckets are compared."""
+
+
+class Arrivals:
+    """What a foreign optimizer's update would find in backward, where gradients arrive, and what ``step()`` finds after
+    it: what there is as the first gradient arrives, and what is kept of each parameter as its own does.
+
+    A step that is judged is taken after backward, where all is there that hooks of the backward write: the squares of
+    single samples that a library puts on parameters, the statistics of a layer. In backward some of it is the last
+    step's still, and no comparison after backward can show it.
+    """
+
+    def __init__(self, stepper: Stepper) -> None:
+        optimizer = stepper.optimizer()
+        self._found = Found(optimizer, with_state=True)
+        self._tables = Tables(optimizer)
+        self._beside = Beside(stepper.name)
+        self._beside.begin(optimizer, GroupLayout(stepper.name, optimizer.param_groups))
+
+    def come(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Their gradients have arrived."""
+        self._found.note(parameters)
+
+    def differ(self) -> str | None:
+        """``step()`` is called. What it finds otherwise, in words; ``None``: nothing."""
+        what = self._found.changed() or self._beside.changed()
+        if what is None and (self._beside.wrote_unseen() or self._tables.have_changed()):
+            what = "a module to which it refers"
+        return None if what is None else f"{what} is written in backward, after gradients that arrive before"
 
 
 class _Met:
@@ -69,7 +100,6 @@ class Judge:
     """Judges the first updates of each foreign optimizer of an attachment, and parts of later ones.
 
     Args:
-        steppers: of all optimizers.
         in_parts: whether buckets are stepped in backward.
 
     Attributes:
@@ -167,7 +197,6 @@ class Judge:
         """``step()`` is about to update all of ``left`` that have a gradient.
 
         Args:
-            every: the parameters of all optimizers.
             buckets: those of the plan, by the indices of their parameters.
 
         Raises:
@@ -273,11 +302,7 @@ def in_buckets(there: Sequence[AttachedParameter], buckets: Iterable[Sequence[in
     """``there`` in the buckets of the plan, which are given by the indices of their parameters."""
     by_index = {attached.spec.index: attached for attached in there}
     found = [AttachedParameters(by_index.pop(i) for i in bucket if i in by_index) for bucket in buckets]
-    return _filled([*found, AttachedParameters(by_index.values())])
-
-
-def _filled(parts: Iterable[AttachedParameters]) -> list[AttachedParameters]:
-    return [part for part in parts if part]
+    return [part for part in [*found, AttachedParameters(by_index.values())] if part]
 
 
 def _one_by_one(stepper: Stepper, there: Iterable[AttachedParameter]) -> list[AttachedParameters]:

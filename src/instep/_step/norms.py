@@ -21,19 +21,15 @@ from instep._torch.versions import version_of
 from instep._torch.watch import Watch
 from instep.errors import InstepError, SpentGradientError
 
-# ``ClipNorm(mode="two_pass")``: one backward measures, and one steps. Under DDP, whose buckets hold all gradients, one
-# backward does both.
-
-
 Losses = torch.Tensor | Sequence[torch.Tensor]
 """From which one backward begins: a loss, or those of several graphs."""
 
 
 class Passes:
-    """The two backwards of ``ClipNorm(mode="two_pass")``: the first one measures, the second one steps.
+    """The two backwards of ``ClipNorm(mode="two_pass")``: the first one measures, the second one steps. Under DDP,
+    whose buckets hold all gradients, one backward does both.
 
     Attributes:
-        clipping: by whose norm gradients are clipped.
         running: ``"measuring"``: gradients are measured and freed; ``"stepping"``: the norm is known; ``"all"``: it is
             taken, and everything is stepped, when all gradients are there. ``None``: neither, in a loop that calls
             ``loss.backward()`` itself.
@@ -121,12 +117,10 @@ class Passes:
         if measured is None:
             return None
         found = self._left_by_backward()
-        changed = (
-            a.spec.name
-            for a in self._members.all
-            if not _same_gradient(measured.get(a.spec.index), found.get(a.spec.index))
+        first = next(
+            (a.spec.name for a in self._members.all if not _same(measured.get(a.spec.index), found.get(a.spec.index))),
+            None,
         )
-        first = next(changed, None)
         if first is not None and not self._members.applied:
             self.clipping.begin()
             return None
@@ -139,7 +133,9 @@ class Passes:
             self.clipping.begin()
 
     def _left_by_backward(self) -> dict[int, tuple[torch.Tensor, int]]:
-        return {index: (g, version_of(g)) for index, g in self._members.not_applied().items()}
+        """By index: the gradients that backward has left to ``optimizer.step()``, with their versions."""
+        rest = (a for a in self._members.all if a.spec.index not in self._members.applied)
+        return {a.spec.index: (g, version_of(g)) for a in rest if (g := gradient_of(a)) is not None}
 
 
 def changed_after_measuring(name: str) -> SpentGradientError:
@@ -156,23 +152,17 @@ def _accumulate_into(parameter: torch.Tensor, earlier: torch.Tensor, _: torch.Te
         parameter.grad = earlier.clone()
 
 
-def _same_gradient(one: tuple[torch.Tensor, int] | None, other: tuple[torch.Tensor, int] | None) -> bool:
+def _same(one: tuple[torch.Tensor, int] | None, other: tuple[torch.Tensor, int] | None) -> bool:
     if one is None or other is None:
         return one is other
     return one[0] is other[0] and one[1] == other[1]
 
 
-# ``schedule="forward"`` with ``ClipNorm``, on several ranks: the norm of each gradient is taken as soon as that is
-# final, while backward waits for other ranks.
-
-
 class MeasuringSink:
-    """What sources announce to when nothing is to be written during backward.
+    """What sources announce to with ``schedule="forward"``. With ``ClipNorm``, on several ranks, the norm of each
+    gradient is taken as soon as that is final, while backward waits for other ranks.
 
     A gradient that is used after it was measured is measured again by ``optimizer.step()``.
-
-    Attributes:
-        at_open: what is called when the first gradient of a step arrives, as far as it is still there.
     """
 
     waits_for_all = by_bucket = frees_gradients = keeps_gradients = False
@@ -254,7 +244,7 @@ class MeasuringSink:
     def received(self, parameters: object) -> None: ...
 
     def backward_raised(self) -> None:
-        self._failure.drop()
+        self._failure.error = None
         self.end_measuring()
         self._clipping.begin()
 

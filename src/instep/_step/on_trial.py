@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -12,11 +12,12 @@ from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._optim.stepper import Stepper
 from instep._optim.undo import GradientOutcome, LentGradient, Undo, UndoCopies
 from instep._step.remedies import WRITE_LATER
-from instep._step.state import Event, StepMembers, gradient_of
-from instep._step.step import Agreement, RunningStep
+from instep._step.schedule import Schedule
+from instep._step.state import Event, gradient_of
+from instep._step.step import RunningStep
 from instep._step.writes import Writes, require_settings_as_left
 from instep._torch.engine import profiled
-from instep._torch.lifetime import Unsettled, WeakMethod, owe, settled
+from instep._torch.lifetime import WeakMethod, owe, settled
 from instep._torch.placeholders import UNSCALE, HeldGradient
 from instep._torch.versions import version_of, versions_of
 from instep._torch.watch import GET_GRAD, Watch
@@ -28,16 +29,18 @@ from instep.errors import (
     UnsupportedOptimizerError,
 )
 
-# With ``undo``: the gradients of parameters that a trial has written. The plain loop still has them until
-# ``optimizer.step()``, and they are what the step is done again with.
-
 
 class KeptGradients:
-    """By parameter: the gradient, with its version when it was kept."""
+    """The gradients of parameters that a trial has written, each with its version when it was kept. The plain loop
+    still has them until ``optimizer.step()``, and they are what the step is done again with.
+
+    Attributes:
+        outcomes: what updates have made of those that they were lent, and have written.
+    """
 
     def __init__(self) -> None:
         self._gradients: dict[int, tuple[torch.Tensor, int]] = {}
-        self._outcomes: dict[int, GradientOutcome] = {}
+        self.outcomes: dict[int, GradientOutcome] = {}
 
     def __bool__(self) -> bool:
         return bool(self._gradients)
@@ -64,18 +67,14 @@ class KeptGradients:
             for gradient, version in (self._gradients[attached.spec.index] for attached in applied)
         )
 
-    def written(self, attached: AttachedParameter, outcome: GradientOutcome) -> None:
-        """The update has written the gradient that it was lent."""
-        self._outcomes[attached.spec.index] = outcome
-
     def after_step(self, attached: AttachedParameter) -> torch.Tensor | None:
         """The gradient as the plain loop's ``step()`` leaves it."""
-        gradient, outcome = self._gradients[attached.spec.index][0], self._outcomes.get(attached.spec.index)
+        gradient, outcome = self._gradients[attached.spec.index][0], self.outcomes.get(attached.spec.index)
         return gradient if outcome is None else outcome.of(gradient)
 
     def drop(self, attached: AttachedParameter) -> None:
         self._gradients.pop(attached.spec.index)
-        self._outcomes.pop(attached.spec.index, None)
+        self.outcomes.pop(attached.spec.index, None)
 
     def put_back(self, members: Iterable[AttachedParameter]) -> None:
         """Put the gradients in the places of those that stand in for them, and forget them."""
@@ -86,37 +85,17 @@ class KeptGradients:
                 parameter.grad = kept[0]
         self._gradients.clear()
 
-    def drop_outcomes(self) -> None:
-        self._outcomes.clear()
-
     def drop_all(self) -> None:
         self._gradients.clear()
-        self._outcomes.clear()
-
-
-# ``undo``: parameters and state go back to the copies that were taken before a trial wrote them.
-
-
-class TrialOwner(Unsettled, Protocol):
-    """The schedule that writes on trial."""
-
-    def end_stopped(self) -> None:
-        """Bring a ``step()`` that an error has ended to its end."""
-
-    def require_whole(self) -> None: ...
+        self.outcomes.clear()
 
 
 class Rollback:
     """Puts a step that was written on trial back: parameters and state are as they were before it.
 
     Args:
-        copies: of parameters and their state.
-        kept: the gradients of parameters that a trial has written.
         watches: tell who uses these parameters.
         owner: the schedule, which is kept alive while a trial stands.
-
-    Attributes:
-        copies: those.
     """
 
     def __init__(
@@ -125,7 +104,7 @@ class Rollback:
         copies: Undo,
         kept: KeptGradients,
         watches: Sequence[Watch],
-        owner: "weakref.ref[TrialOwner]",
+        owner: "weakref.ref[Schedule]",
     ) -> None:
         self.copies = copies
         self._step = step
@@ -165,7 +144,10 @@ class Rollback:
     def _restore(self) -> InstepError | None:
         step = self._step
         self._kept.put_back(step.members.all)
-        state_of, overwritten = _written_since(step.members)
+        applied = AttachedParameters(filter(step.members.is_applied, step.members.all))
+        now, then = versions_of(applied.tensors()), step.members.versions_as_applied(applied)
+        overwritten = [a.spec.name for a, found, left in zip(applied, now, then, strict=True) if found != left]
+        state_of = next((stepper.name for stepper in step.members.steppers if stepper.state_was_written), None)
         for stepper in step.members.steppers:
             stepper.wait_for_state()
         for device in self.copies.devices:
@@ -177,7 +159,7 @@ class Rollback:
             stepper.abort()
         step.members.applied.clear()
         self.settled()
-        self._kept.drop_outcomes()
+        self._kept.outcomes.clear()
         step.passes.clipping.drop_norms()
         if step.judge is not None:
             step.judge.end_step()
@@ -202,15 +184,6 @@ class Rollback:
         self.settled()
 
 
-def _written_since(members: StepMembers) -> tuple[str | None, list[str]]:
-    applied = AttachedParameters(filter(members.is_applied, members.all))
-    now, then = versions_of(applied.tensors()), members.versions_as_applied(applied)
-    return (
-        next((stepper.name for stepper in members.steppers if stepper.state_was_written), None),
-        [a.spec.name for a, found, left in zip(applied, now, then, strict=True) if found != left],
-    )
-
-
 def _lost(written: str | None, overwritten: Sequence[str]) -> InstepError | None:
     """The error for writes between backward and ``step()``, which the rollback has taken back too."""
     if overwritten:
@@ -228,19 +201,8 @@ def _lost(written: str | None, overwritten: Sequence[str]) -> InstepError | None
     return None
 
 
-# ``undo``, at ``optimizer.step()``: whether a trial is what the plain loop does now, and the gradients that the call
-# is to find.
-
-
 class TrialValidation:
-    """Decides in ``optimizer.step()`` whether a trial is what the plain loop would do now.
-
-    Args:
-        kept: the gradients of parameters that the trial has written.
-        rollback: of a trial that is not what the plain loop does.
-        scale: the loop's loss scale, if it has one.
-        agreement: whether the step is taken.
-    """
+    """Decides in ``optimizer.step()`` whether a trial is what the plain loop would do now, and rolls it back if not."""
 
     def __init__(
         self,
@@ -248,14 +210,12 @@ class TrialValidation:
         kept: KeptGradients,
         rollback: Rollback,
         scale: LossScale | None,
-        agreement: Agreement,
     ) -> None:
         self._step = step
         self._kept = kept
         self._rollback = rollback
         self._scale = scale
-        self._agreement = agreement
-        self._asked_in_vain: set[Stepper] = set()  # that stepped without any gradient: that ends no step
+        self.asked_in_vain: set[Stepper] = set()  # that stepped without any gradient: that ends no step
 
     def real_gradient(self, attached: AttachedParameter) -> torch.Tensor | None:
         """The gradient that the plain loop has in ``.grad``."""
@@ -265,14 +225,14 @@ class TrialValidation:
     def takes_step(self, stepper: Stepper) -> bool:
         """Whether the step is taken: asked once for all of its optimizers."""
         step = self._step
-        if self._agreement.policy == "allow" or found_inf(stepper.optimizer()):
+        if step.ledger.nonfinite == "allow" or found_inf(stepper.optimizer()):
             return True  # the kernel skips its update
         gradients = [(a.spec.name, g) for a in step.members.all if (g := self.real_gradient(a)) is not None]
-        if self._asked_in_vain and (gradients or stepper in self._asked_in_vain):
+        if self.asked_in_vain and (gradients or stepper in self.asked_in_vain):
             step.round.takes_step = None  # of a step that was none
-            self._asked_in_vain.clear()
+            self.asked_in_vain.clear()
         if not gradients:
-            self._asked_in_vain.add(stepper)
+            self.asked_in_vain.add(stepper)
         if step.round.takes_step is None:
             step.round.takes_step = self._agree(gradients)
         return step.round.takes_step
@@ -280,7 +240,7 @@ class TrialValidation:
     def _agree(self, gradients: Sequence[tuple[str, torch.Tensor]]) -> bool:
         step = self._step
         try:
-            takes_step = self._agreement.takes_step(step.number, gradients)
+            takes_step = step.ledger.takes_step(gradients)
         except NonFiniteGradientError:
             self._rollback.if_applied()
             raise
@@ -348,30 +308,19 @@ class TrialValidation:
             self._rollback.if_applied()
             clipping.clip([a.get() for a in members.all if gradient_of(a) is not None])
 
-    def end_step(self) -> None:
-        """The step is over."""
-        self._asked_in_vain.clear()
-
-
-# ``undo``: an update in backward is a trial. Parameters and state are copied before, and rolled back where the plain
-# loop turns out to do otherwise; ``optimizer.step()`` then does the step as the plain loop does.
-
 
 class TrialWrites(Writes):
-    """Writes of a step with ``undo``: each can be put back until ``optimizer.step()`` has let it stand.
+    """Writes of a step with ``undo``. Parameters and state are copied before, and rolled back where the plain loop
+    turns out to do otherwise; ``optimizer.step()`` then does the step as the plain loop does.
 
     Args:
-        copies: of parameters and state, from before the step.
         scale: the loop's loss scale, if it has one.
-        agreement: whether the step is taken.
         owner: held weakly, for it has this.
     """
 
     frees_gradients = False
 
-    def __init__(
-        self, step: RunningStep, copies: Undo, scale: LossScale | None, agreement: Agreement, owner: TrialOwner
-    ) -> None:
+    def __init__(self, step: RunningStep, copies: Undo, scale: LossScale | None, owner: Schedule) -> None:
         super().__init__(step)
         for stepper in step.members.steppers:
             stepper.add(UndoCopies(stepper.name, copies))
@@ -385,7 +334,7 @@ class TrialWrites(Writes):
         self._when_used = WeakMethod(self._used_gradient)
         watches = self._watch, self._watch_in_step
         self._rollback = Rollback(step, copies, self._kept, watches, self._owner)
-        self._validation = TrialValidation(step, self._kept, self._rollback, scale, agreement)
+        self._validation = TrialValidation(step, self._kept, self._rollback, scale)
         self._raises = False  # whether the update has raised on trial
         self._scales_in_kernel = False  # which takes the scale off the loop's own gradients, in place
 
@@ -427,12 +376,15 @@ class TrialWrites(Writes):
         made = self._made_of(gradients)
         # On an accelerator the norm of another tensor than that in .grad, with the same values, may differ in the last
         # bit.
-        if final and self._step.passes.running is None and self._is_clipped(bucket, made):
-            self._rollback()  # now, and not after the updates and copies of the rest
-            return False
+        clipping = self._step.passes.clipping
+        if final and self._step.passes.running is None:
+            clipping.measure(bucket, made)
+            if clipping.will_scale_down(bucket):  # whatever comes after them
+                self._rollback()  # now, and not after the updates and copies of the rest
+                return False
         if made is not gradients:
             _put_in_grad(parameters, made)
-        self._step.passes.clipping.clip(parameters)
+        clipping.clip(parameters)
         lent = self._lend(bucket, parameters, made)
         try:
             given = [lent[a].given if a in lent else gradient for a, gradient in zip(bucket, made, strict=True)]
@@ -442,15 +394,9 @@ class TrialWrites(Writes):
             self._let_go_of_memory(parameters[0].device)
             for attached, one in lent.items():
                 if (outcome := one.outcome()) is not None:
-                    self._kept.written(attached, outcome)
+                    self._kept.outcomes[attached.spec.index] = outcome
             _put_in_grad(parameters, gradients)
         return True
-
-    def _is_clipped(self, bucket: AttachedParameters, gradients: Sequence[torch.Tensor]) -> bool:
-        """Measure ``gradients``. Whether this step is clipped, whatever comes after them."""
-        clipping = self._step.passes.clipping
-        clipping.measure(bucket, gradients)
-        return clipping.will_scale_down(bucket)
 
     def _made_of(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """What is applied, unscaled, and to be clipped. The plain loop's gradients stay untouched where it may turn out
@@ -662,7 +608,7 @@ class TrialWrites(Writes):
     def end_step(self) -> None:
         super().end_step()
         self._kept.drop_all()
-        self._validation.end_step()
+        self._validation.asked_in_vain.clear()
         self._raises = False
         self._rollback.end_step()
 

@@ -135,11 +135,7 @@ class _TouchedError(InstepError):
 
 
 class _Untouched:
-    """All parameters but those of a part: who uses one, or its gradient, on this thread, is stopped before.
-
-    Attributes:
-        were_touched: whether anybody was.
-    """
+    """All parameters but those of a part: who uses one, or its gradient, on this thread, is stopped before."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self.were_touched = False
@@ -215,7 +211,7 @@ class _Around:
     """What an optimizer refers to that is no parameter, as it is before all parts: copied once."""
 
     def __init__(self, optimizer: Optimizer, beside: Beside) -> None:
-        self._beside = beside
+        self.beside = beside
         tensors = {id(t): t for t in (*beside.unseen, *in_functions(optimizer))}
         self._tensors: list[tuple[torch.Tensor, Kept]] = [(t, copy_of(t, host=False)) for t in tensors.values()]
         self._tables = Tables(optimizer)
@@ -231,19 +227,14 @@ class _Around:
                 restore(tensor, kept)
                 moved = WRITES_UNSEEN
         if not self.is_back():
-            self._beside.put_all_back()
+            self.beside.put_all_back()
             self._by_parameter.restore()
             moved = moved or "its step() changes what instep does not look into for each bucket"
-        self._beside.look_at_unseen()  # what was put back was written
+        self.beside.look_at_unseen()  # what was put back was written
         return moved
 
     def is_back(self) -> bool:
-        return bool(self._beside.digest() == self._held)
-
-    def begin_again(self) -> None:
-        """The next part is the first."""
-        for place in self._beside.places:
-            place.reset_left()
+        return bool(self.beside.digest() == self._held)
 
 
 class _Compiles:
@@ -261,7 +252,6 @@ class PartsOfUpdate:
     """One real update of an optimizer, and beside it each part of it.
 
     Args:
-        parts: of the parameters that the update is to step.
         every: the parameters of all optimizers.
 
     Attributes:
@@ -400,7 +390,8 @@ class PartsOfUpdate:
         if self._witness is None or self._around is None:
             return
         (part, expected), reason, found = self._witness, self.reason, []
-        self._around.begin_again()
+        for place in self._around.beside.places:  # the next part is the first
+            place.reset_left()
         try:
             for _ in range(2):  # also what it leaves elsewhere is the same
                 self.reason = None
@@ -426,16 +417,13 @@ class PartsOfUpdate:
         """Its gradients are there, and no other parameter may be used. All of the part is put back after the block."""
         tensors = part.tensors()
         with self._untouched.but(tensors):
-            yield from self._shown(tensors)
-
-    def _shown(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        self._gradients.show(tensors)
-        kept = BeforeUpdate(self._optimizer, tensors, mappings=self._belongings.mappings)
-        try:
-            yield
-        finally:
-            kept.put_back()
-            self._gradients.hide(tensors)
+            self._gradients.show(tensors)
+            kept = BeforeUpdate(self._optimizer, tensors, mappings=self._belongings.mappings)
+            try:
+                yield
+            finally:
+                kept.put_back()
+                self._gradients.hide(tensors)
 
     def _take_part(self, part: AttachedParameters) -> None:
         runs, sent = count_of_runs(), count_of_collectives()

@@ -3,17 +3,15 @@
 Gradients are clipped, and looked at, where ``optimizer.step()`` begins.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch.optim import Optimizer
 
 from instep._gradients.clipping import ClipNorm, ClipValue
-from instep._gradients.scaling import Policy, found_inf, take_off_here
+from instep._gradients.scaling import found_inf, take_off_here
 from instep._optim.stepper import Stepper
 from instep._step.schedule import Schedule
 from instep._step.state import Event
-from instep._step.step import Agreement, RunningStep
+from instep._step.step import RunningStep, finds_gradient
 from instep._step.step_calls import StepCalls
 from instep._torch.watch import Watch
 from instep.errors import InstepError
@@ -27,10 +25,9 @@ class PlainCalls(StepCalls):
             ``None``: nobody else is to.
     """
 
-    def __init__(self, step: RunningStep, agreement: Agreement, why: str | None) -> None:
+    def __init__(self, step: RunningStep, why: str | None) -> None:
         super().__init__(step)
         self.why = why
-        self._agreement = agreement
         self._called: set[Stepper] = set()  # of a model that is left to torch, since the last backward
         self._watch = Watch(gradient=self._used)
 
@@ -62,32 +59,27 @@ class PlainCalls(StepCalls):
         other take one step, until there is a backward, or one of them is called again."""
         if stepper in self._called:
             self._called.clear()
-        parameters = (p for group in stepper.optimizer().param_groups for p in group["params"])
-        is_first = not self._called and any(p.grad is not None for p in parameters)
+        is_first = not self._called and finds_gradient(stepper.optimizer())
         self._called.add(stepper)
         self._step.round.steppers_left = {stepper} if is_first else set()
 
     def _begin(self, optimizer: Optimizer) -> None:
         """The first of the step's optimizers. The plain loop clips the gradients of all of them by their norm before
         it."""
-        step = self._step
+        step, clipping = self._step, self._step.passes.clipping
         found = [(a, gradient) for a in step.members.all if (gradient := a.get().grad) is not None]
         if not found:
             step.round.takes_step = True
         elif not found_inf(optimizer):  # else the kernel skips its update, of gradients as they are
             named = [(a.spec.name, gradient) for a, gradient in found]
-            step.round.takes_step = self._agreement.takes_step(step.number, named)
-            if isinstance(step.passes.clipping.policy, ClipNorm):
+            step.round.takes_step = step.ledger.takes_step(named)
+            if isinstance(clipping.policy, ClipNorm):
                 take_off_here(optimizer, [g for a, g in found if a.stepper.optimizer() is optimizer])
-                self._clip([a.get() for a, _ in found])
+                clipping.begin()
+                clipping.compute_total_norm(step.members.all, lambda a: a.get().grad)
+                if step.round.takes_step is not False:
+                    clipping.clip([a.get() for a, _ in found])
         step.round.steppers_left = {a.stepper for a, _ in found}
-
-    def _clip(self, parameters: Sequence[torch.Tensor]) -> None:
-        clipping = self._step.passes.clipping
-        clipping.begin()
-        clipping.compute_total_norm(self._step.members.all, lambda a: a.get().grad)
-        if self._step.round.takes_step is not False:
-            clipping.clip(parameters)
 
     def _clip_values(self, stepper: Stepper) -> None:
         """Of this optimizer alone: GradScaler may not have unscaled the others' gradients."""
@@ -136,14 +128,13 @@ class PlainSchedule(Schedule):
     def __init__(
         self,
         step: RunningStep,
-        nonfinite: Policy,
         why: str | None = None,
         *,
         takes_any_loop: bool = False,
     ) -> None:
         super().__init__(step)
         self._takes_any_loop = takes_any_loop
-        self.calls: PlainCalls = PlainCalls(step, Agreement(nonfinite, step.ledger.votes), why)
+        self.calls: PlainCalls = PlainCalls(step, why)
 
     @property
     def state(self) -> str:
@@ -169,8 +160,6 @@ class PlainSchedule(Schedule):
             del error  # or it would refer to itself, by way of this frame
 
     def begin_backward(self) -> bool:
-        """An output of the model is about to get its gradient. Returns whether this is the first of them in the
-        running backward."""
         if not self.backwards.is_new():
             return False
         self._step.accumulation.begin()
@@ -179,27 +168,9 @@ class PlainSchedule(Schedule):
             self.begin_final_backward()
         return True
 
-    def begin_final_backward(self) -> None:
-        self._step.ledger.votes.begin_backward(self._step.ledger.step_count)
-
     def end_micro_batches(self) -> None:
         self.calls.drop_round()
         self.begin_final_backward()
-
-    # Nothing is put off, and no step of its own is ever torn.
-
-    def before_forward(self) -> None: ...
-
-    def begin_on_device(self, thread: int) -> None: ...
-
-    def drain_failed_backwards(self) -> None: ...
-
-    def last_complete_step(self) -> int:
-        return self._step.ledger.step_count
-
-    def rollback(self) -> None:
-        """Clear the gradients: nothing of them has been written."""
-        self.give_up(gradients=True)
 
     def give_up(self, *, gradients: bool) -> None:
         """Begin anew; with ``gradients``, clear all of them."""

@@ -6,9 +6,6 @@ from instep._torch.pipelining import is_used
 from instep._torch.placeholders import ACCUMULATE
 from instep.errors import AccumulationError, InstepError, SpentGradientError
 
-# How messages end that say what the plain loop does and ``schedule="backward"`` does not: with what works instead.
-
-
 KEEP = "`with overlap.keep_gradients():`"
 _AS_IT_IS = "attach with schedule='forward', which takes the loop as it is; so does undo=True, with copies"
 
@@ -74,11 +71,7 @@ def while_waiting(name: str, operation: str) -> InstepError:
 
 
 def after_update(name: str, operation: str, *, clips: bool) -> tuple[InstepError, bool]:
-    """In the step that has applied it: the error, and whether weights are known to be wrong by now.
-
-    Args:
-        clips: whether ``clip=`` was given.
-    """
+    """In the step that has applied it: the error, and whether weights are known to be wrong by now."""
     if graph_task() is not None and operation in ACCUMULATE:
         return AccumulationError(
             f"the gradient of {name!r} arrived again before optimizer.step(), but this step has already "
@@ -99,15 +92,12 @@ def after_update(name: str, operation: str, *, clips: bool) -> tuple[InstepError
             "backward has already applied and freed. Read each gradient in a hook on its own parameter that is "
             f"registered before attach. {ANY_LOOP}"
         ), False
+    instead = _in_place_of(call, clips=clips)
     return SpentGradientError(
         f"{call} was called on the gradient of {name!r}, which was applied during backward and "
         "freed: between backward() and optimizer.step() there is nothing left to read, clip or change. "
-        f"{_what_to_do(_in_place_of(call, clips=clips))}"
+        f"{f'{instead}{ANY_LOOP}' if instead else LEAVE_IT[0].upper() + LEAVE_IT[1:]}"
     ), False
-
-
-def _what_to_do(advice: str) -> str:
-    return f"{advice}{ANY_LOOP}" if advice else LEAVE_IT[0].upper() + LEAVE_IT[1:]
 
 
 def _in_place_of(call: str, *, clips: bool) -> str:

@@ -10,7 +10,6 @@ from instep._optim.parameters import AttachedParameter
 from instep._optim.stepper import Stepper
 from instep._step.deferral import Gains
 from instep._step.norms import Losses
-from instep._step.state import Gather
 from instep._step.step import RunningStep, finds_gradient
 from instep._step.step_calls import StepCalls
 from instep.buckets import Bucket
@@ -22,10 +21,7 @@ class Schedule:
 
     Attributes:
         calls: those of ``optimizer.step()``, which the hooks around it tell of.
-        streams: on which buckets are stepped.
         lock: of the step.
-        backwards: those that were seen to begin.
-        times: how long steps take the loop, and who is told of each bucket's.
         may_rest: whether nobody else needs to know of forwards and backwards.
         rests: whether nobody needs to any more, and of steps no more than that they come.
     """
@@ -50,15 +46,6 @@ class Schedule:
     @parameters.setter
     def parameters(self, parameters: tuple[AttachedParameter, ...]) -> None:
         self._step.members.attach(parameters)
-
-    @property
-    def gather(self) -> Gather | None:
-        """With ``shard_state``: exchanges the shards that the ranks have stepped."""
-        return self._step.gather
-
-    @gather.setter
-    def gather(self, gather: Gather | None) -> None:
-        self._step.gather = gather
 
     def read_by(self, streams: Callable[[], Iterable[torch.Stream]]) -> None:
         """FSDP2 reads shards on these streams."""
@@ -87,7 +74,6 @@ class Schedule:
 
     def before_forward(self) -> None:
         """The model's forward is about to run."""
-        raise NotImplementedError
 
     def before_gather(self, parameters: Sequence[AttachedParameter]) -> None:
         """FSDP is about to gather these parameters."""
@@ -128,7 +114,7 @@ class Schedule:
     def begin_final_backward(self) -> None:
         """From now on gradients are final: ``begin_backward`` calls this for a backward that does not only add to them,
         and the source of a pipeline when its first stage is through."""
-        raise NotImplementedError
+        self._step.ledger.votes.begin_backward(self._step.ledger.step_count)
 
     def end_micro_batches(self) -> None:
         """The last micro-batch of a pipeline's stage is through, of whose backwards nobody was told."""
@@ -174,26 +160,6 @@ class Schedule:
         self._step.ledger.step_count = count
 
     @property
-    def redo_count(self) -> int:
-        """How many steps were put back."""
-        return self._step.ledger.redo_count
-
-    @property
-    def clipped_count(self) -> int:
-        """How many steps had a norm above the limit; with ``undo``, where that is asked."""
-        return self._step.passes.clipping.clipped_count
-
-    @property
-    def skip_count(self) -> int:
-        """How many steps were left out."""
-        return self._step.ledger.skip_count
-
-    @property
-    def freed_bytes(self) -> int:
-        """How many bytes of gradients backward has freed before ``optimizer.step()``."""
-        return self._step.freed_bytes
-
-    @property
     def deferral(self) -> str | None:
         """Whether steps are put off, and why; ``None``: that is not the question."""
         return None
@@ -216,24 +182,45 @@ class Schedule:
     def synchronize(self) -> None:
         """Wait until parameters hold what the steps so far have written."""
 
+    def end_stopped(self) -> None:
+        """An error may have ended ``optimizer.step()``: bring that to its end."""
+        self.calls.end_stopped()
+
     def require_whole(self) -> None:
-        """Raise ``TornStepError`` if the last step was applied in part."""
+        """Raise ``TornStepError`` if the last step was not applied to all of its parameters."""
+        self._step.ledger.require_whole()
 
     def last_complete_step(self) -> int | None:
-        """The number of the last step, if all of it was applied on this rank."""
-        raise NotImplementedError
+        """The number of the last step if all of it was applied on this rank, else ``None``."""
+        ledger = self._step.ledger
+        if ledger.torn is None:
+            return None if self._step.members.applied else ledger.step_count
+        return None if ledger.torn.in_part else ledger.torn.accepted
 
     def rollback(self) -> None:
-        """Go back to where the last ``optimizer.step()`` left everything."""
-        raise NotImplementedError
+        """Go back to where the last ``optimizer.step()`` left everything: clear the gradients, of which nothing has
+        been written."""
+        self.synchronize()
+        self.give_up(gradients=True)
 
     def accept(self) -> bool:
-        """Take a torn step as it is; ``False``: there is none."""
-        return False
+        """Go on from a torn step, counted as far as anything of it was written; ``False``: there is none."""
+        ledger = self._step.ledger
+        if ledger.torn is None:
+            return False
+        ledger.step_count = ledger.torn.accepted
+        self.give_up(gradients=True)
+        return True
 
     def give_up(self, *, gradients: bool) -> None:
         """Give up a step that is open or torn; with ``gradients``, clear all of them."""
         raise NotImplementedError
+
+    def before_compile(self) -> None:
+        """torch.compile is about to trace a function."""
+
+    def settle(self) -> None:
+        """The interpreter is about to end, or to fork: parameters and state are to be those of the plain loop."""
 
     def abandon(self) -> None:
         """The optimizers are gone."""

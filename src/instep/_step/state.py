@@ -8,7 +8,7 @@ next forward. So a step is written by several hands, on several threads, over so
 middle: by an error in an update, by another rank, by Ctrl-C. Everything here serves one promise: at each moment
 somebody can say which parameters hold the old values, which hold the new ones, and what the plain loop would have.
 
-Three objects say how far a step has come. ``Machine`` has its *state*, one of six; ``TRANSITIONS`` is the whole of
+Three objects say how far a step has come. ``Ledger`` has its *state*, one of six; ``TRANSITIONS`` is the whole of
 its behaviour. ``StepMembers`` has, for each parameter, whether its final gradient was *offered* by a source, whether
 it was *applied* by backward, and with which version counter its update left it. ``Round`` has the calls of
 ``optimizer.step()`` that make up the step, one for each optimizer with gradients.
@@ -41,6 +41,7 @@ from typing import Protocol
 
 import torch
 
+from instep._gradients.scaling import Named, Policy, ask_if_finite, nonfinite_error
 from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._optim.stepper import Stepper
 from instep._optim.undo import keep_all, keep_beside
@@ -53,7 +54,7 @@ from instep.errors import StepMismatchError, TornStepError
 
 # The states of a step. Everything that may follow upon what stands in these tables; nothing else changes a state.
 #
-# The picture in ``docs/architecture.md`` is drawn from them (``drawing``).
+# The picture in ``docs/architecture.md`` is drawn from them (``tests/unit/test_states.py``).
 
 
 class State(Enum):
@@ -112,51 +113,20 @@ class IllegalEventError(AssertionError):
     """An event that cannot happen in this state: a defect of instep's."""
 
 
-class Machine:
-    """The state of one attachment's steps.
+def state_after(state: State, event: Event) -> State:
+    """The state that follows upon ``event``.
 
-    Attributes:
-        state: changed by ``happened`` alone.
+    Raises:
+        IllegalEventError: none does, from this state.
     """
-
-    __slots__ = ("state",)
-
-    def __init__(self) -> None:
-        self.state = State.IDLE
-
-    def happened(self, event: Event) -> None:
-        """Go to the state that follows upon ``event``.
-
-        Raises:
-            IllegalEventError: none does, from this state. The state stays.
-        """
-        following = TRANSITIONS[event].get(self.state)
-        if following is None:
-            raise IllegalEventError(f"{event.name} ({event.value}) cannot happen to a step that is {self.state.value}")
-        self.state = following
-
-
-def drawing() -> str:
-    """The tables as a state diagram in Mermaid's language, without the events that change nothing."""
-    lines = ["stateDiagram-v2", f"    [*] --> {_I.name}"]
-    changes: dict[tuple[State, State], list[str]] = {}
-    for event, following in TRANSITIONS.items():
-        for state, then in following.items():
-            if state is not then:
-                changes.setdefault((state, then), []).append(event.name)
-    lines += [f"    {one.name} --> {other.name}: {', '.join(names)}" for (one, other), names in changes.items()]
-    return "\n".join(lines)
-
-
-# The first error of a backward, kept while raising it would do harm: inside of a hook, or before DDP's own end.
+    following = TRANSITIONS[event].get(state)
+    if following is None:
+        raise IllegalEventError(f"{event.name} ({event.value}) cannot happen to a step that is {state.value}")
+    return following
 
 
 class FirstError:
-    """The first error of a backward, kept until raising it does no harm.
-
-    Attributes:
-        error: the error that is kept; ``None``: nothing has gone wrong.
-    """
+    """The first error of a backward, kept while raising it would do harm: inside of a hook, or before DDP's own end."""
 
     __slots__ = ("error",)
 
@@ -167,9 +137,6 @@ class FirstError:
         """Something has gone wrong. Errors after the first one follow from it, and are dropped."""
         self.error = self.error or error
 
-    def drop(self) -> None:
-        self.error = None
-
     def raise_if_any(self) -> None:
         """Raise the error with its own type, once."""
         error, self.error = self.error, None
@@ -178,9 +145,6 @@ class FirstError:
                 raise error
         finally:
             del error  # or it would refer to itself, by way of this frame, and to all that the loop holds
-
-
-# What is remembered of a step that does not stand on every parameter, or not on every rank, until it is accepted.
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,41 +190,50 @@ def without_frames(error: BaseException | None) -> BaseException | None:
     return copied
 
 
-# What has become of each step: its state, how many there were, and which one does not stand.
-
-
-def _nothing() -> None: ...
-
-
 class Ledger:
-    """Of one attachment.
+    """What has become of each step of one attachment.
 
     Attributes:
-        machine: the state of the running step.
+        state: of the running step; changed by ``happened`` alone.
         step_count: how many committed steps wrote anything.
         redo_count: how many steps were rolled back, and left to ``optimizer.step()``.
         skip_count: how many steps were left out, for a gradient that was not finite.
         torn: the step that stands in part, until that is accepted.
-        votes: what the ranks say of each step.
+        nonfinite: what becomes of a step whose gradients may hold NaN or infinity; ``"allow"`` asks nobody.
         when_torn: called then: whoever is about to read a weight is to be told.
     """
 
-    def __init__(self, votes: StepVotes) -> None:
-        self.machine = Machine()
-        self.when_torn: Callable[[], object] = _nothing
+    def __init__(self, votes: StepVotes, nonfinite: Policy) -> None:
+        self.state = State.IDLE
+        self.when_torn: Callable[[], object] = int
         self.step_count = 0
         self.redo_count = 0
         self.skip_count = 0
         self.torn: Torn | None = None
         self.votes = votes
+        self.nonfinite = nonfinite
 
     def happened(self, event: Event) -> None:
-        self.machine.happened(event)
+        self.state = state_after(self.state, event)
 
     @property
     def redoes(self) -> bool:
         """Whether ``optimizer.step()`` is to do all of the running step."""
-        return self.machine.state in (State.REDO, State.REDOING)
+        return self.state in (State.REDO, State.REDOING)
+
+    def takes_step(self, gradients: Named) -> bool:
+        """Whether the running step, with these gradients of this rank, is taken: all ranks give one answer. All must
+        ask; waits for them.
+
+        Raises:
+            NonFiniteGradientError: ``nonfinite="raise"``, and a gradient of some rank is not finite.
+        """
+        if self.nonfinite == "allow":
+            return True
+        rank = ask_if_finite(gradients, self.votes, self.step_count + 1)
+        if rank is not None and self.nonfinite == "raise":
+            raise nonfinite_error(gradients, rank, "Nothing of the step was applied")
+        return rank is None
 
     def tear(
         self,
@@ -289,36 +262,18 @@ class Ledger:
         if self.torn is not None:
             raise self.torn.error()
 
-    def last_complete_step(self, *, is_open: bool) -> int | None:
-        """The number of the last step if all of it was applied here, else ``None``.
-
-        Args:
-            is_open: whether parameters hold a step that is not committed.
-        """
-        if self.torn is None:
-            return None if is_open else self.step_count
-        return None if self.torn.in_part else self.torn.accepted
-
-    def accept(self) -> None:
-        """Count the torn step, as far as anything of it was written."""
-        assert self.torn is not None
-        self.step_count = self.torn.accepted
-
     def give_up(self) -> None:
         """Forget the running step, or the torn one."""
         self.torn = None
         self.happened(Event.GIVEN_UP)
 
 
-# The attached parameters, and how far the running step has come with each of them.
-
-
 class StepMembers:
     """The attached parameters, and how far the running step has come with each of them.
 
     Attributes:
-        steppers: one of each optimizer.
         all: the attached parameters, in the model's order.
+        by_index: the same, by their place in the plan.
         offered: the indices of those whose final gradient a source has offered in this step.
         applied: the indices of those that backward has updated in this step.
         received: the indices of those of which the parts that other ranks have updated were written here.
@@ -335,14 +290,10 @@ class StepMembers:
     def attach(self, parameters: Iterable[AttachedParameter]) -> None:
         """These are all that are attached."""
         self.all = AttachedParameters(parameters)
-        self._at = {attached.spec.index: attached for attached in self.all}
+        self.by_index = {attached.spec.index: attached for attached in self.all}
         self._of = {
             stepper: AttachedParameters(a for a in self.all if a.stepper is stepper) for stepper in self.steppers
         }
-
-    def at(self, index: int) -> AttachedParameter:
-        """The one with this place in the plan."""
-        return self._at[index]
 
     def of(self, stepper: Stepper) -> AttachedParameters:
         """Those of one optimizer."""
@@ -352,10 +303,6 @@ class StepMembers:
         """Backward has just updated ``bucket``, which are these ``parameters``."""
         self._versions.update(zip(bucket.indices, versions_of(parameters), strict=True))
         self.applied.update(bucket.indices)
-
-    def take_back(self, bucket: AttachedParameters) -> None:
-        """``bucket`` has not been updated after all."""
-        self.applied.difference_update(bucket.indices)
 
     def versions_as_applied(self, applied: AttachedParameters) -> list[int]:
         """The versions of parameters, as their update in backward left them."""
@@ -393,14 +340,6 @@ class StepMembers:
         shard = attached.shard
         return shard is not None and shard.is_shared and attached.spec.index not in self.received
 
-    def not_applied(self) -> dict[int, torch.Tensor]:
-        """By index: the gradients that backward has left to ``optimizer.step()``."""
-        rest = (a for a in self.all if a.spec.index not in self.applied)
-        return {a.spec.index: gradient for a in rest if (gradient := gradient_of(a)) is not None}
-
-    def with_gradient(self) -> list[AttachedParameter]:
-        return [a for a in self.all if gradient_of(a) is not None]
-
     def living(self) -> list[torch.Tensor]:
         """The parameters that are still there."""
         return [parameter for attached in self.all if (parameter := attached.peek()) is not None]
@@ -436,9 +375,6 @@ def first_written(members: AttachedParameters, versions: Sequence[int]) -> Attac
     if found == versions:
         return None
     return next(a for a, now, then in zip(members, found, versions, strict=True) if now != then)
-
-
-# One round of ``optimizer.step()``: the calls, of all optimizers that have gradients, that make up one step.
 
 
 class Round:
@@ -531,9 +467,6 @@ class Round:
         self.drop_call()
 
 
-# What others do in a step.
-
-
 class Gathered(Protocol):
     """The shards of parameters that other ranks have stepped, on their way to this one."""
 
@@ -563,19 +496,9 @@ class Listener(Recorder, Protocol):
         """Another thread will let go of these, once it has updated by them."""
 
 
-# How long the loop was held up by its steps, and how long updates ran beside it: counted for each bucket.
-
-
-class NamedBucket(Protocol):
-    """Parameters that are updated together."""
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Theirs, in the model."""
-
-
 class StepTimes:
-    """From one commit to the next, by the host's clock.
+    """How long the loop was held up by its steps, and how long updates ran beside it, from one commit to the next: by
+    the host's clock.
 
     Attributes:
         exposed: seconds within ``optimizer.step()`` and of waiting for updates, before the last commit; ``None``: there
@@ -608,14 +531,14 @@ class StepTimes:
             self._in_step += perf_counter() - self._began
             self._began = None
 
-    def ran(self, bucket: NamedBucket, started: float) -> None:
+    def ran(self, bucket: AttachedParameters, started: float) -> None:
         """The update of ``bucket`` that began then has ended."""
         ended = perf_counter()
         self._ran.append(ended - started)
         if self.recorder is not None:
             self.recorder("step", bucket.names, started, ended)
 
-    def waited(self, bucket: NamedBucket, started: float) -> None:
+    def waited(self, bucket: AttachedParameters, started: float) -> None:
         """The update of ``bucket`` was waited for, from then on."""
         ended = perf_counter()
         if self._began is None:  # else it is a part of step()

@@ -6,7 +6,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._gradients.clipping import Clipping
-from instep._gradients.scaling import Named, Policy, ask_if_finite, nonfinite_error
+from instep._gradients.scaling import Policy
 from instep._optim.parameters import AttachedParameter
 from instep._optim.shadow import asks_for_state
 from instep._optim.stepper import Stepper
@@ -19,36 +19,6 @@ from instep._step.streams import StepStreams
 from instep._torch.engine import Backwards
 from instep._torch.interrupts import StepLock
 from instep.errors import InstepError, StepMismatchError, UnsupportedOptimizerError
-
-# Whether a step is taken, where its gradients may hold NaN or infinity: all ranks give one answer.
-
-
-class Agreement:
-    """Decides for all ranks whether a step is taken whose gradients may hold NaN or infinity.
-
-    Attributes:
-        policy: ``"allow"`` asks nobody.
-    """
-
-    def __init__(self, policy: Policy, votes: StepVotes) -> None:
-        self.policy = policy
-        self._votes = votes
-
-    def takes_step(self, number: int, gradients: Named) -> bool:
-        """Whether step ``number``, with these gradients of this rank, is taken. All ranks must ask; waits for them.
-
-        Raises:
-            NonFiniteGradientError: the policy is ``"raise"``, and a gradient of some rank is not finite.
-        """
-        if self.policy == "allow":
-            return True
-        rank = ask_if_finite(gradients, self._votes, number)
-        if rank is not None and self.policy == "raise":
-            raise nonfinite_error(gradients, rank, "Nothing of the step was applied")
-        return rank is None
-
-
-# The step that runs in one attachment, and those who take part in it.
 
 
 def gradients_in(optimizer: Optimizer) -> Iterator[torch.Tensor]:
@@ -69,16 +39,9 @@ class RunningStep:
     """The step that runs in one attachment, with everything that takes part in it.
 
     Attributes:
-        members: the parameters, and how far the step has come with each.
-        ledger: its state, and what became of the steps before it.
-        round: its calls of ``optimizer.step()``.
-        passes: its backwards, if the norm is taken in one of its own, and the clipping.
-        accumulation: its micro-batches.
-        streams: on which buckets are stepped.
         backwards: those that were seen to begin.
         judge: of foreign optimizers, whether they may be stepped in parts; ``None``: there are none.
         buckets: those of the plan, by the indices of their parameters.
-        times: how long it takes the loop.
         freed_bytes: of gradients that backward has freed before ``optimizer.step()``, in all steps.
         has_gradients: whether sources have offered gradients since the last step, or, with ``schedule="forward"``, a
             backward was seen to begin.
@@ -93,9 +56,10 @@ class RunningStep:
         accumulation: Accumulation,
         clipping: Clipping,
         judge: Judge | None,
+        nonfinite: Policy,
     ) -> None:
         self.members = members
-        self.ledger = Ledger(votes)
+        self.ledger = Ledger(votes, nonfinite)
         self.round = Round()
         self.passes = Passes(clipping, members)
         self.accumulation = accumulation
@@ -122,13 +86,9 @@ class RunningStep:
         names = [a.spec.name for a in self.members.all]
         self.ledger.tear(self.ledger.step_count, names, [], cause, accepted=reached)
 
-    def hear(self, torn: Callable[[], None], *, wait: bool) -> None:
-        """What the ranks have said of the last step: raise, if it does not stand on all of them.
-
-        Args:
-            torn: called when it is known not to.
-            wait: until they have said it.
-        """
+    def hear(self, torn: Callable[[], object] = int, *, wait: bool) -> None:
+        """What the ranks have said of the last step, for which this may ``wait``: raise, if it does not stand on all
+        of them. ``torn`` is called before."""
         error = self.ledger.votes.heard(wait=wait)
         if self.judge is not None and self.ledger.votes.objected_on is not None:
             self.judge.object(
@@ -143,13 +103,6 @@ class RunningStep:
                 self.ledger.require_whole()
         finally:
             del error  # or it would refer to itself, by way of this frame
-
-    def meet_foreign(self) -> None:
-        """A backward begins that may give a step: a trainer may have replaced the ``step`` of an optimizer since."""
-        for stepper in self.members.steppers:
-            if stepper.is_foreign and (self.judge is None or stepper not in self.judge.due):
-                self.judge = self.judge or Judge((), in_parts=True)
-                self.judge.meet(stepper)
 
     @property
     def leaves_all(self) -> bool:

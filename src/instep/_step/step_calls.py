@@ -119,7 +119,6 @@ class StepCalls:
             step.accumulation.stepped()
             if step.passes.clipping.policy is not None:
                 step.passes.clipping.stepped(stepper)
-            self._require_right(stepper)
         finally:
             round_.steppers_left.discard(stepper)
         if round_.steppers_left or not is_owed:
@@ -139,9 +138,6 @@ class StepCalls:
         """Give back what was hidden from ``step()``: gradients are as in the plain loop."""
         raise NotImplementedError
 
-    def _require_right(self, stepper: Stepper) -> None:
-        """Raise, and tear the step, if ``step()`` has written what it was not to write."""
-
     def _committed(self, *, taken: bool) -> None:
         """All optimizers have stepped."""
 
@@ -156,6 +152,13 @@ class StepCalls:
             return  # as mostly, and asked before each read
         with self._step.lock:
             if round_.was_stopped:
+                self._end_raised(round_.stepper)
+
+    def end_unless_it_evaluates_again(self) -> None:
+        """Unless a closure of ``step()`` runs what comes here, a ``step()`` that runs still has raised."""
+        round_ = self._step.round
+        if round_.stepper is not None and not round_.evaluates_again:
+            with self._step.lock:
                 self._end_raised(round_.stepper)
 
     def _end_raised(self, stepper: Stepper) -> None:

@@ -26,8 +26,6 @@ class Mark(NamedTuple):
     """What the side stream of a device held at some time.
 
     Attributes:
-        event: recorded on the side stream then.
-        device: of that stream.
         number: later ones have higher numbers.
     """
 
@@ -86,7 +84,7 @@ class _Side:
         self._producers = producers
         self.ordered: Mark | None = None  # the latest that the producers have waited for
         self._marks = 0
-        self._held: tuple[Mark, Sequence[torch.Tensor]] | None = None
+        self.held: tuple[Mark, Sequence[torch.Tensor]] | None = None
 
     def mark(self) -> Mark:
         self._marks += 1
@@ -94,10 +92,10 @@ class _Side:
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> None:
         self.let_go()
-        self._held = self.mark(), tensors
+        self.held = self.mark(), tensors
 
     def let_go(self) -> None:
-        held, self._held = self._held, None
+        held, self.held = self.held, None
         if held is not None:
             held[0].order(*self.producers)
 
@@ -105,20 +103,12 @@ class _Side:
     def producers(self) -> Set[torch.Stream]:
         return self._producers.of(self.stream.device)
 
-    def drop(self) -> None:
-        """Let go where nothing has to wait."""
-        self._held = None
-
 
 class StepStreams:
-    """One side stream per accelerator device, on which buckets are stepped.
-
-    Args:
-        given: the stream to use on its device.
+    """One side stream per accelerator device, on which buckets are stepped: for its device the one that is ``given``.
 
     Attributes:
         readers: the streams, beside the one that is current, on which parameters are about to be read.
-        producers: those that make gradients, and use weights.
     """
 
     def __init__(self, given: torch.Stream | None = None) -> None:
@@ -143,7 +133,9 @@ class StepStreams:
         if is_captured(device):
             self.producers.gather(device)
             yield
-            self._recorded(device)  # the memory of gradients is theirs again
+            recorded = torch.accelerator.current_stream(device)
+            for stream in self.producers.of(device) - {recorded}:  # the memory of gradients is theirs again
+                stream.wait_stream(recorded)
             return
         side = self._sides.get(device)
         if side is None:
@@ -157,12 +149,6 @@ class StepStreams:
             side.stream.wait_stream(stream)
         with on_stream(side.stream):
             yield
-
-    def _recorded(self, device: torch.device) -> None:
-        """In a CUDA graph: all streams that make gradients wait for the current one."""
-        current = torch.accelerator.current_stream(device)
-        for stream in self.producers.of(device) - {current}:
-            stream.wait_stream(current)
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """Keep alive ``tensors``, which the side stream of their device has used, until the stream that was current
@@ -210,7 +196,7 @@ class StepStreams:
             self.producers.note_current(device)
             for stream in side.producers:
                 stream.wait_stream(side.stream)
-            side.drop()
+            side.held = None
 
     def join_all(self) -> None:
         """The same at any other time, when the current stream need not be one that makes gradients."""
@@ -219,7 +205,7 @@ class StepStreams:
                 continue
             for stream in {torch.accelerator.current_stream(device), *side.producers}:
                 stream.wait_stream(side.stream)
-            side.drop()
+            side.held = None
 
     def finish(self) -> None:
         """Return when the device has done everything stepped. An error leaves the loop on a stream that nobody knows:
@@ -229,4 +215,4 @@ class StepStreams:
             if is_captured(device):
                 continue  # the error ends the recording, too
             side.stream.synchronize()
-            side.drop()
+            side.held = None

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import torch
 
-from instep._gradients.scaling import Policy, all_finite, kernel_scale, nonfinite_error
+from instep._gradients.scaling import all_finite, kernel_scale, nonfinite_error
 from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, calls_of
 from instep._optim.stepper import Stepper, writes_state_without_gradient, writes_without_gradient
 from instep._step.judging import in_buckets
@@ -68,13 +68,13 @@ class Writes(ABC):
     def second_gradient(self, attached: AttachedParameter) -> InstepError | None:
         """A parameter gets another gradient in the same step: the error to raise, if the step cannot be taken so."""
 
-    @abstractmethod
     def accepts_update(self, *, seen: bool) -> bool:
         """Whether a bucket may be written now.
 
         Args:
             seen: whether the running backward was seen to begin, at an output of the model.
         """
+        return True
 
     @abstractmethod
     def update(
@@ -91,9 +91,9 @@ class Writes(ABC):
             final: whether these are the very tensors that ``.grad`` will hold.
         """
 
-    @abstractmethod
     def takes_back(self, error: Exception) -> bool:
         """``update`` has raised: whether nothing is left of it."""
+        return False
 
     @abstractmethod
     def updated(self, bucket: AttachedParameters, gradients: Sequence[torch.Tensor]) -> None:
@@ -130,9 +130,9 @@ class Writes(ABC):
     def before_load(self, model: str) -> None:
         """``load_state_dict()`` of a model of this class is called."""
 
-    @abstractmethod
     def real_gradient(self, attached: AttachedParameter) -> torch.Tensor | None:
         """The gradient that the plain loop has in ``.grad``, as far as it is still there."""
+        return gradient_of(attached)
 
     @abstractmethod
     def rollback_if_any(self) -> None:
@@ -352,21 +352,15 @@ def owed_steps(step: RunningStep) -> str:
     return " and ".join(f"{name}.step()" for name in steppers_left) or "optimizer.step()"
 
 
-# ``schedule="backward"`` without ``undo``: an update in backward stays, and its gradients are freed.
-
-
 class FinalWrites(Writes):
-    """Writes of a step without ``undo``: an update stands, its gradients are freed, and an error tears the step.
-
-    Args:
-        nonfinite: ``"raise"``: a bucket with NaN or infinity is not written.
-    """
+    """Writes of a step without ``undo``: an update stands, its gradients are freed, and an error tears the step. With
+    ``nonfinite="raise"`` a bucket with NaN or infinity is not written."""
 
     frees_gradients = True
 
-    def __init__(self, step: RunningStep, nonfinite: Policy) -> None:
+    def __init__(self, step: RunningStep) -> None:
         super().__init__(step)
-        self._raises_nonfinite = nonfinite == "raise"
+        self._raises_nonfinite = step.ledger.nonfinite == "raise"
         self._watch = Watch(values=self._used)
         # Of each optimizer one parameter that was left with a spent gradient when the last step was committed.
         self._left_spent: dict[Stepper, AttachedParameter] = {}
@@ -395,9 +389,6 @@ class FinalWrites(Writes):
             f"Reentrant checkpointing that visits a parameter twice needs use_reentrant=False. {KEEP_ALL}"
         )
 
-    def accepts_update(self, *, seen: bool) -> bool:
-        return True
-
     def update(
         self,
         bucket: AttachedParameters,
@@ -421,9 +412,6 @@ class FinalWrites(Writes):
             if parameters[0].device.type != "cpu":
                 self._let_go_of_memory(parameters[0].device)
         return True
-
-    def takes_back(self, error: Exception) -> bool:
-        return False
 
     def updated(self, bucket: AttachedParameters, gradients: Sequence[torch.Tensor]) -> None:
         # As they were: some optimizers replace .grad. Their memory goes back to the stream that made them, once that
@@ -476,9 +464,6 @@ class FinalWrites(Writes):
                 "optimizer.step(), but backward has already updated its state: the plain loop would find the old one. "
                 f"Call it after optimizer.step() or before backward(). {ANY_LOOP}. {GIVE_UP}"
             )
-
-    def real_gradient(self, attached: AttachedParameter) -> torch.Tensor | None:
-        return gradient_of(attached)
 
     def rollback_if_any(self) -> None:
         raise InstepError(

@@ -236,8 +236,8 @@ def _delete_grad(parameter: "_Watched") -> None:
 def _tell_of_grad(parameter: torch.Tensor, func: Any) -> None:
     if not torch._C._is_torch_function_enabled():
         return  # instep's own question
-    watch = _watch_of(parameter)
-    if watch is not None:
+    ref = getattr(parameter, "_watch", None)  # as ``_watch_of``, which is asked for less often
+    if ref is not None and (watch := ref()) is not None:
         watch.used(parameter, func, True)
 
 

@@ -16,6 +16,7 @@ from instep._optim.values import held_in
 from instep._step.deferral import BESIDE_BACKWARD, Always, DeferralTrial, Deferring, Gains, Never, OtherRanks
 from instep._step.schedule import Schedule
 from instep._step.state import StepTimes
+from instep._step.step import RunningStep
 from instep._wiring.ranks import in_join
 from instep._wiring.weak_refs import WeakRefs
 from instep.buckets import MIB, bucket_bytes_for
@@ -24,38 +25,27 @@ from instep.options import Options
 from instep.sources.ddp.instance import exposed_communication
 from instep.sources.replicate.source import Replicated
 
-# Whether the steps of ``schedule="forward"`` are put off, and those of ``"backward"`` run beside it; and what keeps
-# them from gaining by that.
-
 
 def deferring_of(options: Options, refs: WeakRefs, others: OtherRanks | None, times: StepTimes) -> Deferring:
-    """Decides of each step.
+    """Decides of each step whether it is put off; with ``schedule="backward"``, whether its updates run beside it.
 
     Args:
         others: the other ranks; ``None``: there are none.
-        times: of the steps that it decides of.
     """
     # An accelerator's updates are not over when the host's clock has seen them begin.
-    seen = times if all(map(_is_all_on_cpu, refs.optimizers())) else None
-    if options.schedule == "backward":
-        return _beside_backward(options, refs, seen)
+    seen = times if all(_devices_of(one) <= {"cpu"} for one in refs.optimizers()) else None
+    if options.schedule == "backward":  # no rank need know what the others have found
+        if isinstance(options.defer, bool):
+            return Always() if options.defer else Never("defer=False")
+        return DeferralTrial(partial(_prevented_beside_backward, refs), wording=BESIDE_BACKWARD, times=seen)
     own = [optimizer for optimizer in refs.optimizers() if steps_inside_step(optimizer, options)]
     if own and len(own) == len(refs.optimizers()):
         return Never(f"{class_name(own[0])}.step() is of a class of your own: it runs where the loop calls it")
     if options.always_puts_off:
         return Always(alone=options.defer is True and not options.puts_off_unasked)
     if options.defer is False:
-        return Never()
+        return Never("defer=False")
     return DeferralTrial(partial(_prevented, refs), others, times=seen)
-
-
-def _beside_backward(options: Options, refs: WeakRefs, seen: StepTimes | None) -> Deferring:
-    """Of each step of ``schedule="backward"``: no rank need know what the others have found."""
-    if options.defer is False:
-        return Never()
-    if options.defer is True:
-        return Always()
-    return DeferralTrial(partial(_prevented_beside_backward, refs), wording=BESIDE_BACKWARD, times=seen)
 
 
 def steps_inside_step(optimizer: Optimizer, options: Options) -> bool:
@@ -143,14 +133,11 @@ def _is_compiled(model: nn.Module) -> bool:
 
 
 def _is_on_cpu(optimizer: Optimizer) -> bool:
-    return any(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
+    return "cpu" in _devices_of(optimizer)
 
 
-def _is_all_on_cpu(optimizer: Optimizer) -> bool:
-    return all(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
-
-
-# What the running loop could gain, in words.
+def _devices_of(optimizer: Optimizer) -> set[str]:
+    return {p.device.type for group in optimizer.param_groups for p in group["params"]}
 
 
 WORTH = 0.1
@@ -159,11 +146,17 @@ ENOUGH = 4
 """Steps, of which each shows the same."""
 
 
-def advice(schedule: Schedule, options: Options, ddps: Sequence[DistributedDataParallel], *, divided: bool) -> str:
-    """Sentences, one a line; empty where there is nothing to say.
+def advice(
+    schedule: Schedule,
+    step: RunningStep,
+    options: Options,
+    ddps: Sequence[DistributedDataParallel],
+    *,
+    divided: bool,
+) -> str:
+    """What the running loop could gain, in sentences, one a line; empty where there is nothing to say.
 
     Args:
-        ddps: the living instances in the model.
         divided: whether several ranks have gradients in common: then not all of them can be freed early.
     """
     lines = [] if schedule.deferral is None else [f"Steps are {schedule.deferral}."]
@@ -172,8 +165,8 @@ def advice(schedule: Schedule, options: Options, ddps: Sequence[DistributedDataP
         lines += _communication(gains, ddps)
         lines += [] if divided else _memory(gains, schedule, options)
     if options.schedule == "backward" and schedule.step_count >= ENOUGH:
-        lines += _in_vain(schedule)
-        lines += [] if divided else _not_freed(schedule, options)
+        lines += _in_vain(step)
+        lines += [] if divided else _not_freed(step, options)
         lines += _cheaper_clipping(schedule, options, divided=divided)
     return "\n".join(lines)
 
@@ -204,9 +197,9 @@ def _memory(gains: Gains, schedule: Schedule, options: Options) -> Iterator[str]
         )
 
 
-def _in_vain(schedule: Schedule) -> Iterator[str]:
+def _in_vain(step: RunningStep) -> Iterator[str]:
     """Most of what ``undo`` has updated in backward was put back, or would be."""
-    steps, redos, clipped = schedule.step_count, schedule.redo_count, schedule.clipped_count
+    steps, redos, clipped = step.ledger.step_count, step.ledger.redo_count, step.passes.clipping.clipped_count
     if 2 * clipped >= steps:
         yield (
             f"{clipped} of {steps} steps were clipped: what backward had updated was put back, and in the step after "
@@ -220,13 +213,13 @@ def _in_vain(schedule: Schedule) -> Iterator[str]:
         )
 
 
-def _not_freed(schedule: Schedule, options: Options) -> Iterator[str]:
-    if schedule.freed_bytes:
+def _not_freed(step: RunningStep, options: Options) -> Iterator[str]:
+    if step.freed_bytes:
         return
     yield (
         "No gradient was freed in backward: undo keeps them until optimizer.step()."
         if options.undo
-        else f"No gradient was freed in backward in {schedule.step_count} steps: all were left to optimizer.step()."
+        else f"No gradient was freed in backward in {step.ledger.step_count} steps: all were left to optimizer.step()."
     )
 
 

@@ -33,7 +33,7 @@ from instep._step.norms import MeasuringSink
 from instep._step.plain import PlainSchedule
 from instep._step.schedule import Schedule
 from instep._step.state import StepMembers
-from instep._step.step import Agreement, RunningStep
+from instep._step.step import RunningStep
 from instep._torch.engine import RunErrors, Traced, graph_task
 from instep._torch.hooks import BoundHook, PlainPickles, UntracedHook, first_of_post_hooks, last_of_pre_hooks
 from instep._torch.lifetime import Owners, weakly
@@ -46,7 +46,6 @@ from instep._wiring.hooks import (
     CheckedReaders,
     ErrorForUse,
     ForwardHooks,
-    NoReaders,
     ParametersOfModel,
     PlainHooks,
     Readers,
@@ -73,9 +72,6 @@ if TYPE_CHECKING:
     from instep.sources.zero.source import Zero
 
 
-# The one place that asks which schedule it is: it makes the schedule, with what goes with it.
-
-
 class Chosen(NamedTuple):
     """A schedule, with what goes with it.
 
@@ -98,32 +94,28 @@ def choose(
     step: RunningStep,
     deferring: Callable[[], Deferring],
 ) -> Chosen:
-    """The schedule that ``options`` ask for."""
+    """The schedule that ``options`` ask for. This is the one place that asks which it is."""
     steppers, votes = step.members.steppers, step.ledger.votes
     if options.disabled:
         why = None if options.left_to_torch == BY_ENVIRONMENT else options.left_to_torch
         any_loop = options.takes_any_loop
-        plain = PlainSchedule(step, options.nonfinite, why, takes_any_loop=any_loop)
-        return Chosen(plain, None, False, lambda _: NoReaders(), None)
+        plain = PlainSchedule(step, why, takes_any_loop=any_loop)
+        return Chosen(plain, None, False, lambda _: Readers(), None)
     if options.schedule == "forward":
         # An update that runs later raises elsewhere: of a step() that is the user's own, the loop expects it there.
         may_wait = [s for s in steppers if can_be_put_off(s.optimizer()) and steps_as_known(s.optimizer())]
-        agreement = Agreement(options.nonfinite, votes)
         reading = ReadOrder(options.bucket_bytes, options.most_put_off_together)
-        forward = ForwardSchedule(step, may_wait, reading, agreement, deferring())
+        forward = ForwardSchedule(step, may_wait, reading, deferring())
         measures = isinstance(options.clip, ClipNorm)
         return Chosen(forward, forward.measuring, measures, lambda _: WaitingReaders(forward), None)
     undo = Undo(host=options.undo == "host") if options.undo else None
     votes.asks_first = undo is not None and options.nonfinite != "allow"
     scale = None if options.scaler is None else LossScale(options.scaler)
     beside = deferring if options.may_update_beside_backward else None
-    backward = BackwardSchedule(step, beside, undo, scale, options.nonfinite)
+    backward = BackwardSchedule(step, beside, undo, scale)
     frees = undo is None and not options.steps_itself
     readers = partial(CheckedReaders, backward, on_trial=undo is not None)
     return Chosen(backward, backward, True, readers, backward.error_for_use if frees else None)
-
-
-# Which sources say when gradients are final: one for each wrapper, and one for the parameters outside of all.
 
 
 def make_sources(
@@ -134,7 +126,8 @@ def make_sources(
     zero: "Zero | None",
     uses: ForwardCounts,
 ) -> list[Source]:
-    """The sources of the schedule's parameters, not connected yet."""
+    """The sources of the schedule's parameters, not connected yet: one for each wrapper, and one for the parameters
+    outside of all."""
     if (pipeline := options.communication.pipeline) is not None:
         return [_in_pipeline(options, pipeline, chosen, accumulation)]
     if chosen.sink is None:
@@ -183,9 +176,6 @@ def _unwrapped(
     return LocalSource(sink, mine, options.bucket_bytes, uses, ReplicaSums(target.fsdp2).applied)
 
 
-# ``offload="host"``: the state of the optimizers goes to host memory, and stays there when it is loaded.
-
-
 def offload(
     schedule: Schedule,
     optimizers: Sequence[Optimizer],
@@ -193,7 +183,8 @@ def offload(
     bucket_bytes: int | None,
     handles: Handles,
 ) -> None:
-    """
+    """The state of the optimizers goes to host memory, and stays there when it is loaded.
+
     Raises:
         UnsupportedOptimizerError: an optimizer has state that cannot live in host memory.
     """
@@ -217,15 +208,8 @@ def _parts_of(schedule: "weakref.ref[Schedule]", stepper: "weakref.ref[Stepper]"
             yield parameter, attached.shard
 
 
-# The plan of an attachment: its buckets, and the optimizers that are not proven.
-
-
 class Planned:
-    """The plan of an attachment: its buckets, and the optimizers that are not proven.
-
-    Args:
-        step: the running one, which has the judge of foreign optimizers.
-    """
+    """The plan of an attachment: its buckets, and the optimizers that are not proven."""
 
     def __init__(self, options: Options, schedule: Schedule, sources: Sequence[Source], step: RunningStep) -> None:
         # Else the sources' buckets are those in which norms are taken, or gradients sent: not those that are stepped.
@@ -258,12 +242,9 @@ class Planned:
                 yield [spec.index for spec in bucket.parameters]
 
 
-# The parts of an attachment, made of what is attached and of the options. Nothing is put on the model yet.
-
-
 @dataclass(frozen=True)
 class Parts:
-    """The parts of an attachment.
+    """The parts of an attachment, made of what is attached and of the options.
 
     Attributes:
         zero: with ``shard_state``: the shards of the state.
@@ -307,23 +288,21 @@ class Parts:
 
 
 def build(target: Target, options: Options) -> Parts:
+    """Nothing is put on the model yet."""
     refs = WeakRefs(target)
     clipping, votes = _clipping(options), StepVotes(rank)
     is_sharded = bool(target.groups)
-    in_pipeline = options.communication.pipeline is not None
-    synced = _synced(refs.wrapped, target, in_pipeline=in_pipeline)
+    synced = _synced(refs.wrapped, target, in_pipeline=options.communication.pipeline is not None)
     accumulation = Accumulation(options.accumulation_steps, synced, votes, sharded=is_sharded)
     foreign = [] if options.disabled else [stepper for stepper in refs.steppers if stepper.is_foreign]
     judge = Judge(foreign, in_parts=options.schedule == "backward") if foreign else None
     ranks = ranks_of(target, options)
     votes.ranks, votes.voting = ranks, ranks if options.votes else None
-    step = RunningStep(StepMembers(refs.steppers), votes, accumulation, clipping, judge)
+    step = RunningStep(StepMembers(refs.steppers), votes, accumulation, clipping, judge, options.nonfinite)
     deferring = partial(deferring_of, options, refs, ranks, step.times)
     chosen = choose(options, step, deferring)
     schedule = chosen.schedule
-    zero = _zero(target.ddps[0], votes) if options.communication.shard_state and not options.disabled else None
-    if zero is not None:
-        schedule.gather = zero.shards.gather
+    zero = _zero(target.ddps[0], step) if options.communication.shard_state and not options.disabled else None
     draws: KeyedDraws | None = None
     if options.randomness.seed is not None and not options.disabled:
         draws = KeyedDraws(options.randomness.seed, partial(getattr, step.ledger, "step_count"))
@@ -344,7 +323,7 @@ def build(target: Target, options: Options) -> Parts:
     threads = Threads(refs.name, schedule)
     sharding = Sharding(target, schedule, uses) if is_sharded else None
     stepping = SteppingItself(target.optimizers, schedule, sources) if options.steps_itself else None
-    backwards = BackwardHooks(schedule, sources, accumulation, threads, sharding, stepping, uses, handles)
+    backwards = BackwardHooks(schedule, sources, accumulation, threads, sharding, stepping, handles)
     readers = chosen.readers(backwards)
     if chosen.sink is not None:
         stepping_ask = [] if stepping is None else [weakref.WeakMethod(stepping.ask)]
@@ -353,12 +332,14 @@ def build(target: Target, options: Options) -> Parts:
     late = AddedParameters(refs, schedule, sources, parameters, readers, handles)
     forwards: ForwardHooks | PlainHooks
     if options.disabled:
-        forwards = PlainHooks(schedule, accumulation, votes, handles, is_sharded=is_sharded)
+        forwards = PlainHooks(step, schedule, handles, is_sharded=is_sharded)
     else:
-        forwards = ForwardHooks(
-            refs, schedule, sources, accumulation, threads, late, backwards, votes, is_sharded=is_sharded
-        )
-    _tell_of_runs(sources, forwards)
+        forwards = ForwardHooks(refs, step, schedule, sources, threads, late, backwards, is_sharded=is_sharded)
+        # Nobody else needs to know of forwards, and of the backwards that begin at their outputs.
+        schedule.may_rest = not (sources or is_sharded or options.steps_itself)
+    for source in sources:
+        if isinstance(source, PipelineSource):
+            source.begin_run, source.end_run = weakly(forwards.begin_run), weakly(forwards.end_run)
     planned = Planned(options, schedule, sources, step)
     step.buckets = weakly(planned.buckets)
     return Parts(
@@ -373,7 +354,7 @@ def build(target: Target, options: Options) -> Parts:
         late,
         threads,
         forwards,
-        StepHooks(schedule, step.accumulation, votes, late, zero, forwards, handles),
+        StepHooks(step, schedule, late, zero, forwards, handles),
         handles,
     )
 
@@ -383,12 +364,6 @@ def _clipping(options: Options) -> Clipping:
     if (pipeline := options.communication.pipeline) is not None:
         clipping.over_stages = partial(norm_over_stages, group=pipeline.group or world())
     return clipping
-
-
-def _tell_of_runs(sources: Sequence[Source], forwards: ForwardHooks | PlainHooks) -> None:
-    for source in sources:
-        if isinstance(source, PipelineSource):
-            source.begin_run, source.end_run = weakly(forwards.begin_run), weakly(forwards.end_run)
 
 
 def _synced(
@@ -403,10 +378,12 @@ def _synced(
     return lambda: [*(one for ref in wrapped if (one := ref()) is not None), *sharded]
 
 
-def _zero(ddp: DistributedDataParallel, votes: StepVotes) -> "Zero":
+def _zero(ddp: DistributedDataParallel, step: RunningStep) -> "Zero":
     from instep.sources.zero.source import Zero  # imports DTensor, which takes a while
 
-    return Zero(ddp, votes)
+    zero = Zero(ddp, step.ledger.votes)
+    step.gather = zero.shards.gather
+    return zero
 
 
 def _reading_streams(model: Callable[[], nn.Module | None]) -> list[torch.Stream]:
@@ -414,11 +391,9 @@ def _reading_streams(model: Callable[[], nn.Module | None]) -> list[torch.Stream
     return [] if found is None else list(fsdp2_reading_streams(found))
 
 
-# Everything that an attachment puts on the model and the optimizers. All of it is in ``Parts.handles``.
-
-
 def connect(parts: Parts, target: Target, options: Options) -> None:
-    """Whoever is stopped in the middle takes off what is in ``parts.handles``."""
+    """Put everything on the model and the optimizers. Whoever is stopped in the middle takes off what is in
+    ``parts.handles``: that is all of it."""
     if options.disabled:
         _connect_plainly(parts, target, options)
         return
@@ -438,7 +413,7 @@ def connect(parts: Parts, target: Target, options: Options) -> None:
     _watch_steps(parts, target)
     if parts.zero is not None:
         for optimizer in target.optimizers:
-            handles.extend(parts.zero.connect(optimizer, partial(_parameters_of, parts.schedule)))
+            handles.extend(parts.zero.connect(optimizer, partial(getattr, parts.schedule, "parameters")))
     _watch_saving(parts, target, options)
     _count_in_no_sync(parts, target, options)
     if options.communication.mixed_precision is not None:
@@ -528,10 +503,6 @@ def _watch_saving(parts: Parts, target: Target, options: Options) -> None:
     for saved in {*target.called, *wrapped}:
         parts.handles.append(saved.register_state_dict_pre_hook(BoundHook(parts.steps.before_model_state)))
         parts.handles.append(saved.register_load_state_dict_pre_hook(BoundHook(parts.steps.before_load)))
-
-
-def _parameters_of(schedule: Schedule) -> Sequence[AttachedParameter]:
-    return schedule.parameters
 
 
 def _count_in_no_sync(parts: Parts, target: Target, options: Options) -> None:

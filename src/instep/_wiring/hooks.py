@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,11 +19,11 @@ from instep._optim.dtensor import is_sharded, local_numel, mesh_of, shard_of
 from instep._optim.local_shard import LocalShard
 from instep._optim.parameters import AttachedParameter, Attribute, require_unchanged
 from instep._optim.stepper import Stepper
-from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
 from instep._step.deferred import ForwardSchedule
 from instep._step.in_backward import BackwardSchedule
 from instep._step.schedule import Schedule
+from instep._step.step import RunningStep
 from instep._torch.engine import Phase, Traced, current, graph_task, profiled
 from instep._torch.hooks import (
     BoundHook,
@@ -58,15 +58,8 @@ if TYPE_CHECKING:
     from instep.sources.zero.source import Zero
 
 
-# A model is trained on one thread at a time.
-
-
 class Threads:
-    """One thread trains a model: raises where another one begins a forward or a backward meanwhile.
-
-    Attributes:
-        in_backward: whether a backward of the model is running.
-    """
+    """One thread trains a model: raises where another one begins a forward or a backward meanwhile."""
 
     def __init__(self, name: str, schedule: Schedule) -> None:
         self.in_backward = False
@@ -99,13 +92,6 @@ class Threads:
         if not self.in_backward:
             current().at(Phase.SETTLED, end, failed)
             self.in_backward = True  # now that its end will be heard of, whatever comes
-
-    def end_backward(self) -> None:
-        """The backward has ended, or raised."""
-        self.in_backward = False
-
-
-# An attachment whose optimizers nobody steps: each backward ends with ``optimizer.step()``.
 
 
 class SteppingItself:
@@ -141,9 +127,6 @@ class SteppingItself:
             parameter.grad = None
 
 
-# An ``AttachedParameter`` is made of each parameter that the model and an optimizer have.
-
-
 ErrorForUse = Callable[[ParameterSpec, str], InstepError | None]
 
 
@@ -176,8 +159,8 @@ class ParametersOfModel:
     ) -> tuple[AttachedParameter, ...]:
         """Those of ``names`` that one of the attached ``optimizers`` has, numbered from ``first_index``."""
         if self._told is not None and (model := self._refs.model()) is not None:
-            for named in parameters_of(model):
-                self._told(named.tensor, named.name)
+            for name, parameter in parameters_of(model):
+                self._told(parameter, name)
         owner = {
             id(p): stepper
             for optimizer, stepper in zip(optimizers, self._refs.steppers, strict=True)
@@ -215,20 +198,19 @@ class ParametersOfModel:
         return shard_of(parameter, stepper.optimizer())
 
 
-# Parameters that are added to an optimizer after ``attach``, or taken out of it.
-
-
 ModuleParameters = tuple[nn.Module, list[AttachedParameter]]
 
 
-class Readers(Protocol):
-    """What is done before a module reads its parameters: chosen with the schedule.
+class Readers:
+    """What is done before a module that holds attached parameters itself reads them. With ``INSTEP_DISABLE=1`` nothing:
+    weights are written in ``optimizer.step()`` alone.
 
     Attributes:
         while_open: those of its hooks that are there from the first gradient of a step to the next forward alone.
     """
 
-    while_open: ModuleHooks
+    def __init__(self) -> None:
+        self.while_open = ModuleHooks()
 
     def watch(self, model: nn.Module, owners: Sequence[ModuleParameters], handles: Handles) -> None:
         """Hooks on the modules that hold attached parameters themselves."""
@@ -238,11 +220,7 @@ class Readers(Protocol):
 
 
 class AddedParameters:
-    """Takes in parameters that ``add_param_group`` has added to an attached optimizer.
-
-    Attributes:
-        readers: what is done before a module reads its parameters.
-    """
+    """Takes in parameters that ``add_param_group`` has added to an attached optimizer."""
 
     def __init__(
         self,
@@ -319,17 +297,11 @@ def _parameters_in(optimizers: Sequence[Optimizer]) -> list[list[int]]:
 _PARAMS = itemgetter("params")
 
 
-# A model that FSDP, 1 or 2, has divided into groups: hooks before a group is gathered, and after errors.
-
-
 class Sharding:
     """Hooks around the groups into which FSDP has divided a model: before a group is gathered, and after errors.
 
     Args:
         uses: told of each group's forwards.
-
-    Attributes:
-        in_fsdp1: whether it is FSDP1.
     """
 
     def __init__(self, target: Target, schedule: Schedule, uses: ForwardCounts) -> None:
@@ -352,7 +324,7 @@ class Sharding:
         handles.extend(self._after_errors.connect(weakly(self._schedule.drain_failed_backwards)))
 
     def reduces_once(self) -> None:
-        """The next backward reduces each group's gradients once, however many forwards it is of."""
+        """The next backward reduces each group's gradients once, however many forwards it is of; or one has ended."""
         self._uses.clear()
 
     def backward_failed(self) -> None:
@@ -366,18 +338,13 @@ class Sharding:
         self._schedule.before_gather(mine)
 
 
-# ``INSTEP_DISABLE=1``: what torch calls around a model that would be attached.
-
-
 class PlainHooks:
-    """Micro-batches are counted, and backwards seen to begin."""
+    """What torch calls around a model with ``INSTEP_DISABLE=1``: micro-batches are counted, and backwards seen to
+    begin."""
 
-    def __init__(
-        self, schedule: Schedule, accumulation: Accumulation, votes: StepVotes, handles: Handles, *, is_sharded: bool
-    ) -> None:
+    def __init__(self, step: RunningStep, schedule: Schedule, handles: Handles, *, is_sharded: bool) -> None:
         self._schedule = schedule
-        self._votes = votes
-        self._accumulation = accumulation
+        self._votes, self._accumulation = step.ledger.votes, step.accumulation
         self._handles = handles
         self._is_sharded = is_sharded
 
@@ -406,15 +373,8 @@ class PlainHooks:
             self._accumulation.count()  # no hook of FSDP2's parameters is called while gradients only add up
 
 
-# What torch calls in each iteration: around the model's forward, where backward begins, and around ``step()``.
-
-
 class BackwardHooks:
-    """What torch calls where a backward of the model begins and ends.
-
-    Attributes:
-        in_forward: whether the model's own forward is running.
-    """
+    """What torch calls where a backward of the model begins and ends."""
 
     def __init__(
         self,
@@ -424,22 +384,16 @@ class BackwardHooks:
         threads: Threads,
         sharding: Sharding | None,
         stepping: SteppingItself | None,
-        uses: ForwardCounts,
         handles: Handles,
     ) -> None:
-        self.in_forward = False
+        self.in_forward = False  # whether the model's own is running
         self._schedule = schedule
         self._sources = sources
         self._accumulation = accumulation
         self._threads = threads
         self._sharding = sharding
         self._stepping = stepping
-        self._uses = uses
         self._handles = handles
-
-    @property
-    def steps_itself(self) -> bool:
-        return self._stepping is not None
 
     def see_backward_from(self, output: object) -> None:
         """A forward has returned ``output``, at which a backward may begin."""
@@ -469,10 +423,10 @@ class BackwardHooks:
             self._stepping.ask()
 
     def _end(self) -> None:
-        self._threads.end_backward()
+        self._threads.in_backward = False
         self._schedule.end_backward()
         if self._sharding is not None:
-            self._uses.clear()
+            self._sharding.reduces_once()
 
     def _failed(self) -> None:
         self._end()
@@ -488,27 +442,23 @@ class ForwardHooks:
     def __init__(
         self,
         refs: WeakRefs,
+        step: RunningStep,
         schedule: Schedule,
         sources: Sequence[Source],
-        accumulation: Accumulation,
         threads: Threads,
         late: AddedParameters,
         backwards: BackwardHooks,
-        votes: StepVotes,
         *,
         is_sharded: bool,
     ) -> None:
         self._refs = refs
         self._schedule = schedule
         self._sources = sources
-        self._accumulation = accumulation
+        self._votes, self._accumulation = step.ledger.votes, step.accumulation
         self._threads = threads
         self._late = late
         self._backwards = backwards
-        self._votes = votes
         self._is_sharded = is_sharded
-        # Nobody else needs to know of forwards, and of the backwards that begin at their outputs.
-        schedule.may_rest = not (sources or is_sharded or backwards.steps_itself)
 
     def before_forward(self, module: object, args: object) -> None:
         """The model is about to run."""
@@ -553,7 +503,14 @@ class ForwardHooks:
 
     def _require_alone(self) -> None:
         """Raise if the model was wrapped since, or is trained by another thread."""
-        self._refuse_late_ddp()
+        # torch's own record of the DDP instance whose forward is running; dynamo reads it too.
+        ddp = DistributedDataParallel._get_active_ddp_module()
+        if ddp is not None and not any(ref() is ddp for ref in self._refs.wrapped):
+            raise StaleAttachmentError(
+                f"{self._refs.name} is run by a DistributedDataParallel that was not attached: its own gradients are "
+                "those of this rank alone. detach(), wrap the model in DistributedDataParallel (not in torch's "
+                "composable replicate(), which hides it), and attach that"
+            )
         if torch.is_grad_enabled():
             self._threads.require_one(threading.get_ident(), "forward")
 
@@ -577,33 +534,21 @@ class ForwardHooks:
             accumulation.stepped()
         accumulation.decide()
 
-    def _refuse_late_ddp(self) -> None:
-        # torch's own record of the DDP instance whose forward is running; dynamo reads it too.
-        ddp = DistributedDataParallel._get_active_ddp_module()
-        if ddp is not None and not any(ref() is ddp for ref in self._refs.wrapped):
-            raise StaleAttachmentError(
-                f"{self._refs.name} is run by a DistributedDataParallel that was not attached: its own gradients are "
-                "those of this rank alone. detach(), wrap the model in DistributedDataParallel (not in torch's "
-                "composable replicate(), which hides it), and attach that"
-            )
-
 
 class StepHooks:
     """What torch calls around ``optimizer.step()``, and before state or weights are saved or loaded."""
 
     def __init__(
         self,
+        step: RunningStep,
         schedule: Schedule,
-        accumulation: Accumulation,
-        votes: StepVotes,
         late: AddedParameters,
         zero: "Zero | None",
         forwards: ForwardHooks | PlainHooks,
         handles: Handles,
     ) -> None:
         self._schedule = schedule
-        self._accumulation = accumulation
-        self._votes = votes
+        self._votes, self._accumulation = step.ledger.votes, step.accumulation
         self._late = late
         self._zero = zero
         self._forwards = forwards  # kept: a graph may go backward when the model is gone, and its optimizer is not
@@ -622,9 +567,19 @@ class StepHooks:
         self._schedule.calls.begin(stepper)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if len(args) > 2 or kwargs.keys() - {"closure"} or (closure is not None and not callable(closure)):
-            self._leave(stepper, _called_with_arguments(stepper), "called with arguments")
+            error: InstepError = HyperparameterChangedError(
+                f"{stepper.name}.step() was called with arguments, but backward had already stepped parameters without "
+                "them. Use undo=True or schedule='forward'"
+            )
+            self._leave(stepper, error, "called with arguments")
         elif compiled.yes:
-            self._leave(stepper, _compiled(stepper), "compiled (torch.compile)")
+            error = UnsupportedOptimizerError(
+                f"{stepper.name}.step() was compiled (torch.compile), but backward had already stepped parameters "
+                "without the compiler, which computes some values in another way. Call optimizer.step() outside of "
+                "what is compiled; or use undo=True or schedule='forward', with which a compiled step() steps all "
+                "parameters"
+            )
+            self._leave(stepper, error, "compiled (torch.compile)")
         if not callable(closure):
             self._before_update(stepper)
             return None
@@ -688,37 +643,20 @@ def _unless_given_up(schedule: Schedule, look: Callable[[], None]) -> None:
         schedule.lost(error)
 
 
-def _called_with_arguments(stepper: Stepper) -> InstepError:
-    return HyperparameterChangedError(
-        f"{stepper.name}.step() was called with arguments, but backward had already stepped parameters without "
-        "them. Use undo=True or schedule='forward'"
-    )
-
-
-def _compiled(stepper: Stepper) -> InstepError:
-    return UnsupportedOptimizerError(
-        f"{stepper.name}.step() was compiled (torch.compile), but backward had already stepped parameters without the "
-        "compiler, which computes some values in another way. Call optimizer.step() outside of what is compiled; or "
-        "use undo=True or schedule='forward', with which a compiled step() steps all parameters"
-    )
-
-
-# The modules that hold attached parameters themselves, and read them where their forward runs.
-
-
-class CheckedReaders:
+class CheckedReaders(Readers):
     """``schedule="backward"``: a part of the model that runs by itself may read what an open step has written.
 
     A module that has a hook is called by a longer way, and a model may have hundreds. So on a CPU, where no stream is
     to be noted, hooks are there from the first gradient of a step to the next forward alone. With ``undo`` they always
-    are: a part may run before the backward that is undone.
+    are: a part may run before the backward that is undone. FSDP1 gathers in the model's own forward, which has been
+    asked.
     """
 
     def __init__(self, schedule: BackwardSchedule, backwards: BackwardHooks, on_trial: bool) -> None:
+        super().__init__()
         self._schedule = schedule
         self._backwards = backwards
         self._on_trial = on_trial
-        self.while_open = ModuleHooks()
 
     def watch(self, model: nn.Module, owners: Sequence[ModuleParameters], handles: Handles) -> None:
         for owner, mine in owners:
@@ -730,9 +668,6 @@ class CheckedReaders:
                 handles.append(handle)
                 if on_cpu and not self._on_trial:
                     self.while_open.add(handle, hook)
-
-    def watch_fsdp1(self, wrapper: nn.Module, mine: Sequence[AttachedParameter], handles: Handles) -> None:
-        """The model's own forward has been asked."""
 
     def _before_read_on_cpu(self, mine: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
         # Where there are no streams to note, nothing is left to do in the model's own forward.
@@ -763,11 +698,11 @@ class CheckedReaders:
         once = part.register_forward_hook(BoundHook(see))
 
 
-class WaitingReaders:
+class WaitingReaders(Readers):
     """``schedule="forward"``: a module waits for the buckets that it reads."""
 
     def __init__(self, schedule: ForwardSchedule) -> None:
-        self.while_open = ModuleHooks()
+        super().__init__()
         self._schedule = schedule
 
     def watch(self, model: nn.Module, owners: Sequence[ModuleParameters], handles: Handles) -> None:
@@ -789,17 +724,6 @@ class WaitingReaders:
     def watch_fsdp1(self, wrapper: nn.Module, mine: Sequence[AttachedParameter], handles: Handles) -> None:
         before_read = BoundHook(functools.partial(self._schedule.before_read, mine))
         handles.append(BeforeFSDP1Gathers(wrapper, before_read))
-
-
-class NoReaders:
-    """``INSTEP_DISABLE=1``: weights are written in ``optimizer.step()`` alone."""
-
-    def __init__(self) -> None:
-        self.while_open = ModuleHooks()
-
-    def watch(self, model: nn.Module, owners: Sequence[ModuleParameters], handles: Handles) -> None: ...
-
-    def watch_fsdp1(self, wrapper: nn.Module, mine: Sequence[AttachedParameter], handles: Handles) -> None: ...
 
 
 def _compiled_in(model: nn.Module) -> list[nn.Module]:

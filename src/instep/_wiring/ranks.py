@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from instep.sources import Source
 
 
-# Which ranks step together, and what must be the same on all of them.
-
-
 def rank() -> int:
     """Of this process."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -158,11 +155,7 @@ def in_join(ddp: DistributedDataParallel) -> bool:
 
 
 class _Shadow(JoinHook):
-    """One ``join()`` on a rank that has no data left.
-
-    Args:
-        theirs: what DDP itself does.
-    """
+    """One ``join()`` on a rank that has no data left; ``theirs`` is what DDP itself does."""
 
     def __init__(self, theirs: JoinHook, joining: Joining) -> None:
         self._theirs = theirs

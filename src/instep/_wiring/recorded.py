@@ -48,9 +48,7 @@ class RecordedLoop:
     """A loop that is to be recorded.
 
     Args:
-        described: what it is.
         schedule: of its attachment, which is told whom to tell of buckets; ``None``: its steps are torch's.
-        pipeline: that runs its model.
     """
 
     def __init__(
@@ -135,9 +133,6 @@ def _inputs(values: object) -> set[str]:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-# The clocks: hooks that note times, until ``stop``.
 
 
 class BackwardTimes(NamedTuple):

@@ -1,6 +1,6 @@
 """What the methods of an attachment do: a recording, one rank's state on all ranks, numbers for a log."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from instep._ranks.collectives import broadcast_json, resync
-from instep._ranks.votes import StepVotes
 from instep._step.schedule import Schedule
 from instep._torch.pipelining import Pipeline
 from instep._wiring.build import Parts
@@ -23,47 +22,26 @@ if TYPE_CHECKING:
     from instep_tools.recording import Recording
 
 
-# A recording of a loop begins.
-
-
-def record_plain(
-    model: nn.Module, optimizers: Sequence[Optimizer], steps: int, pipeline: Pipeline | None = None
-) -> "Recording":
-    """Of a loop whose steps are torch's."""
-    return _recording(RecordedLoop(model, optimizers, PLAIN, None, pipeline), steps, pipeline)
-
-
-def record_attached(
+def begin_recording(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     steps: int,
-    options: Options,
-    parts: Parts,
+    pipeline: Pipeline | None,
+    attached: tuple[Options, Schedule] | None = None,
 ) -> "Recording":
-    """Of a loop whose steps are instep's."""
-    pipeline = options.communication.pipeline
-    loop = RecordedLoop(model, optimizers, _described(options), parts.schedule, pipeline)
-    return _recording(loop, steps, pipeline)
-
-
-def _described(options: Options) -> Described:
-    said = options.given()
-    label = ", ".join(f"{name}={value}" for name, value in said.items())
-    return Described(f"instep, {label}", said)
-
-
-def _recording(loop: RecordedLoop, steps: int, pipeline: Pipeline | None) -> "Recording":
-    if pipeline is None and len(called_in(loop.model)) > 1:
+    """Of a loop whose steps are torch's; with ``attached``, instep's."""
+    described, schedule = PLAIN, None
+    if attached is not None:
+        said, schedule = attached[0].given(), attached[1]
+        described = Described(f"instep, {', '.join(f'{name}={value}' for name, value in said.items())}", said)
+    if pipeline is None and len(called_in(model)) > 1:
         raise InstepError(
             "record() of several models: an iteration of a recording begins where one model's forward does. Attach "
             "the module that holds them, and call that; of the stages of a pipeline, give its schedule as pipeline="
         )
     from instep_tools.recording import Recording  # imports torch.profiler
 
-    return Recording(loop, steps)
-
-
-# One rank's model, optimizers and number of steps on all ranks of an attachment.
+    return Recording(RecordedLoop(model, optimizers, described, schedule, pipeline), steps)
 
 
 def resync_from(parts: Parts, rank: int) -> None:
@@ -97,38 +75,31 @@ def resync_from(parts: Parts, rank: int) -> None:
         draws.earlier = earlier
 
 
-# An attachment in numbers, for a log, and as a table, for a notebook.
-
-
 Stats = dict[str, int | float]
 
 
-def stats_of(schedule: Schedule, votes: StepVotes) -> Stats:
-    """Times are left out before the first step, and on accelerators, whose work the host's clock does not show."""
+def stats_of(parts: Parts) -> Stats:
+    """An attachment in numbers, for a log. Times are left out before the first step, and on accelerators, whose work
+    the host's clock does not show."""
+    step, times = parts.step, parts.step.times
     found: Stats = {
-        "steps": schedule.step_count,
-        "redos": schedule.redo_count,
-        "skips": schedule.skip_count,
-        "votes": votes.count,
-        "freed_bytes": schedule.freed_bytes,
+        "steps": step.ledger.step_count,
+        "redos": step.ledger.redo_count,
+        "skips": step.ledger.skip_count,
+        "votes": parts.votes.count,
+        "freed_bytes": step.freed_bytes,
     }
-    times = schedule.times
-    if times.exposed is not None and all(p.device.type == "cpu" for p in living_parameters(schedule)):
+    if times.exposed is not None and all(p.device.type == "cpu" for p in living_parameters(parts.schedule)):
         found["exposed_ms"] = 1000 * times.exposed
         found["outside_ms"] = 1000 * times.outside
     return found
 
 
-def table_of(title: str, rows: Mapping[str, object] | Iterable[tuple[str, object]]) -> str:
-    """HTML that needs nothing else."""
-    pairs = rows.items() if isinstance(rows, Mapping) else rows
+def table_of(title: str, rows: Mapping[str, object]) -> str:
+    """For a notebook: HTML that needs nothing else."""
     lines = "".join(
         f'<tr><th style="text-align:left">{escape(str(name))}</th>'
-        f'<td style="text-align:left">{escape(_shown(value))}</td></tr>'
-        for name, value in pairs
+        f'<td style="text-align:left">{escape(f"{value:.3f}" if isinstance(value, float) else str(value))}</td></tr>'
+        for name, value in rows.items()
     )
     return f'<table><caption style="text-align:left">{escape(title)}</caption><tbody>{lines}</tbody></table>'
-
-
-def _shown(value: object) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value)

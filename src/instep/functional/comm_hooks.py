@@ -261,7 +261,7 @@ class StepAfterReduction:
     def _step(self, reductions: Sequence[Reduction]) -> None:
         """Backward's own work is done, and DDP's own end is next. An error raised here would leave the DDP instance
         unusable, so it is kept for ``_settle``."""
-        self._failure.drop()
+        self._failure.error = None
         try:
             for reduction in reductions:
                 if any(map(self._wanted, reduction.parameters)):

@@ -17,7 +17,6 @@ from torch.distributed import GradBucket
 from torch.distributed.distributed_c10d import Work
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from instep._torch.engine import untraced
 from instep._torch.hooks import UntracedHook
@@ -47,24 +46,21 @@ def connect_listener(
         divides: whether the source itself reduces, and divides.
     """
     refuse_manual_finalization(ddp)
-    _connect_listener(ddp, source, comm_hook, reduce_dtype, divides)
+    is_plain = comm_hook is None and reduce_dtype is None and not divides
+    if ddp not in _slots and is_plain and ReducerGroup.fits(ddp):
+        _slots[ddp] = ReducerGroup(ddp, source)
+    else:
+        slot = _slot_of(ddp, comm_hook, reduce_dtype)
+        slot.source = source
+        slot.comm_hook = comm_hook or slot.comm_hook
+        slot.reduce_dtype = reduce_dtype
     _asides[ddp] = GradientsAside(ddp)
 
 
-def _connect_listener(
-    ddp: DistributedDataParallel,
-    source: BucketListener,
-    comm_hook: CommHook | None,
-    reduce_dtype: torch.dtype | None,
-    divides: bool,
-) -> None:
+def _slot_of(ddp: DistributedDataParallel, comm_hook: CommHook | None, reduce_dtype: torch.dtype | None) -> "_HookSlot":
+    """The slot in the one hook of ``ddp``, which is registered if it is not yet."""
     slot = _slots.get(ddp)
     if slot is None:
-        if comm_hook is None and reduce_dtype is None and not divides and ReducerGroup.fits(ddp):
-            group = ReducerGroup(ddp, source)
-            group.connect()
-            _slots[ddp] = group
-            return
         if comm_hook is None and not _has_hook(ddp):  # else that hook is the reason
             _refuse_lazy_views(ddp)
         slot = _HookSlot(ddp)
@@ -89,9 +85,7 @@ def _connect_listener(
             "this DistributedDataParallel keeps the comm_hook of an earlier attach, which decides how gradients "
             "are sent, so mixed_precision cannot: give comm_hook=(state, hook) again, or build the instance anew"
         )
-    slot.source = source
-    slot.comm_hook = comm_hook or slot.comm_hook
-    slot.reduce_dtype = reduce_dtype
+    return slot
 
 
 def before_backward(ddp: DistributedDataParallel | None) -> None:
@@ -139,9 +133,9 @@ class ReducerGroup(dist.ProcessGroup):
         self.source = source
         self._group = ddp.process_group
         self._ddp = weakref.ref(ddp)
-        self._buckets: dict[tuple[torch.device, int], _KnownBucket] = {}
-        self._rebuilt: bool | None = None
-        self._handle: RemovableHandle | None = None
+        self._look(ddp)
+        ddp.reducer._update_process_group(self)
+        self._handle = ddp.register_forward_hook(UntracedHook(self._after_forward))
 
     @staticmethod
     def fits(ddp: DistributedDataParallel) -> bool:
@@ -154,20 +148,11 @@ class ReducerGroup(dist.ProcessGroup):
             return False
         return True
 
-    def connect(self) -> None:
-        ddp = self._ddp()
-        assert ddp is not None
-        self._look(ddp)
-        ddp.reducer._update_process_group(self)
-        self._handle = ddp.register_forward_hook(UntracedHook(self._after_forward))
-
     def disconnect(self) -> None:
         ddp = self._ddp()
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-            if ddp is not None:
-                ddp.reducer._update_process_group(ddp.process_group)
+        self._handle.remove()
+        if ddp is not None:
+            ddp.reducer._update_process_group(ddp.process_group)
 
     def before_backward(self) -> None:
         """A backward begins: look for the reducer's buckets again, if it has made new ones since the forward. Some
@@ -189,7 +174,7 @@ class ReducerGroup(dist.ProcessGroup):
             # find its gradients); the counts of which parameters were used; the zeros of a rank that has joined.
             return self._group.allreduce(tensors, opts)
         work = self._reduce(tensors, opts)
-        bucket = _ReducerBucket(known.index, known.parameters, known.last, tensors[0])
+        bucket = _ReducerBucket(known, tensors[0])
         self.source.launched(bucket, work.get_future())
         return work
 
@@ -225,29 +210,6 @@ class ReducerGroup(dist.ProcessGroup):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _ReducerBucket:
-    """A bucket, in the terms of the ``torch.distributed.GradBucket`` that a communication hook is given, and that
-    Python cannot make."""
-
-    _index: int
-    _parameters: Sequence[torch.Tensor]
-    _last: bool
-    _buffer: torch.Tensor
-
-    def index(self) -> int:
-        return self._index
-
-    def buffer(self) -> torch.Tensor:
-        return self._buffer
-
-    def parameters(self) -> list[torch.Tensor]:
-        return list(self._parameters)
-
-    def is_last(self) -> bool:
-        return self._last
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class _KnownBucket:
     """A bucket of the reducer's, which there is as long as ``storage`` is."""
 
@@ -255,6 +217,27 @@ class _KnownBucket:
     parameters: Sequence[torch.Tensor]
     last: bool
     storage: StorageWeakRef
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ReducerBucket:
+    """A bucket, in the terms of the ``torch.distributed.GradBucket`` that a communication hook is given, and that
+    Python cannot make."""
+
+    known: _KnownBucket
+    tensor: torch.Tensor
+
+    def index(self) -> int:
+        return self.known.index
+
+    def buffer(self) -> torch.Tensor:
+        return self.tensor
+
+    def parameters(self) -> list[torch.Tensor]:
+        return list(self.known.parameters)
+
+    def is_last(self) -> bool:
+        return self.known.last
 
 
 class _HookSlot:
@@ -322,7 +305,8 @@ class _HookSlot:
         """Divide the bucket as the reducer does without a hook. ``False``: nothing was done, since the reducer
         multiplies all of this bucket by ``1 / divisor``, as the mean does that follows."""
         buffer = bucket.buffer()
-        if _divides_at_once(ddp) and not buffer.is_sparse:
+        # With an option of torch 2.13 the reducer fills a bucket first, and then divides all of it.
+        if getattr(ddp, "batched_grad_copy", False) and not buffer.is_sparse:
             buffer.div_(divisor)
             return True
         if not self._views or buffer.is_sparse:
@@ -347,11 +331,6 @@ def _communicate(slot: _HookSlot, bucket: GradBucket) -> torch.futures.Future[to
 def _has_hook(ddp: DistributedDataParallel) -> bool:
     """Whether the loop has registered a communication hook: one in Python, or one of torch's in C++."""
     return bool(ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"))
-
-
-def _divides_at_once(ddp: DistributedDataParallel) -> bool:
-    """Whether the reducer fills a bucket first, and then divides all of it: with an option of torch 2.13."""
-    return bool(getattr(ddp, "batched_grad_copy", False))
 
 
 def _refuse_lazy_views(ddp: DistributedDataParallel) -> None:

@@ -6,7 +6,7 @@ has arrived: while one is stepped the later ones are still in flight. No weight 
 
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -117,16 +117,13 @@ class DDPSource:
 
     def _fetch(self, reductions: Sequence[Reduction]) -> None:
         # All are waited for before any is used: a communication that failed must not leave some of these stepped.
-        with self._communicating():
+        ddp = self._ddp()
+        with nullcontext() if ddp is None else communicating(ddp.process_group):
             gradients = [reduction.gradients() for reduction in reductions]
         for reduction, reduced in zip(reductions, gradients, strict=True):
             for parameter, gradient in zip(reduction.parameters, reduced, strict=True):
                 if parameter in self._parameters:
                     parameter.grad = gradient
-
-    def _communicating(self) -> AbstractContextManager[None]:
-        ddp = self._ddp()
-        return nullcontext() if ddp is None else communicating(ddp.process_group)
 
     # After DDP's own end.
 
