@@ -13,8 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from instep_tools.report.figures import by_job, figures
-from instep_tools.report.page import page, rows
+from instep_tools.report.figures import figures
 from instep_tools.report.run import Rank, Run, load
 from instep_tools.report.spans import Span, busy, exposed, intervals, within
 from tests.cases import Blocks
@@ -174,12 +173,6 @@ def test_a_sharded_model(two_ranks: RankPool, tmp_path: Path) -> None:
     assert kinds == {"all_gather", "all_reduce"}, "gloo scatters by reducing all"
 
 
-def test_a_job_is_the_same_in_any_wrapper(two_ranks: RankPool, tmp_path: Path) -> None:
-    ddp, fsdp = (recorded(two_ranks, "plain", wrapper, tmp_path / f"{wrapper}.json").job for wrapper in ("ddp", "fsdp"))
-    assert ddp == fsdp
-    assert (ddp.model, ddp.ranks, ddp.batch) == ("Blocks", 2, ("(8, 16) float32",))
-
-
 # Pipelines, in which a run has many forwards and backwards, and all of them are one iteration.
 
 PIPELINES = [
@@ -315,82 +308,6 @@ def test_bubbles_are_what_nothing_fills(two_ranks: RankPool, kind: Kind, how: st
     if how in ("plain", "disabled"):
         assert not any(found.step_inside)
         assert all(found.step_after)
-
-
-@needs_schedules
-@by_pipeline
-def test_plain_and_attached_are_one_job_on_one_page(two_ranks: RankPool, kind: Kind, tmp_path: Path) -> None:
-    runs = [piped(two_ranks, kind, how, tmp_path / f"{how}.json") for how in WAYS]
-    (compared,) = by_job(runs)
-    assert [run.setup.label for run in runs[:2]] == ["plain", "plain"]
-    assert len({tuple(rank.weights) for run in runs for rank in run.ranks}) == 2, "as trained, recorded or not"
-    whole = sum(p.numel() for m in stages_alone(kind) for p in m.parameters() if p.requires_grad)
-    assert (compared.job.model, compared.job.count) == ("Stage", whole)
-    named = {row.name: row.values for row in rows(runs, compared.figures)}
-    assert [len(value.split(", ")) for value in named["bubbles"]] == [2] * len(runs)
-    assert named["step, in schedule.step()"][0] == "0.0 ms, 0.0 ms"
-    text = page([compared])
-    for stage in range(kind.count):
-        assert f'data-lane="stage {stage}"' in text
-        assert f"forward, stage {stage}, micro-batch 0: " in text
-        assert f"step, stage {stage}, " in text
-    assert text.count('data-lane="bubbles"') == 2 * len(runs)
-
-
-def stages_alone(kind: Kind) -> list[torch.nn.Module]:
-    from tests.distributed.pipelines import CLASSES, WIDTH, Stage
-
-    return [Stage(CLASSES if number == kind.count - 1 else WIDTH) for number in range(kind.count)]
-
-
-def several_runs(path: Path) -> None:
-    loop = Loop(PIPELINES[1])
-    overlap = instep.attach(loop.models, loop.optimizers, pipeline=loop.pipeline, schedule="backward")
-    with overlap.record(steps=2) as recording:
-        for i in range(3):
-            with overlap.accumulate():
-                loop.run(2 * i)
-            loop.run(2 * i + 1)
-            loop.step()
-    recording.save(path)
-    overlap.detach()
-
-
-@needs_schedules
-def test_several_runs_of_a_step_are_one_iteration(two_ranks: RankPool, tmp_path: Path) -> None:
-    two_ranks.run(several_runs, tmp_path / "run.json")
-    for rank in load(tmp_path / "run.json").ranks:
-        assert (len(rank.iterations), len(rank.runs)) == (2, 4)
-        steps = [span for span in rank.spans if span.kind == "step" and span.parameters]
-        assert len(steps) == 2 * len(rank.stages)
-
-
-def detached_within() -> None:
-    """The hooks of the recording stand around those of the attachment, which go first, and come again in the end."""
-    loop = Loop(PIPELINES[2])
-    for again in (False, True):
-        overlap = instep.attach(loop.models, loop.optimizers, pipeline=loop.pipeline, schedule="backward")
-        with overlap.record(steps=3) as recording:
-            loop.run(0)
-            loop.step()
-            overlap.detach()
-            if again:
-                overlap = instep.attach(loop.models, loop.optimizers, pipeline=loop.pipeline, schedule="backward")
-            loop.run(1)
-            loop.step()
-        loop.run(2)
-        if again:
-            assert overlap.state == "open", "stepped in the run"
-            loop.step()
-            overlap.detach()
-        run = recording.run()
-        assert run is None or [len(rank.runs) for rank in run.ranks] == [2, 2]
-    assert "step" not in vars(loop.pipeline)
-
-
-@needs_schedules
-def test_an_attachment_may_end_and_begin_while_it_is_recorded(two_ranks: RankPool) -> None:
-    two_ranks.run(detached_within)
 
 
 def refused() -> None:

@@ -26,9 +26,8 @@ from torch.utils.checkpoint import checkpoint
 import instep
 from instep.attachment import attachments
 from instep.errors import AccumulationError, HyperparameterChangedError, UncommittedStepError
-from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch, two_groups
-from tests.devices import here, on_cpu_only
+from tests.devices import here
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import WAYS, Loop, both, in_every_way, loss_of, mesh, nested
 from tests.late import late_updates
@@ -203,26 +202,6 @@ def test_sequence_parallel_norms(two_ranks: RankPool, way: str) -> None:
 # Loops.
 
 
-def two_then_two(loop: Loop, i: int) -> None:
-    """Two forwards, then two backwards, of which the second reduces."""
-    losses = [loop.loss(2 * i), loop.loss(2 * i + 1)]
-    for last, loss in enumerate(losses):
-        if loop.overlap is None:
-            loop.model.set_requires_gradient_sync(bool(last))
-        loss.backward()
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
-
-
-def two_forwards_then_two_backwards(way: str) -> None:
-    both(way, nested, adamw, two_then_two, accumulation_steps=2)
-
-
-@in_every_way
-def test_accumulation_steps_with_two_forwards_then_two_backwards(two_ranks: RankPool, way: str) -> None:
-    two_ranks.run(two_forwards_then_two_backwards, way)
-
-
 def with_input_gradients(loop: Loop, i: int) -> torch.Tensor:
     for last in (False, True):
         x, y = batch(4 * i + 2 * last + dist.get_rank())
@@ -271,35 +250,6 @@ def test_parameters_added_after_an_evaluation(two_ranks: RankPool, way: str) -> 
     two_ranks.run(thawed_after_evaluation, way)
 
 
-def attached_after_evaluation(way: str) -> None:
-    def evaluated(model: nn.Module) -> torch.optim.Optimizer:
-        optimizer = adamw(model)
-        with torch.no_grad():
-            model(batch(0)[0])
-        return optimizer
-
-    both(way, nested, evaluated)
-
-
-@in_every_way
-def test_attached_after_an_evaluation(two_ranks: RankPool, way: str) -> None:
-    two_ranks.run(attached_after_evaluation, way)
-
-
-def moved(way: str) -> None:
-    def step(loop: Loop, i: int) -> None:
-        loop.learn(i)
-        loop.model.to("cpu")  # as a loop does before it saves or evaluates; it is there already
-
-    both(way, nested, adamw, step)
-
-
-@on_cpu_only
-@pytest.mark.parametrize("way", ["backward", "forward"])
-def test_model_to_between_steps_works_as_in_the_plain_loop(two_ranks: RankPool, way: str) -> None:
-    two_ranks.run(moved, way)
-
-
 def spread_in_another_way(way: str) -> None:
     def step(loop: Loop, i: int) -> None:
         loop.learn(i)
@@ -316,67 +266,6 @@ def spread_in_another_way(way: str) -> None:
 @in_every_way
 def test_state_that_is_not_spread_as_its_parameter(two_ranks: RankPool, way: str) -> None:
     two_ranks.run(spread_in_another_way, way)
-
-
-def raised_in_forward(way: str) -> None:
-    class BoomError(Exception):
-        pass
-
-    def boom(*_: object) -> None:
-        raise BoomError
-
-    def step(loop: Loop, i: int) -> None:
-        handle = loop.model.blocks[1].register_forward_pre_hook(boom)
-        with pytest.raises(BoomError):
-            loop.loss(i)
-        handle.remove()
-        loop.model.reset_iter_state()
-        loop.learn(i)
-
-    both(way, nested, adamw, step)
-
-
-@in_every_way
-def test_training_on_after_a_forward_raised(two_ranks: RankPool, way: str) -> None:
-    two_ranks.run(raised_in_forward, way)
-
-
-def infinite_on_one_rank(way: str) -> None:
-    """One row of one gradient: the other rank has no part of it, and must skip the step too."""
-    loops = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        model: Any = nested(Blocks())
-        loop: Any = Loop(model, adamw(model))
-        loop.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
-        loop.calls = 0
-        loops.append(loop)
-
-        def spoil(parameter: Any, loop: Any = loop) -> None:
-            loop.calls += 1
-            if loop.calls == 3 and dist.get_rank() == 1:
-                parameter.grad.to_local()[0] = torch.inf
-
-        model.blocks[1][1].weight.register_post_accumulate_grad_hook(spoil)
-    plain, loop = loops
-    scaler = {"scaler": loop.scaler} if way == "undo" else {}
-    with instep.attach(loop.model, loop.optimizer, **WAYS[way], **scaler) as overlap:
-        for i in range(5):
-            for one in loops:
-                one.scaler.scale(one.loss(i)).backward()
-                one.scaler.unscale_(one.optimizer)
-                one.scaler.step(one.optimizer)
-                one.scaler.update()
-                one.optimizer.zero_grad()
-            overlap.synchronize()
-            assert plain.scaler.get_scale() == loop.scaler.get_scale()
-            for p, q in zip(plain.model.parameters(), loop.model.parameters(), strict=True):
-                assert torch.equal(p.to_local(), q.to_local()), f"step {i}"
-
-
-@pytest.mark.parametrize("way", ["forward", "undo"])
-def test_a_gradient_that_is_infinite_on_one_rank(two_ranks: RankPool, way: str) -> None:
-    two_ranks.run(infinite_on_one_rank, way)
 
 
 # Writes through another tensor of the same memory that was taken earlier, of which nobody is told: seen before anything
@@ -437,64 +326,7 @@ def test_writes_through_another_tensor(two_ranks: RankPool, source: str, way: st
         assert "was written" in message
 
 
-def written_after_the_step(what: str, other: str) -> str | None:
-    """With ``schedule="forward"`` such a parameter is stepped at once: the write comes after, as in the plain loop."""
-    loops = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        model = nested(Blocks())
-        loops.append(Loop(model, adamw(model)))
-    plain, attached = loops
-    with instep.attach(attached.model, attached.optimizer, **WAYS["forward"]) as overlap, late_updates():
-        for loop in (plain, attached):
-            loop.learn(0)
-            overlap.synchronize()
-            loop.backward(1)
-            early = [OTHERS[other](tensor) for tensor in taken(loop, what)]
-            loop.optimizer.step()
-            for tensor in early:
-                tensor.mul_(0.5)
-            early.clear()
-        overlap.synchronize()
-        return first_difference(*(training_state(one.model, one.optimizer) for one in loops))
-
-
-@pytest.mark.parametrize("other", list(OTHERS))
-@pytest.mark.parametrize("what", ["weight", "state", "gradient"])
-def test_writes_through_another_tensor_after_the_step(two_ranks: RankPool, what: str, other: str) -> None:
-    assert two_ranks.run(written_after_the_step, what, other) == [None] * 2
-
-
 # Gradients that no backward has made, of which one rank holds nothing but zeros.
-
-
-def gradients_of_one_rank(way: str) -> None:
-    loops = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        model = nested(Blocks())
-        loops.append(Loop(model, adamw(model)))
-    plain, loop = loops
-    with instep.attach(loop.model, loop.optimizer, clip=instep.ClipNorm(0.1), **WAYS[way]) as overlap:
-        for one in loops:
-            for parameter in one.model.parameters():
-                parameter.grad = torch.zeros_like(parameter)
-                if dist.get_rank() == 0:
-                    parameter.grad.to_local().fill_(0.5)
-        torch.nn.utils.clip_grad_norm_(plain.model.parameters(), 0.1)
-        for one in loops:
-            one.optimizer.step()
-            one.optimizer.zero_grad()
-        overlap.synchronize()
-        for p, q in zip(plain.model.parameters(), loop.model.parameters(), strict=True):
-            assert torch.equal(p.to_local(), q.to_local())
-        assert overlap.step_count == 1
-        loop.learn(1)
-
-
-@pytest.mark.parametrize("way", ["undo", "forward"])
-def test_gradients_of_which_one_rank_holds_zeros(two_ranks: RankPool, way: str) -> None:
-    two_ranks.run(gradients_of_one_rank, way)
 
 
 # State that only a step makes.
@@ -526,37 +358,6 @@ def test_state_after_the_first_step() -> None:
 
 
 # What is left behind.
-
-
-def nothing_is_left(way: str) -> None:
-    model = nested(Blocks())
-    optimizer = adamw(model)
-    loop = Loop(model, optimizer)
-
-    def hooks() -> int:
-        tables: list[Any] = []
-        for module in model.modules():
-            tables += [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks]
-        for parameter in model.parameters():
-            tables += [parameter._post_accumulate_grad_hooks or {}, parameter._backward_hooks or {}]
-        tables += [value for name, value in vars(optimizer).items() if name.endswith("_hooks")]
-        return sum(map(len, tables))
-
-    before = hooks()
-    for i in range(2):
-        overlap = instep.attach(model, optimizer, **WAYS[way])
-        loop.learn(i)
-        loop.backward(10 + i)
-        optimizer.step()
-        overlap.detach()
-        optimizer.zero_grad()
-    assert hooks() == before
-    loop.learn(5)
-
-
-@in_every_way
-def test_detach_leaves_no_hooks(two_ranks: RankPool, way: str) -> None:
-    two_ranks.run(nothing_is_left, way)
 
 
 def memory(way: str | None) -> int:

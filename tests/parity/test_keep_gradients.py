@@ -109,12 +109,6 @@ def test_optimizers(case: OptimizerCase) -> None:
 
 
 @in_every_way
-def test_several_optimizers(way: str) -> None:
-    lane = lockstep(way, two_optimizers, around_forward_and_backward, EVERY + 2)
-    assert lane.overlap.step_count == EVERY + 2
-
-
-@in_every_way
 def test_clip_by_hand(way: str) -> None:
     def step(lane: Contender, i: int) -> Any:
         with kept(lane):
@@ -219,22 +213,6 @@ def test_gradients_are_thrown_away(way: str, build: Any) -> None:
     lane = lockstep(way, build, step)
     assert lane.overlap.step_count == 5
     assert lane.overlap.redo_count == 0
-
-
-@in_every_way
-def test_gradients_of_one_optimizer_are_thrown_away(way: str) -> None:
-    """As a loop does that trains two networks in turn."""
-
-    def step(lane: Contender, i: int) -> None:
-        with kept(lane):
-            lane.backward(loss(lane, i))
-        lane.optimizers[i % 2].zero_grad()
-        lane.clip()
-        lane.optimizers[1 - i % 2].step()
-        lane.zero_grad()
-
-    lane = lockstep(way, two_optimizers, step)
-    assert lane.overlap.step_count == 5
 
 
 @in_every_way
@@ -408,18 +386,6 @@ def test_a_first_step_with_gradients_of_zero_is_counted() -> None:
     optimizer.step()
     assert overlap.step_count == 1
     overlap.detach()
-
-
-def test_settings_may_change_before_step() -> None:
-    def step(lane: Contender, i: int) -> None:
-        with kept(lane) if i % 2 else nullcontext():
-            lane.backward(loss(lane, i))
-        if i % 2:
-            lane.optimizer.param_groups[0]["lr"] *= 0.5
-        lane.step()
-        lane.zero_grad()
-
-    lockstep("backward", blocks, step)
 
 
 def test_nested_blocks_and_errors_leave_nothing() -> None:

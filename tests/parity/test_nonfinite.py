@@ -171,16 +171,6 @@ def test_what_a_step_without_gradients_would_begin_to_count_is_taken_away(way: s
     lockstep(way, make, counted, nonfinite="skip")
 
 
-@pytest.mark.parametrize("bad_steps", [(1, 3), (0, 2)])
-@in_ways
-def test_what_a_step_without_gradients_would_count_is_put_back(way: str, bad_steps: tuple[int, ...]) -> None:
-    def make() -> tuple[nn.Module, Any]:
-        model = Blocks()
-        return model, Counting(two_groups(model), lr=0.1)
-
-    lockstep(way, make, skipping("outer.weight", BAD[0], bad_steps), nonfinite="skip")
-
-
 class WritesWithoutGradients(Counting):
     """Writes, without any gradient, what no other optimizer here does: parameters, an average in a module, lists, an
     entry of state, and generators."""

@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,6 @@ from instep.errors import (
     HyperparameterChangedError,
     SpentGradientError,
     StaleAttachmentError,
-    TornStepError,
     UncommittedStepError,
     UnsupportedOptimizerError,
 )
@@ -45,7 +43,6 @@ from tests.parity.lockstep import (
 
 UNCOMMITTED = Refused(UncommittedStepError, "open")
 CHANGED = Refused(HyperparameterChangedError, "torn")
-PUT_BACK = Refused(HyperparameterChangedError, "open", match="put back")
 MOMENTS = ("before forward", "before backward", "before step", "after step")
 Make = Callable[[Any], Any]
 
@@ -81,12 +78,6 @@ def muon_and_adamw(model: nn.Module) -> Any:
 @in_every_way
 def test_muon_and_adamw(way: str) -> None:
     lockstep(way, building(muon_and_adamw))
-
-
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
-@in_exact_ways
-def test_two_optimizers_clipped_by_one_norm(way: str) -> None:
-    lockstep(way, building(muon_and_adamw), clip=instep.ClipNorm(CLIP))
 
 
 @in_every_way
@@ -346,19 +337,6 @@ def test_a_group_that_lets_parameters_go(way: str) -> None:
 
 
 @in_every_way
-def test_a_parameter_that_moves_to_another_group(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        loss = learn(lane, i)
-        if i == 1:
-            first, second = lane.optimizer.param_groups
-            second["params"].append(first["params"].pop(0))
-            first["lr"], second["lr"] = second["lr"], first["lr"]
-        return loss
-
-    lockstep(way, blocks, step)
-
-
-@in_every_way
 def test_a_parameter_that_moves_to_another_optimizer(way: str) -> None:
     def step(lane: Contender, i: int) -> Any:
         loss = learn(lane, i)
@@ -481,12 +459,6 @@ def test_hyperparameters_changed_by_hand(way: str, name: str, when: str) -> None
     lockstep(way, build, step, refused={"backward": CHANGED} if when == "before step" else None)
 
 
-@pytest.mark.parametrize("make", [partial(adamw, maximize=True), partial(sgd, maximize=True, nesterov=True)])
-@in_every_way
-def test_maximize(way: str, make: Make) -> None:
-    lockstep(way, building(make))
-
-
 # Closures.
 
 
@@ -507,57 +479,7 @@ def test_closures(way: str) -> None:
     lockstep(way, blocks, step)
 
 
-@in_exact_ways
-def test_closures_that_clip(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        x, y = batch(i)
-
-        def closure() -> torch.Tensor:
-            lane.zero_grad()
-            loss = loss_of(lane.model(x), y)
-            loss.backward()
-            nn.utils.clip_grad_norm_(lane.model.parameters(), CLIP)
-            return loss
-
-        return lane.optimizer.step(closure=closure).detach()
-
-    lockstep(way, blocks, step)
-
-
 # Optimizers of one's own, and other people's.
-
-
-class Counts(torch.optim.Optimizer):
-    """Counts its steps in its groups, and keeps a tensor of all parameters' in ``state`` under a name."""
-
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr, "count": 0, "seen": torch.zeros(())})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        if all(p.grad is None for group in self.param_groups for p in group["params"]):
-            return
-        self.state["decay"] = self.state.get("decay", torch.ones(())) * 0.9  # type: ignore[index, call-overload]  # a name
-        for group in self.param_groups:
-            if all(p.grad is None for p in group["params"]):
-                continue
-            group["count"] += 1
-            group["seen"] = group["seen"] + 1
-            for p in group["params"]:
-                if p.grad is not None:
-                    moment = self.state[p].setdefault("moment", torch.zeros_like(p))
-                    moment.lerp_(p.grad, 0.5)
-                    decay = self.state["decay"]  # type: ignore[index]  # a name
-                    p.sub_(moment * decay / group["seen"], alpha=group["lr"] / group["count"])
-
-
-@in_every_way
-def test_an_optimizer_that_counts(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        learn(lane, i)
-        return [(group["count"], float(group["seen"])) for group in lane.optimizer.param_groups]
-
-    lockstep(way, building(lambda m: Counts(two_groups(m))), step, steps=6)
 
 
 def by_closure(lane: Contender, i: int) -> Any:
@@ -634,21 +556,6 @@ def test_a_step_that_calls_that_of_its_parent_class_is_one_step_of_a_recording()
     assert len(found.ranks[0].iterations) == 2
 
 
-class CountsInPlace(Counts):
-    """The same with a tensor that is changed in place."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        if any(p.grad is not None for group in self.param_groups for p in group["params"]):
-            self.state.setdefault("total", torch.zeros(())).add_(1)  # type: ignore[call-overload]  # a name
-        return super().step(closure)
-
-
-@in_every_way
-def test_an_optimizer_that_counts_in_place(way: str) -> None:
-    lockstep(way, building(lambda m: CountsInPlace(two_groups(m))), steps=6)
-
-
 class Couples(torch.optim.SGD):
     """Divides by the norm of all gradients."""
 
@@ -715,44 +622,6 @@ class Averages(torch.optim.SGD):
             if id(now) in mine:
                 now.lerp_(kept, 0.5)
         return loss
-
-
-class CountsInAModule(torch.optim.SGD):
-    """In a buffer of a module, but late, which nobody sees who tries a few steps."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr=lr)
-        self.stepped = 0
-        self.counter: Any = nn.BatchNorm1d(1)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        if any(p.grad is not None for group in self.param_groups for p in group["params"]):
-            self.stepped += 1
-            if self.stepped >= 40:
-                self.counter.running_mean.add_(1.0)
-        return super().step(closure)
-
-
-@pytest.mark.parametrize("way", ["backward", "undo"])
-def test_an_update_that_writes_a_module_late(way: str) -> None:
-    """The step that shows it is torn, or its weights are as before."""
-    model, optimizer = building(lambda m: CountsInAModule(m.parameters(), lr=0.1))()
-    with instep.attach(model, optimizer, **WAYS[way]) as overlap:
-        for i in range(39):
-            x, y = batch(i)
-            loss_of(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        loss = loss_of(model(x), y)
-        with pytest.raises(UnsupportedOptimizerError, match="or those of a module"):
-            loss.backward()
-        assert overlap.step_count == 39
-        if way == "backward":
-            with pytest.raises(TornStepError):
-                model(x)
-        else:
-            assert torch.equal(loss_of(model(x), y), loss)
 
 
 @pytest.mark.parametrize(
@@ -874,13 +743,6 @@ def test_capturable_on_a_cpu_raises_as_in_the_plain_loop(way: str) -> None:
         assert all(map(torch.equal, before, model.parameters()))
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Lion", "SGD", "StableAdamW", "Adan"])
-@in_every_way
-def test_optimi(way: str, name: str) -> None:
-    optimi = pytest.importorskip("optimi")
-    lockstep(way, building(lambda m: getattr(optimi, name)(two_groups(m), lr=1e-3)))
-
-
 @pytest.mark.parametrize("name", ["AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"])
 @in_every_way
 def test_schedule_free(way: str, name: str) -> None:
@@ -894,13 +756,6 @@ def test_schedule_free(way: str, name: str) -> None:
             return loss, lane.model(batch(i)[0])
 
     lockstep(way, building(lambda m: getattr(schedulefree, name)(two_groups(m), lr=1e-2)), step)
-
-
-@pytest.mark.parametrize("name", ["Lion", "AdaBelief", "Lamb"])
-@in_every_way
-def test_pytorch_optimizer(way: str, name: str) -> None:
-    pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
-    lockstep(way, building(lambda m: getattr(pytorch_optimizer, name)(two_groups(m), lr=1e-3)))
 
 
 # Step hooks.
@@ -1036,99 +891,6 @@ def test_state_saved_and_loaded_between_steps(way: str) -> None:
     lockstep(way, building(lambda m: [sgd(m.blocks), adamw(nn.ModuleList([m.inner, m.outer]))]), step, steps=8)
 
 
-TRIAL_STATE = "with undo the optimizer's state between backward and step is that of the trial"
-
-
-@pytest.mark.parametrize("what", ["model", "optimizer"])
-@in_exact_ways
-def test_state_saved_between_backward_and_step(way: str, what: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        x, y = batch(i)
-        lane.backward(loss_of(lane.model(x), y))
-        state = copy.deepcopy((lane.model if what == "model" else lane.optimizer).state_dict())
-        lane.step()
-        lane.zero_grad()
-        return flat(state)
-
-    lockstep(way, blocks, step)
-
-
-@pytest.mark.parametrize("what", ["model", "optimizer", "both"])
-@in_exact_ways
-def test_state_loaded_between_backward_and_step(way: str, what: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        if i == 1:
-            lane.extra = saved(lane)
-        x, y = batch(i)
-        loss = loss_of(lane.model(x), y)
-        lane.backward(loss)
-        if i in (2, 4):
-            if what != "optimizer":
-                lane.model.load_state_dict(lane.extra[0])
-            if what != "model":
-                lane.optimizer.load_state_dict(lane.extra[1])
-        lane.step()
-        lane.zero_grad()
-        return loss.detach()
-
-    lockstep(way, blocks, step, steps=6)
-
-
-@ways(*EXACT, undo=TRIAL_STATE)
-def test_optimizer_state_read_between_backward_and_step(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        x, y = batch(i)
-        lane.backward(loss_of(lane.model(x), y))
-        state = [lane.optimizer.state[p]["exp_avg"].clone() for p in lane.model.parameters() if i]
-        lane.step()
-        lane.zero_grad()
-        lane.overlap and lane.overlap.synchronize()  # needed for the plain state of the step before
-        return state
-
-    lockstep(way, blocks, step)
-
-
-def zero_momentum(optimizer: Any) -> None:
-    for state in optimizer.state.values():
-        state["exp_avg"].zero_()
-
-
-def replace_state(optimizer: Any) -> None:
-    optimizer.state = defaultdict(dict)
-
-
-RESETS = pytest.mark.parametrize("reset", [zero_momentum, lambda o: o.state.clear(), replace_state])
-
-
-@RESETS
-@ways("backward", *EXACT)
-def test_state_reset_between_backward_and_step(way: str, reset: Make) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        x, y = batch(i)
-        lane.backward(loss_of(lane.model(x), y))
-        if i == 2:
-            reset(lane.optimizer)
-        lane.step()
-        lane.zero_grad()
-
-    refused = {"backward": CHANGED} if reset is not zero_momentum else {"backward": CHANGED, "undo": PUT_BACK}
-    lockstep(way, blocks, step, refused=refused)
-
-
-@RESETS
-@ways("backward", "forward", "undo")
-def test_state_reset_between_steps(way: str, reset: Make) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        loss = learn(lane, i)
-        if lane.overlap is not None:
-            lane.overlap.synchronize()  # nobody sees optimizer.state being used
-        if i == 2:
-            reset(lane.optimizer)
-        return loss
-
-    lockstep(way, blocks, step)
-
-
 class Restarts(torch.optim.AdamW):
     """It restarts where the trial of ``attach`` does not come to."""
 
@@ -1221,18 +983,6 @@ def test_a_second_step_is_refused_before_it_writes(form: dict[str, Any]) -> None
         with pytest.raises(SpentGradientError):
             optimizer.step()
         assert first_difference(iter(before), training_state(model, optimizer)) is None
-
-
-@in_exact_ways
-def test_gradients_changed_after_the_step_and_never_cleared(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        x, y = batch(i)
-        lane.backward(loss_of(lane.model(x), y))
-        lane.step()
-        for p in lane.model.parameters():
-            p.grad.mul_(0.5)
-
-    lockstep(way, blocks, step)
 
 
 class Twice(torch.optim.Optimizer):

@@ -1,9 +1,6 @@
 """Optimizer objects whose ``step`` was replaced, with a method beside it that steps one parameter: plain, their own
 ``step`` runs; attached, the method."""
 
-import copy
-import gc
-import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -18,7 +15,7 @@ from instep._step.judging import FIRST
 from instep.errors import SpentGradientError, UnsupportedOptimizerError
 from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch, two_groups
-from tests.parity.lockstep import Contender, in_every_way, lockstep, loss_of, ways
+from tests.parity.lockstep import in_every_way, lockstep, loss_of, ways
 from tests.parity.patched import SHARPNESS, step, step_param, with_step_param, with_step_parameter
 
 Patch = Callable[[nn.Module], Any]
@@ -34,48 +31,6 @@ def blocks(patch: Patch) -> tuple[nn.Module, Any]:
 @in_every_way
 def test_the_method_is_called_for_each_parameter(way: str, patch: Patch) -> None:
     lockstep(way, lambda: blocks(patch))
-
-
-@pytest.mark.parametrize("at", ["before attach", "after attach"])
-@in_every_way
-def test_a_scheduler_wraps_the_step_again(way: str, at: str) -> None:
-    schedulers: dict[int, lr_scheduler.StepLR] = {}
-
-    def schedule(optimizer: Any) -> None:
-        schedulers[id(optimizer)] = lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-
-    def build() -> tuple[nn.Module, Any]:
-        model, optimizer = blocks(with_step_param)
-        if at == "before attach":
-            schedule(optimizer)
-        return model, optimizer
-
-    def step(lane: Contender, i: int) -> torch.Tensor:
-        if i == 0 and at == "after attach":
-            schedule(lane.optimizer)
-        x, y = batch(i)
-        loss = lane.learn(loss_of(lane.model(x), y))
-        schedulers[id(lane.optimizer)].step()
-        return loss
-
-    lockstep(way, build, step)
-
-
-@ways("backward", "forward", "late", "undo")  # with two_pass, backward is overlap.backward(loss)
-def test_a_closure(way: str) -> None:
-    def step(lane: Contender, i: int) -> torch.Tensor:
-        x, y = batch(i)
-
-        def closure() -> torch.Tensor:
-            lane.zero_grad()
-            loss = loss_of(lane.model(x), y)
-            loss.backward()
-            return loss
-
-        loss: torch.Tensor = lane.optimizer.step(closure)
-        return loss
-
-    lockstep(way, lambda: blocks(with_step_param), step)
 
 
 @patched
@@ -133,23 +88,6 @@ def test_attached_again_after_a_scheduler_has_wrapped_the_step(patch: Patch) -> 
                 overlap.detach()
     difference = first_difference(*(training_state(model, [optimizer]) for model, optimizer in lanes))
     assert difference is None, difference
-
-
-def test_nobody_keeps_the_optimizer_alive() -> None:
-    model, optimizer = blocks(with_step_param)
-    overlap = instep.attach(model, optimizer, schedule="backward")
-    gone = weakref.ref(optimizer)
-    del optimizer
-    gc.collect()
-    assert gone() is None
-    overlap.detach()
-
-
-def test_a_copy_of_the_optimizer_is_as_without_instep() -> None:
-    model, optimizer = blocks(with_step_param)
-    with instep.attach(model, optimizer, schedule="backward"):
-        copied = copy.deepcopy(optimizer)
-    assert copied.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
 
 
 def _by_sign(self: Any, p: torch.Tensor, group: dict[str, Any]) -> None:

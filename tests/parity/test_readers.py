@@ -5,16 +5,12 @@ Updates come as late as they can here (``late_updates``), so a reader that does 
 
 import copy
 import ctypes
-import gc
 import io
 import pickle
 import subprocess
 import sys
 import textwrap
 import threading
-import time
-import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -39,8 +35,8 @@ from instep_tools.harness import first_difference, training_state
 from tests import net
 from tests.cases import Blocks, Tied, assign, batch, grad_of, two_groups
 from tests.devices import in_dlpack, on_cpu_only
-from tests.inside import before_updates, schedule_of
-from tests.late import PATIENCE, late_updates
+from tests.inside import before_updates
+from tests.late import late_updates
 
 SMALL = 2_000  # bytes: several buckets even in these models
 
@@ -208,11 +204,6 @@ def averaged_by(**options: Any) -> Reader:
     return read
 
 
-def averaged_since_before_attach(loop: Loop) -> Any:
-    loop.kept.average.update_parameters(loop.model)
-    return loop.kept.average
-
-
 def dcp_files(loop: Loop) -> Any:
     number = len(list(loop.folder.iterdir()))
     model, optimizer = dcp_state.get_state_dict(loop.model, loop.optimizer)
@@ -285,13 +276,6 @@ def compiled(loop: Loop) -> Any:
         return loop.kept.compiled(batch(9)[0])
 
 
-def compiled_without_breaks(loop: Loop) -> Any:
-    if not hasattr(loop.kept, "compiled"):
-        loop.kept.compiled = torch.compile(loop.model, backend="eager", fullgraph=True)
-    with torch.no_grad():
-        return loop.kept.compiled(batch(9)[0])
-
-
 def compiled_function_of_a_weight(**options: Any) -> Reader:
     def read(loop: Loop) -> Any:
         if not hasattr(loop.kept, "compiled"):
@@ -305,26 +289,6 @@ def compiled_function_of_a_weight(**options: Any) -> Reader:
             return loop.kept.compiled(torch.ones(24))
 
     return read
-
-
-class Squared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
-
-def sum_of(x: torch.Tensor) -> torch.Tensor:
-    return x.sum()
-
-
-def scripted_sum(p: torch.Tensor) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.jit.script(sum_of)(p)
 
 
 def bytes_at_the_address(p: torch.Tensor) -> bytes:
@@ -966,33 +930,6 @@ def test_a_write_through_an_alias(tmp_path: Path) -> None:
             assert first_difference(plain.state(), loop.state()) is None
 
 
-def test_an_update_that_raised_half_way_left_no_whole_step(tmp_path: Path) -> None:
-    fails = False
-
-    def half_way(parameters: list[torch.Tensor]) -> None:
-        if fails:
-            with torch.no_grad():
-                parameters[0].add_(1.0)
-            raise RuntimeError("half way")
-
-    loop = Loop(tmp_path)
-    optimizer = torch.optim.SGD(loop.parameters, lr=0.1)
-    with (
-        before_updates(half_way),
-        instep.attach(loop.model, optimizer, schedule="forward", defer=True) as overlap,
-    ):
-        for number in range(2):
-            loop.backward(0)  # the first update runs behind this forward, at the latest
-            fails = number == 1
-            optimizer.step()
-            optimizer.zero_grad()
-        with pytest.raises(RuntimeError, match="half way"):
-            overlap.synchronize()
-        assert schedule_of(overlap).last_complete_step() is None
-        overlap.accept_torn()
-        assert overlap.step_count == 2
-
-
 class Moody(torch.optim.SGD):
     """Its ``step()`` looks at a global before it updates."""
 
@@ -1189,22 +1126,6 @@ def test_a_tied_weight(tmp_path: Path) -> None:
     assert_reads_as_plain(read, tmp_path, make=TiedRows)
 
 
-def test_an_update_that_runs_while_another_thing_is_compiled(
-    let_updates_run: Callable[[], None], tmp_path: Path
-) -> None:
-    """A part of the model is compiled anew, for another shape, while the other parts' updates run."""
-
-    def compile_slowly(graph: Any, inputs: Any) -> Any:
-        let_updates_run()
-        return graph.forward
-
-    def read(loop: Loop) -> None:
-        number = len(loop.folder.name)
-        torch.compile(lambda x: x + number, backend=compile_slowly)(torch.ones(3))
-
-    assert_reads_as_plain(read, tmp_path)
-
-
 # Errors.
 
 
@@ -1309,56 +1230,6 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("instep")]
 
 
-@pytest.mark.parametrize(
-    "keep",
-    [pytest.param(True, id="attachment kept"), pytest.param(False, id="attachment dropped")],
-)
-def test_a_model_dropped_while_an_update_is_due_is_freed_by_reference_count(
-    keep: bool, let_updates_run: Callable[[], None]
-) -> None:
-    model = Blocks()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    overlap = instep.attach(model, optimizer, schedule="forward", defer=True, bucket_bytes=SMALL)
-    for i in range(2):
-        model(batch(i)[0]).sum().backward()
-        optimizer.step()
-    assert overlap.state == "pending"
-    gone = weakref.ref(model), weakref.ref(model.inner.weight), weakref.ref(optimizer)
-    gc.collect()
-    gc.disable()
-    if not keep:
-        del overlap
-    del model, optimizer
-    if keep:
-        overlap.detach()
-        del overlap
-        assert [ref() for ref in gone] == [None] * 3
-    # Without an attachment the thread ends with what it was given, and nobody waits for it.
-    let_updates_run()
-    patience = time.monotonic() + PATIENCE
-    while (any(ref() is not None for ref in gone) or threads()) and time.monotonic() < patience:
-        time.sleep(0.001)
-    freed = [ref() is None for ref in gone]
-    ended = not threads()
-    gc.enable()
-    assert freed == [True] * 3
-    assert ended
-
-
-def test_detach_finishes_what_is_due(tmp_path: Path) -> None:
-    plain, loop = Loop(tmp_path), Loop(tmp_path)
-    overlap = instep.attach(loop.model, loop.optimizer, schedule="forward", defer=True, bucket_bytes=SMALL)
-    for one in (plain, loop):
-        one.step(0)
-    assert "pending" in repr(overlap)
-    overlap.detach()
-    assert not threads()
-    assert plain_values([p.detach() for p in loop.parameters]) == plain_values([p.detach() for p in plain.parameters])
-    assert plain_values(loop.gradients) == plain_values(plain.gradients)
-    assert all(type(p.grad) is torch.Tensor for p in loop.parameters)
-    assert first_difference(plain.state(), loop.state()) is None
-
-
 def run_script(body: str) -> str:
     script = """
         import time, torch, instep
@@ -1421,10 +1292,6 @@ FORK = """
 )
 def test_a_child_forked_while_an_update_is_due_does_not_hang(in_the_child: str) -> None:
     assert run_script(FORK.format(in_the_child=in_the_child)) == "0\n"
-
-
-def test_a_child_that_lets_the_model_alone_ends() -> None:
-    assert run_script(FORK.format(in_the_child="pass")) == "0\n"
 
 
 def test_a_model_is_sent_to_a_spawned_process_while_an_update_is_due(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import copy
 import gc
 import pickle
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -183,26 +182,6 @@ def test_a_list_of_one_is_that_model() -> None:
     with instep.attach([model], optimizer) as overlap:
         assert instep.attached(model) is overlap
         assert "inner.weight" in {spec.name for bucket in overlap.plan.buckets for spec in bucket.parameters}
-
-
-@pytest.mark.parametrize("way", [{"schedule": "backward"}, {"schedule": "forward", "defer": True}], ids=str)
-def test_the_attachment_lives_as_long_as_one_of_them(way: dict[str, Any]) -> None:
-    q1, q2 = Blocks(depth=1), Blocks(depth=1)
-    optimizer = torch.optim.SGD([*q1.parameters(), *q2.parameters()], lr=0.1)
-    seen = weakref.ref(instep.attach([q1, q2], optimizer, **way))
-    for _ in range(3):
-        (q1(batch(0)[0]).sum() + q2(batch(0)[0]).sum()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    first, second = weakref.ref(q1), weakref.ref(q2)
-    del q1
-    gc.collect()
-    assert first() is None
-    assert instep.attached(q2) is seen() is not None
-    del q2, optimizer
-    gc.collect()
-    assert second() is None
-    assert seen() is None
 
 
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

@@ -3,7 +3,6 @@
 import copy
 import functools
 import math
-from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -92,19 +91,6 @@ def test_rollback_is_bit_for_bit_for_every_optimizer(name: str, before: int) -> 
     assert_same(model, optimizer, plain)
 
 
-@in_undo
-def test_rollback_has_something_to_put_back(way: str) -> None:
-    """Without it the weights would have changed in backward: they had."""
-    model, optimizer = fresh()
-    with instep.attach(model, optimizer, bucket_bytes=SMALL, **UNDO[way]) as overlap:
-        old = list(state(model, optimizer))
-        loss(model, 0).backward()
-        with torch._C.DisableTorchFunctionSubclass():
-            assert not torch.equal(dict(old)["parameter 'outer.weight'"], model.get_parameter("outer.weight"))
-        overlap.rollback()
-        assert_same(model, optimizer, old)
-
-
 @pytest.mark.parametrize("clip", [None, ClipNorm(0.1), ClipNorm(1e6)], ids=str)
 @pytest.mark.parametrize("options", [*UNDO.values(), {"schedule": "forward", "defer": True}], ids=str)
 def test_training_after_rollback_is_that_of_a_loop_which_never_saw_the_batch(
@@ -191,18 +177,6 @@ def test_rollback_of_micro_batches(options: dict[str, Any]) -> None:
     assert_same(model, optimizer, plain)
 
 
-@in_undo
-def test_rollback_begins_the_count_of_accumulation_steps_anew(way: str) -> None:
-    model, optimizer = fresh()
-    with instep.attach(model, optimizer, bucket_bytes=SMALL, accumulation_steps=2, **UNDO[way]) as overlap:
-        loss(model, 50).backward()
-        overlap.rollback()
-        for i in range(2):
-            loss(model, i).backward()
-        optimizer.step()
-        assert overlap.redo_count == 0
-
-
 def test_rollback_without_undo_raises_and_names_it() -> None:
     model, optimizer = fresh()
     with instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward") as overlap:
@@ -239,23 +213,6 @@ def test_state_tensors_and_parameters_stay_the_same_objects(way: str, name: str)
                 assert tensors[key][1][k] == id(v) or not isinstance(v, torch.Tensor)
         assert [p.data_ptr() for p in parameters] == pointers
         assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
-
-
-@in_undo
-def test_a_checkpoint_after_rollback_is_the_plain_one(way: str) -> None:
-    model, optimizer = fresh()
-    with instep.attach(model, optimizer, bucket_bytes=SMALL, **UNDO[way]) as overlap:
-        loss(model, 50).backward()
-        overlap.rollback()
-        assert optimizer.state_dict()["state"] == {}
-        train(model, optimizer, range(2))
-        loss(model, 51).backward()
-        overlap.rollback()
-        saved = optimizer.state_dict()
-    plain = fresh()
-    train(*plain, range(2))
-    assert list(saved["state"]) == list(plain[1].state_dict()["state"])
-    assert_same(model, optimizer, plain)
 
 
 # Errors.
@@ -296,22 +253,6 @@ def test_an_error_in_backward_whose_gradients_are_stepped_all_the_same(way: str,
             lane.zero_grad()
         else:
             learn(lane, i)
-
-    compare(way, step)
-
-
-@in_undo
-@pytest.mark.parametrize("position", [0, 7, 15])
-def test_an_error_in_backward_after_which_the_batch_is_tried_again(way: str, position: int) -> None:
-    """Without clearing: what had been added by then is added twice, as in the plain loop."""
-
-    def step(lane: Contender, i: int) -> None:
-        if i == 1:
-            hook = list(lane.model.parameters())[position].register_hook(fail)
-            with pytest.raises(ZeroDivisionError):
-                lane.backward(loss(lane.model, i))
-            hook.remove()
-        learn(lane, i)
 
     compare(way, step)
 
@@ -672,19 +613,6 @@ def test_between_backward_and_step(way: str, between: Callable[[Contender], Any]
 
 
 @in_undo
-@in_between
-def test_between_backward_and_the_very_first_step(way: str, between: Callable[[Contender], Any]) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        lane.backward(loss(lane.model, i))
-        result = between(lane) if i == 0 else None
-        lane.step()
-        lane.zero_grad()
-        return result
-
-    compare(way, step, steps=3)
-
-
-@in_undo
 def test_state_written_between_backward_and_step_is_refused_and_put_back(way: str) -> None:
     """It was the state after the update that was written: what the plain loop would have now nobody knows."""
     model, optimizer = fresh()
@@ -748,17 +676,6 @@ def test_a_loop_that_leaves_out_steps_whose_loss_is_not_finite(way: str) -> None
         found = loss(lane.model, i) * (math.nan if i in (0, 3) else 1.0)
         lane.backward(found)
         if found.isfinite():
-            lane.step()
-        lane.zero_grad()
-
-    compare(way, step)
-
-
-@in_undo
-def test_a_loop_that_leaves_out_steps_whose_gradients_are_not_finite(way: str) -> None:
-    def step(lane: Contender, i: int) -> None:
-        lane.backward(loss(lane.model, i) * (math.inf if i in (0, 3) else 1.0))
-        if all(p.grad.isfinite().all() for p in lane.model.parameters()):
             lane.step()
         lane.zero_grad()
 
@@ -891,55 +808,6 @@ def test_what_nobody_finds_is_told_before_anything_is_written(place: str, option
         assert_same(model, optimizer, old)
         optimizer.zero_grad()
     Remembers.of_all.clear()
-
-
-class Entwined(torch.optim.Optimizer):
-    """Of state that refers to itself, to the parameter, and from two entries to one object; and that grows."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for p in self.param_groups[0]["params"]:
-            if p.grad is None:
-                continue
-            state = self.state[p]
-            if not state:
-                momentum = torch.zeros_like(p)
-                state.update(
-                    momentum=momentum, seen=torch.zeros(0), origin=SimpleNamespace(parameter=p, momentum=momentum)
-                )
-                state.update(queue=deque([momentum.view(-1)], maxlen=3), view=p.detach().view(-1), pair=(momentum, [0]))
-                state["add"] = lambda gradient, kept=momentum: kept.mul_(0.9).add_(gradient)
-            state["add"](p.grad)
-            state["queue"].append(state["origin"].momentum.clone().view(-1))
-            state["pair"][1][0] += 1
-            state["seen"].resize_(state["seen"].numel() + 1).fill_(state["pair"][1][0])
-            state["origin"].parameter.sub_(sum(state["queue"]).view_as(p), alpha=0.1 * len(state["seen"]))
-
-
-@pytest.mark.parametrize("put_back", ["clipped", "left out"])
-@in_undo
-def test_state_that_is_entwined(put_back: str, way: str) -> None:
-    """The same objects come back, with what they held."""
-    models = [Blocks(depth=2), Blocks(depth=2)]
-    models[1].load_state_dict(models[0].state_dict())
-    optimizers = [Entwined(model.parameters()) for model in models]
-    with instep.attach(models[1], optimizers[1], bucket_bytes=SMALL, **UNDO[way]) as overlap:
-        for i in range(6):
-            for model, optimizer in zip(models, optimizers, strict=True):
-                loss(model, i).backward()
-                if put_back == "clipped":
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-                if put_back == "clipped" or i % 2:
-                    optimizer.step()
-                optimizer.zero_grad()
-            overlap.synchronize()
-            assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
-        for parameter, state in optimizers[1].state.items():
-            assert state["origin"].parameter is parameter
-            assert state["origin"].momentum is state["pair"][0] is state["momentum"]
 
 
 class Curvature(torch.optim.Optimizer):

@@ -4,8 +4,6 @@ else sees it: no other thread, no handler of a signal, no hook, no method that n
 import copy
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -200,17 +198,6 @@ def test_another_thread_reads_whole_groups(stopped: Loop, how: str) -> None:
     assert is_in
 
 
-def test_another_thread_counts_and_compares_whole_groups(stopped: Loop) -> None:
-    whole = list(stopped.model.parameters())
-    with in_the_window(stopped, 2):
-        params = stopped.optimizer.param_groups[0]["params"]
-        assert params.index(whole[0]) == 0
-        assert params.count(None) == 0
-        assert params == whole
-        assert bool(params)
-        assert whole[0] in params
-
-
 ACTIONS: dict[str, Callable[[Loop], Any]] = {
     "state_dict": lambda loop: loop.optimizer.state_dict(),
     "deepcopy": lambda loop: copy.deepcopy(loop.optimizer).state_dict(),
@@ -310,27 +297,6 @@ def test_a_handler_sees_the_whole(way: str) -> None:
     assert set(seen) == {(2 * LAYERS, 2 * LAYERS)}
     assert len(seen) > 4
     assert signal.getsignal(signal.SIGUSR1) is before
-
-
-def test_a_timer_whose_handler_looks_sees_the_whole() -> None:
-    seen: list[int] = []
-    _, attached, overlap = both(Momentum)
-
-    def handle(number: int, frame: Any) -> None:
-        seen.append(len(attached.optimizer.param_groups[0]["params"]))
-
-    before = signal.signal(signal.SIGALRM, handle)
-    signal.setitimer(signal.ITIMER_REAL, 0.0007, 0.0007)
-    try:
-        with overlap:
-            for i in range(200):
-                attached.step(i)
-                if len(seen) > 40:
-                    break
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert set(seen) == {2 * LAYERS}
 
 
 def test_a_handler_that_raises_leaves_the_whole() -> None:
@@ -606,71 +572,3 @@ def test_frozen_tied_and_unused_parameters_in_groups(groups: int, undo: bool) ->
 
 
 # What a process has after an optimizer was judged, or refused.
-
-PROGRAM = """
-import hashlib, logging, random, sys, warnings
-import numpy, torch
-from torch import nn
-logging.getLogger("instep").setLevel(logging.CRITICAL)
-
-class Update(torch.optim.Optimizer):
-    def __init__(self, params, how):
-        super().__init__(params, {"lr": 0.05})
-        self.how = how
-        self.far = torch.compile(lambda p, g: p.sub_(g, alpha=0.05), dynamic=False, backend="eager")
-        self.calls = iter(range(10**6)) if how == "refused" else None
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        there = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        scale = 1.0
-        if self.how == "coupled":
-            scale = 1 / (1 + sum(p.grad.norm().item() for p in there))
-        if self.how == "draws":
-            scale = torch.rand(()).item() + random.random() + float(numpy.random.rand())
-        if self.how == "refused":
-            scale = 1 / (1 + next(self.calls))
-        for p in there:
-            if self.how == "compiled":
-                self.far(p, p.grad)
-            if self.how == "warns":
-                warnings.warn("once for each place")
-            p.sub_(p.grad, alpha=0.05 * scale)
-
-for how in ("nothing", "coupled", "draws", "refused", "compiled", "warns"):
-    torch.manual_seed(0), random.seed(0), numpy.random.seed(0)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    optimizer = Update(model.parameters(), how)
-    if sys.argv[1] == "attached":
-        import instep
-        overlap = instep.attach(model, optimizer, schedule="backward", bucket_bytes=300)
-    with warnings.catch_warnings(record=True) as told:
-        for i in range(3):
-            model(torch.randn(4, 8)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    print(how, list(map(str, told)))
-    print(hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest())
-    print(torch.rand(2).tolist(), random.random(), numpy.random.rand())
-    counters = torch._dynamo.utils.counters
-    print({name: dict(counters[name]) for name in ("stats", "frames", "graph_break", "recompiles")})
-    print(sorted(map(str, globals().get("__warningregistry__", {}))))
-    if sys.argv[1] == "attached":
-        print(how, overlap.plan.judged, file=sys.stderr)
-        overlap.detach()
-"""
-
-
-def test_a_process_goes_on_as_without() -> None:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, way], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for way in ("plain", "attached")
-    ]
-    (plain, _), (attached, said) = (process.communicate(timeout=2 * net.SECONDS) for process in processes)
-    assert [process.returncode for process in processes] == [0, 0], said
-    assert plain.splitlines() == attached.splitlines(), said
-    assert said.count("left to optimizer.step()") == 3, said
