@@ -21,8 +21,6 @@ from tests.distributed.pool import RankPool
 from tests.pace import Pace
 from tests.parity.lockstep import WAYS
 
-in_ways = pytest.mark.parametrize("way", ["backward", "forward", "undo"])
-
 
 class Fails(torch.optim.AdamW):
     """Its update raises on some ranks, once."""

@@ -37,10 +37,6 @@ class Loop:
         return self.optimizer.state[self.weight]
 
 
-def differs(plain: Loop, loop: Loop) -> str | None:
-    return first_difference(*(training_state(one.model, one.optimizer) for one in (plain, loop)))
-
-
 Take = Callable[[Loop], Any]
 Read = Callable[[Any], Any]
 

@@ -116,12 +116,6 @@ def resizes_in_place(loop: Loop) -> None:
         loop.optimizer.state.pop(p, None)
 
 
-def casts(loop: Loop) -> None:
-    loop.optimizer.zero_grad()
-    loop.model.double()
-    loop.optimizer.state.clear()
-
-
 def evaluates(loop: Loop) -> None:
     with torch.no_grad():
         loop.loss(60)
