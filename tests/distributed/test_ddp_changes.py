@@ -10,18 +10,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from instep.errors import HyperparameterChangedError, TornStepError, UnsupportedOptimizerError
+from instep.errors import HyperparameterChangedError, TornStepError
 from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch, two_groups
 from tests.devices import here
 from tests.distributed.pool import RankPool
 from tests.parity.changes import (
-    DRAWS,
-    LATER,
-    Decays,
-    Plain,
-    Replaces,
-    configured,
     move_one,
     pop,
     put_another_tensor,
@@ -108,63 +102,3 @@ def body_refused(name: str) -> bool:
 @pytest.mark.parametrize("name", CHANGES)
 def test_changes_before_the_step_are_refused_by_default(two_ranks: RankPool, name: str) -> None:
     assert two_ranks.run(body_refused, name) == [True, True]
-
-
-def body_writes_gradients(kind: Any, options: dict[str, Any], clip: bool) -> str | None:
-    plain, model = (made(lambda m: kind(two_groups(m))) for _ in range(2))
-    with instep.attach(*model, **options) as overlap:
-        for i in range(5):
-            expected = iteration(*plain, i, clip=clip)
-            found = iteration(*model, i, clip=clip)
-            assert all(map(torch.equal, expected, found))
-        overlap.synchronize()
-        return first_difference(training_state(*plain), training_state(*model))
-
-
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("kind", [Decays, Replaces])
-@pytest.mark.parametrize("options", EXACT, ids=str)
-def test_gradients_that_the_update_writes(two_ranks: RankPool, options: Any, kind: Any, clip: bool) -> None:
-    assert two_ranks.run(body_writes_gradients, kind, options, clip) == [None, None]
-
-
-def body_draws() -> bool:
-    torch.manual_seed(0)
-    _, drawing = DRAWS["torch"]()
-    model, optimizer = made(lambda m: type(drawing)(two_groups(m)))
-    with instep.attach(model, optimizer, schedule="backward"):
-        for i in range(LATER - 1):
-            iteration(model, optimizer, i)
-        with pytest.raises(UnsupportedOptimizerError, match="draws random numbers"):
-            iteration(model, optimizer, LATER)
-    return True
-
-
-def test_an_update_that_begins_to_draw(two_ranks: RankPool) -> None:
-    assert two_ranks.run(body_draws) == [True, True]
-
-
-def body_objects() -> str | None:
-    def give(optimizer: Any) -> None:
-        optimizer.cfg = Plain()
-
-    def change(optimizer: Any) -> None:
-        optimizer.cfg.lr = 0.01
-
-    _, kind = configured(lambda o, g: o.cfg.lr, give)()
-
-    def build(model: Any) -> Any:
-        optimizer = type(kind)(two_groups(model), kind.read)
-        give(optimizer)
-        return optimizer
-
-    plain, model = made(build), made(build)
-    with instep.attach(*model, undo=True, schedule="backward"):
-        for i in range(3):
-            iteration(*plain, i, change)
-            iteration(*model, i, change)
-        return first_difference(training_state(*plain), training_state(*model))
-
-
-def test_settings_inside_of_objects(two_ranks: RankPool) -> None:
-    assert two_ranks.run(body_objects) == [None, None]

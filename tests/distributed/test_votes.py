@@ -182,24 +182,6 @@ def test_a_step_that_one_rank_leaves_out(two_ranks: RankPool, way: str) -> None:
     assert two_ranks.run(step_left_out_on_rank_1, way) == [("StepMismatchError", True)] * 2
 
 
-def attached_in_other_ways() -> str:
-    model, optimizer = make()
-    options: dict[str, Any] = [{}, {"nonfinite": "raise"}][dist.get_rank()]
-    with instep.attach(model, optimizer, schedule="backward", **options) as overlap:
-
-        def once() -> None:
-            train(model, optimizer, range(1))
-            overlap.synchronize()
-
-        error = raised_by(once)
-        return f"{type(error).__name__}: {error}"
-
-
-def test_ranks_that_attach_in_other_ways(two_ranks: RankPool) -> None:
-    for said in two_ranks.run(attached_in_other_ways):
-        assert said.startswith("StepMismatchError: ranks have attached different models")
-
-
 def skipped(way: str, wrap: str) -> None:
     """Infinite on one rank: with DDP the mean is on all; with FSDP it may be in one rank's shard alone."""
     loops = [make(wrap) for _ in range(2)]
