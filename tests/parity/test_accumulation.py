@@ -77,15 +77,6 @@ def test_an_unmodified_accumulation_loop(way: str, build: Any) -> None:
     assert lane.overlap.step_count == 5
 
 
-@in_every_way
-def test_one_step_is_accumulation_of_one(way: str) -> None:
-    def step(lane: Contender, i: int) -> None:
-        lane.backward(loss(lane, i))
-        finish(lane)
-
-    lockstep(way, blocks, step, accumulation_steps=1)
-
-
 @pytest.mark.parametrize("options", [{"accumulation_steps": COUNT}, {}], ids=["accumulation_steps", "accumulate"])
 @pytest.mark.parametrize("way", ["undo"])
 def test_undo_does_no_accumulated_step_again(way: str, options: dict[str, Any]) -> None:

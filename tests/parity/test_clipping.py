@@ -125,14 +125,6 @@ def test_clip_norm_is_clip_grad_norm(way: str, limit: str, norm_type: float) -> 
     assert {bool(norm > max_norm) for norm in norms} == {"always": {True}, "never": {False}}.get(limit, {True, False})
 
 
-@pytest.mark.parametrize("max_norm", [0.1, 4.0])
-@pytest.mark.parametrize("build", [two_optimizers, mixed_dtypes])
-@in_exact_ways
-def test_clip_norm_with_two_optimizers_and_with_mixed_dtypes(way: str, build: Any, max_norm: float) -> None:
-    clip = ClipNorm(max_norm)
-    compare(way, build, clipping(clip), clip=clip)
-
-
 @pytest.mark.parametrize("build", [two_optimizers, mixed_dtypes])
 @in_exact_ways
 def test_clip_norm_measures_only_what_is_attached(way: str, build: Any) -> None:

@@ -174,24 +174,6 @@ def test_adversarial_training_with_two_attachments(way: str) -> None:
     )
 
 
-@ways("backward", *EXACT)
-def test_adversarial_training_that_freezes_the_other(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        x, y = batch(i)
-        losses = []
-        for name, optimizer in zip("dg", reversed(lane.optimizers), strict=True):
-            lane.model.requires_grad_(False)
-            lane.model[name].requires_grad_(True)
-            optimizer.zero_grad()
-            loss = loss_of(lane.model["d"](lane.model["g"](x)), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        return losses
-
-    lockstep(way, gan, step)
-
-
 @pytest.mark.parametrize("listed", [False, True])
 @ways("backward", *EXACT)
 def test_several_attachments_on_parts_of_one_model(way: str, listed: bool) -> None:
@@ -334,19 +316,6 @@ def test_a_group_that_lets_parameters_go(way: str) -> None:
         return loss
 
     lockstep(way, blocks, step, refused=GONE)
-
-
-@in_every_way
-def test_a_parameter_that_moves_to_another_optimizer(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        loss = learn(lane, i)
-        if i == 1:
-            first, second = lane.optimizers
-            second.param_groups[0]["params"].append(first.param_groups[0]["params"].pop(0))
-        return loss
-
-    build = building(lambda m: [sgd(m.blocks), adamw(nn.ModuleList([m.inner, m.outer]))])
-    lockstep(way, build, step, refused=GONE)
 
 
 # Learning rates and other hyper-parameters.
@@ -1019,17 +988,6 @@ def by_file(value: Any) -> Any:
 
 
 DUPLICATES = pytest.mark.parametrize("duplicate", [copy.deepcopy, by_pickle, by_file])
-
-
-@DUPLICATES
-@in_every_way
-def test_copies_of_the_optimizer_alone_after_the_step(way: str, duplicate: Callable[[Any], Any]) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        learn(lane, i)
-        twin = duplicate(lane.optimizer)
-        return flat([twin.state_dict(), [p.detach().clone() for group in twin.param_groups for p in group["params"]]])
-
-    lockstep(way, blocks, step)
 
 
 @DUPLICATES

@@ -1,7 +1,6 @@
 """Models and loops with something odd about them, plain and attached in every way, bit for bit."""
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -806,16 +805,6 @@ class Recurrent(nn.Module):
         return self.out(self.lstm(x.view(2, 4, 16))[0]).flatten(0, 1)
 
 
-@in_every_way
-def test_a_recurrent_model_evaluated_between_steps(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        loss = learn(lane, i)
-        with torch.no_grad():
-            return loss, lane.model(batch(i)[0])
-
-    lockstep(way, built(Recurrent), step)
-
-
 class Second(nn.Module):
     """A model of its own that shares the weights of another."""
 
@@ -975,27 +964,6 @@ def test_gradients_used_after_the_step(way: str, touch: Callable[[Any], Any]) ->
     lockstep(way, blocks, step)
 
 
-@in_exact_ways
-def test_weights_and_gradients_logged_everywhere(way: str) -> None:
-    def look(model: Any) -> torch.Tensor:
-        norms = [p.norm() for p in model.parameters()]
-        return torch.stack([*norms, *(p.grad.norm() for p in model.parameters() if p.grad is not None)]).detach()
-
-    def step(lane: Contender, i: int) -> Any:
-        x, y = batch(i)
-        seen = [look(lane.model)]
-        loss = loss_of(lane.model(x), y)
-        seen.append(look(lane.model))
-        lane.backward(loss)
-        seen.append(look(lane.model))
-        lane.step()
-        seen.append(look(lane.model))
-        lane.zero_grad()
-        return seen
-
-    lockstep(way, blocks, step)
-
-
 @in_every_way
 def test_a_forward_that_outlives_the_step_before_it(way: str) -> None:
     """The next batch's forward runs before this step's update: the graph is older than the weights. Plain raises."""
@@ -1086,41 +1054,6 @@ def test_a_backward_that_raised_is_given_up(way: str, clear: bool) -> None:
     lockstep(way, build, step, refused={"backward": Refused(TornStepError, "torn")})
 
 
-@in_every_way
-def test_forward_raises_and_the_iteration_is_done_again(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        handle = lane.model.blocks[1].register_forward_pre_hook(_raise)
-        with suppress(ValueError):
-            lane.model(batch(i)[0])
-        handle.remove()
-        return learn(lane, i)
-
-    lockstep(way, blocks, step)
-
-
-def _raise(*_: Any) -> None:
-    raise ValueError("boom")
-
-
-@in_every_way
-def test_an_interrupt_in_a_gradient_hook(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        if i == 1:
-
-            def interrupt(grad: torch.Tensor) -> None:
-                raise KeyboardInterrupt
-
-            handle = lane.model.inner.weight.register_hook(interrupt)
-            x, y = batch(i)
-            with pytest.raises(KeyboardInterrupt):
-                lane.backward(loss_of(lane.model(x), y))
-            handle.remove()
-            lane.zero_grad()
-        return learn(lane, i)
-
-    lockstep(way, blocks, step, refused={"backward": Refused(TornStepError, "torn")})
-
-
 # Loops that step and clear when it suits them.
 
 
@@ -1138,20 +1071,6 @@ def test_steps_that_are_left_out(way: str) -> None:
         return loss.detach()
 
     lockstep(way, blocks, step, steps=6, refused={"backward": UNCOMMITTED, "two_pass": UNCOMMITTED})
-
-
-@in_every_way
-def test_a_backward_whose_gradients_are_thrown_away(way: str) -> None:
-    cleared = Refused((SpentGradientError, UncommittedStepError), "torn")
-
-    def step(lane: Contender, i: int) -> Any:
-        x, y = batch(i)
-        lane.backward(loss_of(lane.model(x), y))
-        lane.zero_grad()
-        lane.step()
-        return learn(lane, i + 10)
-
-    lockstep(way, blocks, step, refused={"backward": cleared, "two_pass": cleared})
 
 
 CLEARS: dict[str, Callable[[Contender], object]] = {

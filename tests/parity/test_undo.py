@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import math
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -668,18 +667,6 @@ def test_steps_that_are_left_out(way: str, clear: bool) -> None:
             lane.zero_grad()
 
     compare(way, step, steps=6)
-
-
-@in_undo
-def test_a_loop_that_leaves_out_steps_whose_loss_is_not_finite(way: str) -> None:
-    def step(lane: Contender, i: int) -> None:
-        found = loss(lane.model, i) * (math.nan if i in (0, 3) else 1.0)
-        lane.backward(found)
-        if found.isfinite():
-            lane.step()
-        lane.zero_grad()
-
-    compare(way, step)
 
 
 @in_undo

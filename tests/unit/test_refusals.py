@@ -1,7 +1,6 @@
 """Loops that would silently train wrong raise instead, before anything more is written."""
 
 import copy
-import io
 import pickle
 import sys
 from typing import Any
@@ -262,14 +261,6 @@ def test_a_weight_written_through_an_alias_between_backward_and_step(
         model(batch(0)[0])
 
 
-def test_a_part_of_the_model_called_by_itself(model: Any, optimizer: torch.optim.Optimizer, overlap: Any) -> None:
-    loss_of(model).backward()
-    with pytest.raises(UncommittedStepError):
-        model.inner(batch(0)[0])
-    optimizer.step()
-    model.inner(batch(0)[0])
-
-
 @pytest.mark.parametrize(
     "reach",
     [
@@ -462,38 +453,6 @@ def test_what_to_do_where_the_optimizer_holds_what_trains(change: Any, said: str
             overlap.detach()
         found.append([p.detach() for p in model.parameters()])
     assert all(map(torch.equal, *found))
-
-
-@pytest.mark.parametrize(
-    "duplicate",
-    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), lambda m: torch_save_and_load(m)],
-    ids=["deepcopy", "pickle", "torch.save"],
-)
-def test_a_copy_is_not_attached_and_does_not_drive_the_original(
-    model: nn.Module, optimizer: torch.optim.Optimizer, overlap: Any, duplicate: Any
-) -> None:
-    twin = duplicate(model)
-    before = weights(model)
-    assert instep.attached(twin) is None
-    loss_of(twin).backward()
-    loss_of(twin).backward()
-    assert all(type(p.grad) is torch.Tensor for p in twin.parameters())
-    assert_untouched(model, before)
-    assert overlap.step_count == 0
-    twin_optimizer = copy.deepcopy(optimizer)
-    twin_optimizer.step()
-    loss_of(model).backward()
-    twin(batch(0)[0])  # the original is in the middle of a step, the copy is not
-    optimizer.step()
-    assert overlap.step_count == 1
-
-
-def torch_save_and_load(model: nn.Module) -> nn.Module:
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    loaded: nn.Module = torch.load(buffer, weights_only=False)
-    return loaded
 
 
 def test_reentrant_checkpointing_that_visits_a_parameter_twice(
