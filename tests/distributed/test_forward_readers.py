@@ -255,21 +255,3 @@ def rows() -> list[Any]:
 @pytest.mark.parametrize("name", rows())
 def test_collectives_of_parameters(two_ranks: RankPool, name: str) -> None:
     assert two_ranks.run(body_collective_of_a_parameter, False, name) == [None] * 2
-
-
-def body_collective_of_gradients(view: bool) -> str | None:
-    def step(model: Any, optimizer: Any, i: int) -> Any:
-        forward(model, i).backward()
-        optimizer.step()
-        gradient = model.module.outer.weight.grad
-        dist.all_reduce(gradient)
-        read = gradient.clone(), model.module.outer.weight.grad.clone()
-        optimizer.zero_grad()
-        return read
-
-    return in_lockstep(view, step)
-
-
-@both_views
-def test_collectives_of_gradients(two_ranks: RankPool, view: bool) -> None:
-    assert two_ranks.run(body_collective_of_gradients, view) == [None] * 2

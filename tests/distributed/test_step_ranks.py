@@ -20,7 +20,7 @@ import instep
 from instep._ranks import comparison, step_ranks
 from instep._ranks.comparison import Comparison
 from instep._ranks.process_groups import store_of_world
-from instep._ranks.step_ranks import StepRanks, neighbours_of
+from instep._ranks.step_ranks import StepRanks
 from instep.errors import InstepError, NonFiniteGradientError, StepMismatchError, TornStepError
 from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch
@@ -161,22 +161,6 @@ def hybrid(model: nn.Module) -> nn.Module:
     )
 
 
-def test_neighbours(four_ranks: RankPool) -> None:
-    for shape, known in {"2d": True, "hsdp": True, "apart": False, "hybrid": False}.items():
-        assert four_ranks.run(knows_all, shape) == [(known, [0, 1, 2, 3])] * 4
-
-
-def knows_all(shape: str) -> tuple[bool, list[int]]:
-    """Whether one mesh has all ranks, and which ranks those are that this one has asked in the end."""
-    model, _ = made({**MESHES, "hybrid": hybrid}[shape])
-    neighbours = neighbours_of(FullyShardedDataParallel.fsdp_modules(model), model.parameters())
-    assert neighbours is not None
-    ranks = StepRanks(neighbours, [{}, {}], shape, waits=True, matters=True)
-    ranks.meet()
-    assert ranks.mismatch is None
-    return neighbours.are_all, list(ranks._ranks or ())
-
-
 # DDP's join().
 
 
@@ -263,34 +247,6 @@ def nonfinite_in_join(options: Mapping[str, Any]) -> tuple[int, int]:
 @pytest.mark.parametrize("way", ["skip", "forward, skip", "undo, skip"])
 def test_ranks_that_have_data_agree_in_join(three_ranks: RankPool, way: str) -> None:
     assert three_ranks.run(nonfinite_in_join, JOIN_WAYS[way]) == [(1, 0), (2, 1), (4, 1)]
-
-
-def joined_between_micro_batches(options: Mapping[str, Any]) -> list[int]:
-    """Steps taken in each loop, one by hand; rank 0 has no data at all."""
-    loops = [made(with_a_buffer) for _ in range(2)]
-    overlap = instep.attach(*loops[1], accumulation_steps=2, **options)
-    steps = [0, 0]
-    for number, (model, optimizer) in enumerate(loops):
-        with model.join():
-            for i in range(4 * dist.get_rank()):
-                x, y = batch(i)
-                with model.no_sync() if i % 2 == 0 and number == 0 else nullcontext():
-                    nn.functional.cross_entropy(model(x), y).backward()
-                if i % 2:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    steps[number] += 1
-    overlap.synchronize()
-    states = [training_state(model, optimizer) for model, optimizer in loops]
-    assert dist.get_rank() == 0 or first_difference(*states) is None
-    overlap.detach()
-    return steps
-
-
-@pytest.mark.parametrize("way", ["default", "forward", "undo"])
-def test_a_rank_without_data_counts_no_micro_batches(two_ranks: RankPool, way: str) -> None:
-    """The others wait for it where their first forward begins: it says what it trains where ``join()`` begins."""
-    assert two_ranks.run(joined_between_micro_batches, JOIN_WAYS[way]) == [[0, 0], [2, 2]]
 
 
 def with_a_buffer(model: nn.Module) -> nn.Module:
@@ -750,11 +706,6 @@ def attached_again_on_rank_0(options: Mapping[str, Any]) -> str | None:
     return first_difference(*(training_state(*loop) for loop in loops))
 
 
-def test_one_rank_attaches_again(two_ranks: RankPool) -> None:
-    """The others do not meet it any more, and train on."""
-    assert two_ranks.run(attached_again_on_rank_0, DEFAULT) == [None] * 2
-
-
 @pytest.mark.parametrize("way", ["backward", "forward", "undo", "skip"])
 def test_one_rank_that_votes_attaches_again(two_ranks: RankPool, way: str) -> None:
     """It counts its steps anew, and all ranks hear that."""
@@ -879,11 +830,6 @@ def two_models(way: str, fails: bool) -> list[list[str]]:
     for overlap in overlaps:
         overlap.detach()
     return found
-
-
-@pytest.mark.parametrize("way", ["backward", "forward", "undo"])
-def test_two_models_agree(two_ranks: RankPool, way: str) -> None:
-    assert two_ranks.run(two_models, way, False) == [[[], []]] * 2
 
 
 def test_a_fault_of_one_of_two_models_is_heard(two_ranks: RankPool) -> None:

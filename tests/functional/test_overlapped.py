@@ -40,26 +40,6 @@ def test_accumulation(two_ranks: RankPool, wrapper: str) -> None:
     assert two_ranks.run(overlapped_parity, wrapper, "AdamW-0-foreach", micro_batches=2) == [None] * 2
 
 
-def lion() -> bool:
-    cls = pytest.importorskip("optimi").Lion
-    torch.manual_seed(0)
-    plain, ddp = (DistributedDataParallel(Blocks(), bucket_cap_mb=0.002) for _ in range(2))
-    ddp.load_state_dict(plain.state_dict())
-    opt = cls(plain.parameters(), lr=1e-2, weight_decay=0.1)
-    instep.as_overlapped_optim(cls, None, lr=1e-2, weight_decay=0.1).register_ddp(ddp)
-    for i in range(3):
-        for model in (plain, ddp):
-            loss(model, "Blocks", i).backward()
-        opt.step()
-        opt.zero_grad()
-    attachment_of(ddp).detach()
-    return all(map(torch.equal, plain.parameters(), ddp.parameters()))
-
-
-def test_an_optimizer_that_is_not_torchs(two_ranks: RankPool) -> None:
-    assert two_ranks.run(lion) == [True, True]
-
-
 def static(view: bool) -> list[bool]:
     torch.manual_seed(0)
     inner = Blocks()

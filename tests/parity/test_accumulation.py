@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep import ClipNorm, ClipValue
-from instep.errors import AccumulationError, UncommittedStepError
+from instep.errors import AccumulationError
 from tests.cases import Blocks, batch, two_groups
 from tests.parity.lockstep import CLIP, SMALL, WAYS, Contender, Step, in_every_way, in_exact_ways, lockstep, loss_of
 
@@ -317,15 +317,6 @@ def memory(model: nn.Module) -> list[torch.Tensor]:
     """The weights as they lie there, whoever watches them."""
     with torch._C.DisableTorchFunctionSubclass():
         return [p.detach().clone() for p in model.parameters()]
-
-
-def test_a_second_forward_without_accumulate_raises_and_writes_nothing_further() -> None:
-    model, _, overlap, after = written(blocks)
-    with overlap:
-        with pytest.raises(UncommittedStepError, match=r"overlap\.accumulate\(\)"):
-            model(batch(1)[0])
-        assert all(map(torch.equal, after, memory(model)))
-        assert issubclass(UncommittedStepError, AccumulationError)
 
 
 def test_a_second_backward_without_accumulate_raises_and_writes_nothing_further() -> None:

@@ -16,7 +16,6 @@ from instep.errors import StaleAttachmentError, UnsupportedOptimizerError
 from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch
 from tests.devices import here
-from tests.judged import own_steps_are_judged
 from tests.late import late_updates
 
 STEPS = 8
@@ -287,19 +286,6 @@ def test_in_backward_it_is_refused(name: str) -> None:
     loop = Loop(MAKES[name][0])
     with pytest.raises(UnsupportedOptimizerError):
         instep.attach(loop.model, loop.optimizer, schedule="backward")
-
-
-@pytest.mark.parametrize("name", ["coupled", "drawing"])
-def test_in_backward_it_is_left_to_step(name: str) -> None:
-    make, step, _ = MAKES[name]
-    plain, loop = Loop(make), Loop(make)
-    with own_steps_are_judged(), instep.attach(loop.model, loop.optimizer, schedule="backward") as overlap:
-        for i in range(STEPS):
-            for one in (plain, loop):
-                torch.manual_seed(i)
-                step(one, i)
-            assert difference(plain, loop) is None
-        assert "left to optimizer.step()" in str(overlap.plan.judged)
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "a wrapper"])

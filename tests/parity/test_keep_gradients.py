@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 import instep
 from instep import ClipNorm, ClipValue
 from instep.attaching import attach_stepping_itself
-from instep.errors import AccumulationError, InstepError, NonFiniteGradientError, SpentGradientError, TornStepError
+from instep.errors import InstepError, NonFiniteGradientError
 from tests.cases import Blocks, OptimizerCase, batch, optimizer_cases, two_groups
 from tests.inside import source_of
 from tests.parity.lockstep import SMALL, Contender, in_every_way, lockstep, loss_of
@@ -433,31 +433,6 @@ def test_an_error_in_a_kept_backward_leaves_the_step_whole() -> None:
 
 def _fail(gradient: torch.Tensor) -> None:
     raise ValueError("in backward")
-
-
-def test_too_late() -> None:
-    """What backward has applied is gone: the block must be around that backward."""
-    model, optimizer = blocks()
-    overlap = instep.attach(model, optimizer, schedule="backward", bucket_bytes=SMALL)
-    model(batch(0)[0]).sum().backward()
-    with overlap.keep_gradients():
-        with pytest.raises(SpentGradientError):
-            clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    overlap.detach()
-
-
-def test_a_second_backward_of_an_applied_step() -> None:
-    model, optimizer = blocks()
-    overlap = instep.attach(model, optimizer, schedule="backward", bucket_bytes=SMALL)
-    out = model(batch(0)[0])
-    out.sum().backward(retain_graph=True)
-    with overlap.keep_gradients(), pytest.raises(AccumulationError):
-        out.sum().backward()
-    with pytest.raises(TornStepError):  # the plain loop would step with the sum of both
-        optimizer.step()
-    overlap.accept_torn()
-    overlap.detach()
 
 
 def test_one_hook_for_each_bucket_stays() -> None:

@@ -511,26 +511,6 @@ def test_a_draw_without_key_is_found_while_training() -> None:
     lane.overlap.detach()
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": "backward"}, {"defer": True}], ids=str)
-def test_without_keys_it_is_as_before(options: Any) -> None:
-    """Stepped as a whole, and drawing as the plain loop does."""
-    states = []
-    for attach in (False, True):
-        torch.manual_seed(0)
-        model = Dropping()
-        optimizer = Langevin(groups_of(model))
-        if attach:
-            with own_steps_are_judged():
-                instep.attach(model, optimizer, **options)
-        torch.manual_seed(1)
-        for i in range(3):
-            nn.functional.cross_entropy(model(batch(i)[0].to(here())), batch(i)[1].to(here())).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        states.append(dict(model.named_parameters()))
-    assert first_difference(iter(states[0].items()), iter(states[1].items())) is None
-
-
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for i in range(3):
         nn.functional.cross_entropy(model(batch(i)[0].to(here())), batch(i)[1].to(here())).backward()

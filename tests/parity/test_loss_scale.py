@@ -246,20 +246,6 @@ def test_a_scaled_gradient_that_is_read_is_the_plain_one(way: str, read: Callabl
 
 
 @in_every_way
-def test_a_scale_that_the_loop_sets_by_itself(way: str) -> None:
-    scalers = Scalers()
-    iteration = scalers.step()
-
-    def step(lane: Contender, i: int) -> Any:
-        result = iteration(lane, i)
-        if i == 2:
-            scalers.of(lane).update(new_scale=300.0)
-        return result
-
-    compare(way, scalers, build("AdamW foreach"), step)
-
-
-@in_every_way
 def test_the_scale_is_changed_between_backward_and_step(way: str) -> None:
     scalers = Scalers()
 

@@ -514,48 +514,12 @@ def test_a_step_that_calls_that_of_its_parent_class_with_a_closure(way: str) -> 
     lockstep(way, nested(Nested), by_closure)
 
 
-def test_a_step_that_calls_that_of_its_parent_class_is_one_step_of_a_recording() -> None:
-    model, optimizer = nested(Nested)()
-    with instep.record(model, optimizer, steps=5) as recording:
-        for i in range(2):
-            loss_of(model(batch(i)[0]), batch(i)[1]).backward()
-            optimizer.step()
-    found = recording.run()
-    assert found is not None
-    assert len(found.ranks[0].iterations) == 2
-
-
-class Couples(torch.optim.SGD):
-    """Divides by the norm of all gradients."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if gradients:
-            torch._foreach_div_(gradients, float(torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients]))))
-        return super().step(closure)
-
-
 class SAM(torch.optim.Optimizer):
     """Holds another optimizer, as sharpness-aware minimization does."""
 
     def __init__(self, params: Any, base: Any) -> None:
         super().__init__(params, {"lr": 0.1})
         self.base_optimizer = base(self.param_groups, lr=0.1)
-
-
-class KeepsLists(torch.optim.Optimizer):
-    """State of a parameter that is no dict."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            if p not in self.state:
-                self.state[p] = [torch.zeros_like(p)]
-            p.sub_(self.state[p][0].mul_(0.9).add_(p.grad), alpha=0.1)
 
 
 class KeepsIds(torch.optim.Optimizer):
@@ -618,24 +582,6 @@ def test_what_is_refused_at_attach(way: str, make: Make, match: str) -> None:
     assert instep.attached(model) is None
     assert everything(model, optimizer) == before
     assert all(map(torch.equal, weights, model.parameters()))
-
-
-@pytest.mark.parametrize(
-    ("make", "why"),
-    [
-        (lambda m: KeepsLists(m.parameters()), "keeps the state of a parameter as a list"),
-        (lambda m: Couples(m.parameters(), lr=0.1), "gets other values when it is stepped without the others"),
-    ],
-    ids=["lists", "couples"],
-)
-@in_every_way
-def test_what_cannot_be_split_is_left_to_step(way: str, make: Make, why: str) -> None:
-    with own_steps_are_judged():
-        lane = lockstep(way, building(make))
-    if WAYS[way]["schedule"] == "backward":
-        (said,) = lane.overlap.plan.judged
-        assert "left to optimizer.step()" in said
-        assert why in said
 
 
 @in_every_way
@@ -805,29 +751,6 @@ def test_step_hooks_that_write(way: str, what: str, after_attach: bool) -> None:
     lockstep(way, build, step)
 
 
-@pytest.mark.parametrize("after_attach", [False, True])
-@in_every_way
-def test_post_hooks_that_write_weights(way: str, after_attach: bool) -> None:
-    @torch.no_grad()
-    def clamp(optimizer: Any, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.clamp_(-0.1, 0.1)
-
-    def build() -> Any:
-        model, optimizer = blocks()
-        if not after_attach:
-            optimizer.register_step_post_hook(clamp)
-        return model, optimizer
-
-    def step(lane: Contender, i: int) -> Any:
-        if after_attach and i == 0:
-            lane.optimizer.register_step_post_hook(clamp)
-        return learn(lane, i)
-
-    lockstep(way, build, step)
-
-
 # State that goes out and comes in.
 
 
@@ -952,28 +875,6 @@ def test_a_second_step_is_refused_before_it_writes(form: dict[str, Any]) -> None
         with pytest.raises(SpentGradientError):
             optimizer.step()
         assert first_difference(iter(before), training_state(model, optimizer)) is None
-
-
-class Twice(torch.optim.Optimizer):
-    """Evaluates its closure more than once."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.05})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for _ in range(2):
-            with torch.enable_grad():
-                loss = closure()
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.sub_(p.grad, alpha=group["lr"])
-        return loss
-
-
-@pytest.mark.parametrize("way", ["forward", "late"])
-def test_an_optimizer_that_evaluates_its_closure_twice(way: str) -> None:
-    lockstep(way, building(lambda m: Twice(m.parameters())), by_closure)
 
 
 def by_pickle(value: Any) -> Any:

@@ -13,10 +13,9 @@ from torch.optim import lr_scheduler
 import instep
 from instep._step.judging import FIRST
 from instep.errors import SpentGradientError, UnsupportedOptimizerError
-from instep_tools.harness import first_difference, training_state
-from tests.cases import Blocks, batch, two_groups
+from tests.cases import Blocks, batch
 from tests.parity.lockstep import in_every_way, lockstep, loss_of, ways
-from tests.parity.patched import SHARPNESS, step, step_param, with_step_param, with_step_parameter
+from tests.parity.patched import step, with_step_param, with_step_parameter
 
 Patch = Callable[[nn.Module], Any]
 patched = pytest.mark.parametrize("patch", [with_step_param, with_step_parameter], ids=["step_param", "step_parameter"])
@@ -55,39 +54,6 @@ def test_detach_puts_the_step_back() -> None:
     before = vars(optimizer)["step"]
     instep.attach(model, optimizer, schedule="backward").detach()
     assert vars(optimizer)["step"] is before
-
-
-def of_a_class_without_a_step_of_its_own(model: nn.Module) -> Any:
-    """torch wraps the ``step`` of the first class that is built: with ``Adam`` before it, this one has its parent's."""
-    torch.optim.Adam(model.parameters())
-
-    class Heir(torch.optim.Adam):
-        pass
-
-    optimizer: Any = Heir(two_groups(model), lr=1e-2)
-    assert "step" not in vars(Heir)
-    optimizer.sharpness = SHARPNESS
-    optimizer.step_param, optimizer.step = MethodType(step_param, optimizer), MethodType(step, optimizer)
-    return optimizer
-
-
-@pytest.mark.parametrize("patch", [with_step_param, of_a_class_without_a_step_of_its_own])
-def test_attached_again_after_a_scheduler_has_wrapped_the_step(patch: Patch) -> None:
-    lanes = [blocks(patch) for _ in range(2)]
-    lanes[1][0].load_state_dict(lanes[0][0].state_dict())
-    for attached, (model, optimizer) in enumerate(lanes):
-        for schedule in ("backward", "forward", "backward"):
-            overlap = instep.attach(model, optimizer, schedule=schedule) if attached else None
-            lr_scheduler.StepLR(optimizer, 1)
-            for i in range(2):
-                x, y = batch(i)
-                loss_of(model(x), y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            if overlap is not None:
-                overlap.detach()
-    difference = first_difference(*(training_state(model, [optimizer]) for model, optimizer in lanes))
-    assert difference is None, difference
 
 
 def _by_sign(self: Any, p: torch.Tensor, group: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ from instep._step.deferred import COMPILES
 from instep.errors import StaleAttachmentError, TornStepError, UncommittedStepError
 from instep_tools.harness import first_difference, training_state
 from tests import net
-from tests.cases import Blocks, Tied, assign, batch, grad_of, two_groups
+from tests.cases import Blocks, assign, batch, grad_of, two_groups
 from tests.devices import in_dlpack, on_cpu_only
 from tests.inside import before_updates
 from tests.late import late_updates
@@ -917,19 +917,6 @@ def test_the_state_of_a_first_step_is_there_when_it_is_read(tmp_path: Path) -> N
         assert all(loop.optimizer.state.values())
 
 
-def test_a_write_through_an_alias(tmp_path: Path) -> None:
-    plain, loop = Loop(tmp_path), Loop(tmp_path)
-    aliases = [plain.last.detach(), loop.last.detach()]
-    with instep.attach(loop.model, loop.optimizer, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap:
-        for i in range(3):
-            for one, alias in zip((plain, loop), aliases, strict=True):
-                one.step(i)
-                alias.zero_()
-            assert "pending" in repr(overlap)  # all others
-            overlap.synchronize()
-            assert first_difference(plain.state(), loop.state()) is None
-
-
 class Moody(torch.optim.SGD):
     """Its ``step()`` looks at a global before it updates."""
 
@@ -945,36 +932,6 @@ class Moody(torch.optim.SGD):
 def moody() -> Iterator[type[Moody]]:
     yield Moody
     Moody.refuses = False
-
-
-@pytest.mark.parametrize("before", [0, 1, 2], ids=lambda count: f"{count} steps before")
-def test_accept_torn_gives_up_a_step_that_raised_while_it_was_due(
-    before: int, moody: type[Moody], tmp_path: Path
-) -> None:
-    """The error was told by ``step()``; after ``accept_torn()`` nothing raises it again."""
-    plain, loop = Loop(tmp_path), Loop(tmp_path)
-    for one in (plain, loop):
-        one.optimizer = moody(one.parameters, lr=0.1, momentum=0.9)
-    with instep.attach(loop.model, loop.optimizer, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap:
-        for one in (plain, loop):
-            for number in range(before):
-                one.step(number)
-                one.optimizer.zero_grad()
-            weights, state = copy.deepcopy(one.model.state_dict()), copy.deepcopy(one.optimizer.state_dict())
-            one.backward(before)
-            moody.refuses = True
-            with pytest.raises(ValueError, match="refused"):
-                one.optimizer.step()
-            if one is loop:
-                overlap.accept_torn()
-            moody.refuses = False
-            one.optimizer.zero_grad()
-            one.model.load_state_dict(weights)
-            one.optimizer.load_state_dict(state)
-            one.step(before + 1)
-            one.optimizer.zero_grad()
-        overlap.synchronize()
-        assert first_difference(plain.state(), loop.state()) is None
 
 
 @on_cpu_only  # elsewhere the update is launched by step()
@@ -1113,19 +1070,6 @@ def test_the_users_own_pre_hook_reads_the_weights_first(tmp_path: Path) -> None:
     assert_reads_as_plain(lambda loop: [loop.model(batch(9)[0]), *loop.kept.sums], tmp_path, before=before)
 
 
-def test_a_tied_weight(tmp_path: Path) -> None:
-    def read(loop: Loop) -> Any:
-        return loop.model.head(torch.ones(1, 16)), loop.model.embedding(torch.arange(4))
-
-    class TiedRows(Tied):
-        inner = outer = None
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward((x * 10).long().remainder(32)).mean(1)[:, :10]
-
-    assert_reads_as_plain(read, tmp_path, make=TiedRows)
-
-
 # Errors.
 
 
@@ -1186,25 +1130,6 @@ def test_an_error_in_the_update_comes_at_the_next_use(use: str, tmp_path: Path) 
         loop.optimizer.zero_grad()
     overlap.detach()
     assert not threads()
-
-
-@pytest.mark.usefixtures("fails_once")
-@pytest.mark.parametrize("seen", [True, False], ids=["seen before", "not seen before"])
-def test_detach_after_an_error_in_the_update(seen: bool, tmp_path: Path) -> None:
-    loop = Loop(tmp_path)
-    overlap = torn_at(loop)
-    if seen:
-        with pytest.raises(ZeroDivisionError):
-            overlap.synchronize()
-        overlap.detach()
-    else:
-        with pytest.raises(ZeroDivisionError):
-            overlap.detach()
-    overlap.detach()
-    loop.step(3)
-    assert "detached" in repr(overlap)
-    assert not threads()
-    assert all(type(p) is nn.Parameter for p in loop.parameters)
 
 
 @pytest.mark.usefixtures("fails_once")
@@ -1292,36 +1217,6 @@ FORK = """
 )
 def test_a_child_forked_while_an_update_is_due_does_not_hang(in_the_child: str) -> None:
     assert run_script(FORK.format(in_the_child=in_the_child)) == "0\n"
-
-
-def test_a_model_is_sent_to_a_spawned_process_while_an_update_is_due(tmp_path: Path) -> None:
-    loop = Loop(tmp_path)
-    with instep.attach(loop.model, loop.optimizer, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap:
-        loop.step(0)
-        assert "pending" in repr(overlap)
-        sent = pickle.dumps(loop.model)
-        assert plain_values(pickle.loads(sent)) == plain_values(loop.model)
-        assert all(type(p) is nn.Parameter for p in pickle.loads(sent).parameters())
-
-
-@pytest.mark.parametrize("synchronized", [True, False])
-def test_another_default_dtype_in_the_forward(synchronized: bool) -> None:
-    """Which waits for the update."""
-    model = nn.Linear(3, 3)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with instep.attach(model, optimizer, schedule="forward", defer=True) as overlap:
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if synchronized:
-            overlap.synchronize()
-        torch.set_default_dtype(torch.float64)
-        try:
-            model(torch.ones(1, 3, dtype=torch.float32))
-        finally:
-            torch.set_default_dtype(torch.float32)
-        overlap.synchronize()
-    assert optimizer.state[model.weight]["step"].dtype == torch.float32
 
 
 @on_cpu_only

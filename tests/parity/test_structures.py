@@ -43,8 +43,6 @@ UNCOMMITTED = Refused(UncommittedStepError, "open")
 READ = dict.fromkeys(["backward", "two_pass"], Refused(UncommittedStepError, "torn"))
 STALE = Refused(StaleAttachmentError, "untouched")
 MODIFIED = Refused(RuntimeError, "open", match="modified by an inplace operation")
-# By the segment, whose buckets are full before backward comes to the rest of the graph that saved the same weights.
-MODIFIED_IN_IT = Refused(RuntimeError, "torn", match="modified by an inplace operation")
 
 
 ALIAS = "an alias that was made before the weight was updated on trial shows the new values"
@@ -312,18 +310,6 @@ def test_reentrant_segments_that_share_weights(way: str) -> None:
 
 
 @in_every_way
-def test_a_reentrant_segment_that_shares_its_weights_with_the_rest(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        x, y = batch(i)
-        block = lane.model.blocks[0]
-        x = block(lane.model.inner(x))
-        x = block(checkpoint(block, x, use_reentrant=True))
-        return lane.learn(loss_of(lane.model.outer(x), y))
-
-    lockstep(way, blocks, step, refused={"backward": MODIFIED_IN_IT, "two_pass": REENTRANT, "undo": MODIFIED})
-
-
-@in_every_way
 def test_a_checkpointed_segment_that_reads_a_later_weight_without_its_gradient(way: str) -> None:
     def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
@@ -437,20 +423,6 @@ def test_backward_for_some_inputs(way: str) -> None:
         return loss.detach()
 
     lockstep(way, blocks, step, refused={"two_pass": TWICE})
-
-
-@in_every_way
-def test_one_backward_for_each_part_of_the_model(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        x, y = batch(i)
-        loss = loss_of(lane.model(x), y)
-        loss.backward(inputs=list(lane.model.outer.parameters()), retain_graph=True)
-        loss.backward(inputs=[*lane.model.inner.parameters(), *lane.model.blocks.parameters()])
-        lane.step()
-        lane.zero_grad()
-        return loss.detach()
-
-    lockstep(way, blocks, step, bucket_bytes=1, refused={"backward": TORN, "two_pass": TWICE})
 
 
 @in_every_way

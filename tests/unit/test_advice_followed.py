@@ -11,7 +11,6 @@ from torch.nn.utils import prune
 
 import instep
 from instep.errors import AttachError, StaleAttachmentError, UnsupportedOptimizerError
-from tests.judged import own_steps_are_judged
 
 WAYS: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
@@ -287,20 +286,6 @@ def test_what_nobody_can_split_is_no_matter_of_defer(make: Callable[[Any], torch
     """Its ``step()`` runs where the loop calls it."""
     plain, found = trained(make, None), trained(make, {"defer": True})
     assert all(torch.equal(plain[name], found[name]) for name in plain)
-
-
-@pytest.mark.parametrize("make", JUDGED, ids=lambda make: make.__name__)
-def test_what_cannot_be_split_is_left_to_step(
-    make: Callable[[Any], torch.optim.Optimizer], caplog: pytest.LogCaptureFixture
-) -> None:
-    plain = trained(make, None)
-    with own_steps_are_judged():
-        found = trained(make, {"schedule": "backward"})
-    assert all(torch.equal(plain[name], found[name]) for name in plain)
-    (said,) = caplog.messages
-    assert said.startswith(f"{make.__name__}: ")
-    assert JUDGED[make] in said
-    assert "Every step is left to optimizer.step(), as in the plain loop" in said
 
 
 def test_what_cannot_be_put_back_is_refused_with_the_way_out() -> None:

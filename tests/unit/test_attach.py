@@ -100,25 +100,6 @@ def test_nothing_but_frozen_parameters() -> None:
         instep.attach(FROZEN, sgd(FROZEN.parameters()), schedule="backward")
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"schedule": "sideways"}, "schedule='sideways'"),
-        ({"bucket_bytes": 0}, "bucket_bytes"),
-        ({"bucket_bytes": 1.5}, "bucket_bytes"),
-        ({"bucket_bytes": True}, "bucket_bytes"),
-    ],
-)
-def test_bad_options(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(AttachError, match=words):
-        instep.attach(MODEL, sgd(MODEL.parameters()), **{"schedule": "backward", **options})
-
-
-def test_a_model_that_is_no_module() -> None:
-    with pytest.raises(AttachError, match="Module"):
-        instep.attach(MODEL.forward, sgd(MODEL.parameters()), schedule="backward")  # type: ignore[arg-type]
-
-
 def test_a_lazy_module() -> None:
     model = nn.Sequential(nn.LazyLinear(4))
     with pytest.raises(AttachError, match="lazy"):

@@ -221,27 +221,6 @@ def test_it_lives_as_long_as_the_model() -> None:
     overlap.detach()
 
 
-def test_attaching_and_detaching_does_not_grow() -> None:
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def cycles(count: int) -> int:
-        for i in range(count):
-            with instep.attach(model, optimizer, schedule="backward"):
-                if i % 100 == 0:
-                    model(torch.ones(1, 4)).sum().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-        return live_tensors()
-
-    before = cycles(100)
-    assert cycles(2_000) == before
-    assert not model._forward_pre_hooks
-    assert not model.weight._post_accumulate_grad_hooks
-    assert not optimizer._optimizer_step_pre_hooks
-    assert not optimizer._optimizer_step_post_hooks
-
-
 @pytest.mark.nightly
 def test_many_models_do_not_grow() -> None:
     def models(count: int) -> int:

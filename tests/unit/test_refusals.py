@@ -108,18 +108,6 @@ def test_outputs_deep_in_the_graph_are_no_second_backward(reentrant: bool) -> No
         assert overlap.step_count == 3
 
 
-def test_a_graph_that_is_used_twice(model: nn.Module, optimizer: Any, overlap: Any) -> None:
-    loss = loss_of(model)
-    loss.backward(retain_graph=True)
-    before = weights(model)
-    with pytest.raises(AccumulationError):
-        loss.backward()
-    assert all(map(torch.equal, before, weights(model)))
-    with pytest.raises(TornStepError):  # the plain loop steps by both
-        optimizer.step()
-    assert overlap.step_count == 0
-
-
 @pytest.mark.parametrize(
     "touch",
     [
@@ -153,20 +141,6 @@ def test_a_spent_gradient_can_be_looked_at_but_not_read(model: Any, overlap: Any
     assert grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("form", [{}, {"fused": True}, {"foreach": True}])
-def test_gradscaler(model: nn.Module, form: dict[str, Any]) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **form)
-    with instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward"):
-        scaler = torch.amp.GradScaler("cpu")
-        scaler.scale(loss_of(model)).backward()
-        with pytest.raises(SpentGradientError, match="GradScaler"):
-            scaler.step(optimizer)
-        with pytest.raises(TornStepError, match="scaled"):
-            optimizer.step()
-        with pytest.raises(TornStepError):
-            model(batch(0)[0])
-
-
 def test_a_clip_in_a_step_pre_hook_sees_spent_gradients_whenever_it_was_registered(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
@@ -181,17 +155,6 @@ def test_a_clip_in_a_step_pre_hook_sees_spent_gradients_whenever_it_was_register
             optimizer.step()
 
 
-def test_a_clip_inside_a_closure(model: nn.Module, optimizer: torch.optim.Optimizer, overlap: Any) -> None:
-    def closure() -> Any:
-        loss = loss_of(model)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        return loss
-
-    with pytest.raises(SpentGradientError):
-        optimizer.step(closure)
-
-
 def test_a_hyperparameter_changed_between_backward_and_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, overlap: Any
 ) -> None:
@@ -201,15 +164,6 @@ def test_a_hyperparameter_changed_between_backward_and_step(
         optimizer.step()
     with pytest.raises(TornStepError):
         model(batch(0)[0])
-
-
-def test_a_tensor_hyperparameter_changed_in_place(model: nn.Module) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), foreach=False)
-    with instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward"):
-        loss_of(model).backward()
-        optimizer.param_groups[0]["lr"].fill_(0.5)
-        with pytest.raises(HyperparameterChangedError):
-            optimizer.step()
 
 
 def write_in_place(model: nn.Module) -> None:
