@@ -271,30 +271,6 @@ def test_an_error_beside_ddp_leaves_it_usable(two_ranks: RankPool) -> None:
     assert two_ranks.run(body_error_beside_ddp) == [True] * 2
 
 
-def body_no_sync_of_ddp_itself() -> str | None:
-    """Parameters that DDP does not reduce accumulate in no_sync() too."""
-
-    def run(attach: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-        core = make()[0]
-        model = WithOwn(core)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        if attach:
-            instep.attach(model, optimizer, schedule="backward")
-        for i in range(3):
-            with core.no_sync():
-                loss_of(model, 2 * i).backward()
-            loss_of(model, 2 * i + 1).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return model, optimizer
-
-    return first_difference(training_state(*run(False)), training_state(*run(True)))
-
-
-def test_no_sync_of_ddp_itself(three_ranks: RankPool) -> None:
-    assert three_ranks.run(body_no_sync_of_ddp_itself) == [None] * 3
-
-
 def body_thawed_after_wrapping(view: bool) -> str | None:
     """Frozen when DDP was built, thawed later: DDP never reduces it, and each rank trains its own, attached or not."""
 

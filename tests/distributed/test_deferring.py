@@ -122,31 +122,6 @@ def test_uneven_inputs(two_ranks: RankPool, option: str) -> None:
     assert two_ranks.run(uneven, option) == [None] * 2
 
 
-def backwards_of_one_rank(how: str) -> str | None:
-    """The first rank alone runs a backward that reduces nothing, now and then, and logs what it gives."""
-    plain, attached = both(view=False)
-    if how == "replicate":
-        torch.manual_seed(0)
-        model = instep.replicate(Blocks(), bucket_cap_mb=0.004)
-        attached = model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    with instep.attach(*attached):
-        for model, optimizer in (plain, attached):
-            for i in range(LONG):
-                x, y = batch(100 * dist.get_rank() + i)
-                loss = nn.functional.cross_entropy(model(x), y)
-                if dist.get_rank() == 0 and i % 9 == 2:
-                    torch.autograd.grad(loss, list(model.parameters())[-1], retain_graph=True)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    return differs(plain, attached)
-
-
-@pytest.mark.parametrize("how", ["ddp", "replicate"])
-def test_a_backward_of_one_rank_alone(two_ranks: RankPool, how: str) -> None:
-    assert two_ranks.run(backwards_of_one_rank, how) == [None] * 2
-
-
 def redundant() -> str | None:
     """An optimizer that shards its state over the ranks, with a backward of one rank alone during the trial."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns of torch.jit where it is imported

@@ -90,32 +90,6 @@ def test_state_dict_on_one_rank(two_ranks: RankPool, view: bool) -> None:
     assert two_ranks.run(body_state_dict_on_one_rank, view) == [None] * 2
 
 
-def body_evaluation_on_one_rank(view: bool, through: str, clears_first: bool) -> str | None:
-    def step(model: Any, optimizer: Any, i: int) -> Any:
-        forward(model, i).backward()
-        optimizer.step()
-        if clears_first:
-            optimizer.zero_grad()
-        read = None
-        if dist.get_rank() == 1:
-            model.eval()
-            with torch.no_grad():
-                read = (model.module if through == "module" else model)(batch(9)[0]).tolist()
-            model.train()
-        if not clears_first:
-            optimizer.zero_grad()
-        return read
-
-    return in_lockstep(view, step, broadcast_buffers=False)
-
-
-@both_views
-@pytest.mark.parametrize("through", ["module", "ddp"])
-@pytest.mark.parametrize("clears_first", [True, False])
-def test_evaluation_on_one_rank(two_ranks: RankPool, view: bool, through: str, clears_first: bool) -> None:
-    assert two_ranks.run(body_evaluation_on_one_rank, view, through, clears_first) == [None] * 2
-
-
 def body_never_cleared(view: bool, reads: bool) -> str | None:
     def step(model: Any, optimizer: Any, i: int) -> Any:
         forward(model, i).backward()

@@ -346,44 +346,10 @@ def test_the_all_reduce_waits_on_two_ranks(two_ranks: RankPool, sizes: tuple[int
     two_ranks.run(train, partial(on_two, sizes), iteration=in_the_loop)
 
 
-def hsdp_deeper(model: Any) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block[1], mesh=mesh(2, 2))
-    return hsdp(model)
-
-
-def hsdp_whole(model: Any) -> Any:
-    return fully_shard(model, mesh=mesh(2, 2))
-
-
 def hsdp_experts(model: Any) -> nn.Module:
     for expert in model.experts:
         fully_shard(expert, mesh=mesh(2, 2))
     return fully_shard(model, mesh=mesh(2, 2))
-
-
-def hsdp_narrow(model: Any) -> nn.Module:
-    return nested(model, mesh=mesh(2, 2), mp_policy=POLICIES["bf16, reduced in fp32"])
-
-
-def hsdp_reduced_narrow(model: Any) -> nn.Module:
-    return nested(model, mesh=mesh(2, 2), mp_policy=POLICIES["reduced in bf16"])
-
-
-OVER_REPLICAS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], nn.Module], Losses]] = {
-    "one group": (Blocks, hsdp_whole, loss_of_blocks),
-    "groups in groups": (Blocks, hsdp_deeper, loss_of_blocks),
-    "checkpointed groups": (Checkpointed, hsdp, loss_of_blocks),
-    "tied weights": (Tied, hsdp_whole, tied_loss),
-    "bf16, reduced in fp32": (Blocks, hsdp_narrow, loss_of_blocks),
-    "reduced in bf16": (Blocks, hsdp_reduced_narrow, loss_of_blocks),
-}
-
-
-@pytest.mark.parametrize("name", OVER_REPLICAS)
-def test_what_is_reduced_over_the_replicas_last(four_ranks: RankPool, name: str) -> None:
-    build, shard, loss = OVER_REPLICAS[name]
-    four_ranks.run(train, shard, build, loss, iteration=in_the_loop)
 
 
 def test_one_all_reduce_of_each_group(four_ranks: RankPool) -> None:

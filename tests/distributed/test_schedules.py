@@ -234,12 +234,6 @@ def test_an_overflow_on_one_rank_alone_is_skipped_on_all(
     assert_equal(three_ranks, Case(way, view, scaled=scaled, give=give, overflow=1, optimizer=optimizer))
 
 
-@pytest.mark.parametrize("clip", [ClipNorm(0.1), ClipNorm(1e6), ClipValue(0.01)], ids=str)
-@in_ways_with_gradients
-def test_clip_with_a_scaler_and_an_overflow(three_ranks: RankPool, way: str, clip: Any) -> None:
-    assert_equal(three_ranks, Case(way, True, clip, scaled="step", overflow=2, optimizer="AdamW-0-foreach"))
-
-
 def body_scaler_in_backward(optimizer: str) -> bool:
     loop = Loop(Case("backward", scaled="step", optimizer=optimizer), True)
     with loop.overlap:

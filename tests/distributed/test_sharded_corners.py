@@ -229,27 +229,6 @@ def test_autograd_grad_counts_as_a_backward_and_is_refused(two_ranks: RankPool, 
     two_ranks.run(input_gradients, way)
 
 
-def thawed_after_evaluation(way: str) -> None:
-    """``fully_shard`` leaves gathered parameters in the root module's places after a forward without a backward."""
-
-    def some(model: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([*model.inner.parameters(), *model.outer.parameters()], lr=1e-2)
-
-    def step(loop: Loop, i: int) -> None:
-        loop.learn(i)
-        if 1 <= i < 3:
-            with torch.no_grad():
-                loop.loss(100)
-            loop.optimizer.add_param_group({"params": list(loop.model.blocks[i].parameters()), "lr": 3e-3})
-
-    both(way, nested, some, step)
-
-
-@in_every_way
-def test_parameters_added_after_an_evaluation(two_ranks: RankPool, way: str) -> None:
-    two_ranks.run(thawed_after_evaluation, way)
-
-
 def spread_in_another_way(way: str) -> None:
     def step(loop: Loop, i: int) -> None:
         loop.learn(i)

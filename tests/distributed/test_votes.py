@@ -107,24 +107,6 @@ def test_a_failed_update_reaches_the_other_ranks_in_backward(two_ranks: RankPool
     assert other == ("2 TornStepError InstepError",)
 
 
-def update_fails_once_on_rank_1(wrap: str) -> str | None:
-    """On trial alone: ``optimizer.step()`` then steps as it does on the other rank."""
-    plain, updates = make(wrap)
-    train(plain, updates, range(4))
-    model, optimizer = make(wrap)
-    with instep.attach(model, optimizer, **WAYS["undo"]) as overlap:
-        train(model, optimizer, range(2))
-        Fails.failing = (1,)
-        train(model, optimizer, range(2, 4))
-        assert overlap.redo_count == dist.get_rank()
-    return first_difference(training_state(plain, updates), training_state(model, optimizer))
-
-
-@pytest.mark.parametrize("wrap", ["ddp", "replicate", "fsdp2"])
-def test_an_update_that_fails_on_trial(two_ranks: RankPool, wrap: str) -> None:
-    assert two_ranks.run(update_fails_once_on_rank_1, wrap) == [None] * 2
-
-
 def late_update_fails_on_rank_1() -> tuple[str, bool]:
     """Rank 1 fails in a step that rank 0 has taken, and ends."""
     model, optimizer = make()
@@ -285,7 +267,6 @@ def resynced(way: str, wrap: str) -> str | None:
     for one in ((plain, plain_optimizer), (model, optimizer)):
         train(*one, range(5, 8))
     overlap.detach()
-    from instep_tools.harness import first_difference, training_state
 
     return first_difference(training_state(plain, [plain_optimizer]), training_state(model, [optimizer]))
 

@@ -18,7 +18,7 @@ from tests.cases import Blocks, batch
 from tests.devices import here, let_go, sparse_collectives
 from tests.distributed.comm_hooks import HOOKS
 from tests.distributed.pool import RankPool
-from tests.functional.cases import SOME, Functional, hook_parity, loss
+from tests.functional.cases import Functional, hook_parity, loss
 
 
 def then_optimizer(hook: str | None) -> Any:
@@ -67,13 +67,6 @@ def test_power_sgd(three_ranks: RankPool, which: str) -> None:
     assert three_ranks.run(power_sgd, which) == [None] * 3
 
 
-@pytest.mark.parametrize("subset", [False, True])
-@pytest.mark.parametrize("optimizer", SOME)
-@pytest.mark.parametrize("which", ["hook_then_optimizer", "apply_optim_in_backward_hook"])
-def test_some_parameters_or_all(three_ranks: RankPool, which: str, optimizer: str, subset: bool) -> None:
-    assert three_ranks.run(parity, which, "allreduce", optimizer, subset=subset) == [None] * 3
-
-
 @pytest.mark.parametrize("view", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("kind", ["Tied", "Sometimes", "Rotations", "channels_last"])
 @pytest.mark.parametrize("which", ["hook_then_optimizer", "apply_optim_in_backward_hook"])
@@ -103,38 +96,6 @@ def test_uneven_inputs(three_ranks: RankPool, view: bool, by_initial: bool) -> N
         "steps": 5,
     }
     assert three_ranks.run(parity, "apply_optim_in_backward_hook", None, "SGD-0-for-loop", **how) == [None] * 3
-
-
-def functional_of_torch(name: str) -> list[bool]:
-    """The classes that torch's own ``_hook_then_optimizer`` is used with."""
-    from torch.distributed.optim import functional_adamw, functional_sgd  # warns of torch.jit when imported
-
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    plain, model = (DistributedDataParallel(Blocks(), bucket_cap_mb=0.002) for _ in range(2))
-    model.load_state_dict(plain.state_dict())
-    if name == "AdamW":
-        opt: torch.optim.Optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-        functional: Any = functional_adamw._FunctionalAdamW([], lr=1e-2, _allow_empty_param_list=True)
-    else:
-        opt = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
-        functional = functional_sgd._FunctionalSGD([], lr=0.05, momentum=0.9, _allow_empty_param_list=True)
-    state = instep.OptimizerHookState(functional)
-    plain.register_comm_hook(None, default_hooks.allreduce_hook)
-    model.register_comm_hook(None, instep.hook_then_optimizer(default_hooks.allreduce_hook, state))
-    for i in range(4):
-        for m in (plain, model):
-            loss(m, "Blocks", 1000 * rank + i).backward()
-        opt.step()
-        opt.zero_grad()
-    return list(map(torch.equal, plain.parameters(), model.parameters()))
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["SGD", "AdamW"])
-def test_torchs_functional_optimizers(two_ranks: RankPool, name: str) -> None:
-    for equal in two_ranks.run(functional_of_torch, name):
-        assert all(equal)
 
 
 def failing(which: str, bucket: int) -> tuple[str, list[bool], list[bool], bool]:

@@ -356,13 +356,6 @@ def test_no_sync(three_ranks: RankPool, dtypes: str, view: bool, in_backward: bo
     assert_equal_on_all(three_ranks, Case(dtypes, view, in_backward, micro_batches=3, cap=0.0005))
 
 
-@pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize("zero", ["zeros", "keep"])
-@pytest.mark.parametrize("dtypes", ["bf16", "bf16-fp32"])
-def test_gradients_that_are_not_set_to_none(three_ranks: RankPool, dtypes: str, zero: str, view: bool) -> None:
-    assert_equal_on_all(three_ranks, Case(dtypes, view, zero=zero))
-
-
 @pytest.mark.parametrize("used_on", [(0, 1, 2), (1,), ()])
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("view", [False, True])

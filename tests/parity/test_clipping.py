@@ -900,21 +900,6 @@ def test_a_gradient_changed_between_the_steps_of_two_optimizers(way: str, max_no
     compare(way, two_optimizers, step, clip=clip)
 
 
-@pytest.mark.parametrize("max_norm", [0.1, 4.0, 1e6])
-@in_ways_that_keep_gradients
-def test_only_one_of_two_optimizers_steps_each_time(way: str, max_norm: float) -> None:
-    clip = ClipNorm(max_norm)
-
-    def step(lane: Contender, i: int) -> torch.Tensor | None:
-        lane.backward(loss(lane, i))
-        norm = apply(clip, lane)
-        lane.optimizers[i % 2].step()
-        lane.zero_grad()
-        return norm if lane.overlap is None else lane.overlap.grad_norm
-
-    compare(way, two_optimizers, step, 6, clip=clip)
-
-
 @in_exact_ways
 def test_clip_norm_in_a_closure(way: str) -> None:
     clip = ClipNorm(0.5)

@@ -1183,10 +1183,6 @@ def run_script(body: str) -> str:
     return done.stdout
 
 
-def test_the_interpreter_ends_while_an_update_is_due() -> None:
-    assert run_script("step(); step(); print('end')") == "end\n"
-
-
 @pytest.mark.nightly
 def test_data_loader_workers_are_forked_while_an_update_is_due() -> None:
     body = """

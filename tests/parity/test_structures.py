@@ -201,38 +201,6 @@ product.register_autograd(
 )
 
 
-class Bare(nn.Module):
-    """Parameters in containers that are never called, read by operators of all kinds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.listed = nn.ParameterList([torch.randn(16, 16) / 4 for _ in range(4)])
-        self.named = nn.ParameterDict({"weight": torch.randn(10, 16) / 4, "bias": torch.zeros(10)})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.ops.aten.mm.default(x, self.listed[0])
-        x = product(x, self.listed[1])
-        x = torch.einsum("bi,ij->bj", x, self.listed[2]) + torch.stack(list(self.listed)).mean()
-        x = torch.nn.functional.embedding(torch.arange(8), self.listed[3]) + x
-        return linear(x, self.named["weight"], self.named["bias"])
-
-
-def parametrized() -> nn.Module:
-    first = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
-    return nn.Sequential(first, nn.BatchNorm1d(16), nn.utils.parametrizations.weight_norm(nn.Linear(16, 10)))
-
-
-@pytest.mark.parametrize("make", [Bare, parametrized])
-@in_every_way
-def test_parameters_read_by_other_means_than_their_module(way: str, make: Callable[[], nn.Module]) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        loss = learn(lane, i)
-        with torch.no_grad():
-            return loss, lane.model(batch(i)[0])
-
-    lockstep(way, built(make), step)
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_scripted_module_is_refused(whole: bool) -> None:
@@ -333,21 +301,6 @@ def test_a_gradient_penalty(way: str) -> None:
         loss = loss_of(lane.model(x.requires_grad_()), y)
         (slope,) = torch.autograd.grad(loss, x, create_graph=True)
         return lane.learn(loss + slope.square().sum())
-
-    lockstep(way, blocks, step)
-
-
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-@pytest.mark.parametrize("way", ["backward", "forward", "late", "undo"])
-def test_gradients_that_have_a_graph(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        x, y = batch(i)
-        loss = loss_of(lane.model(x), y)
-        loss.backward(create_graph=True)
-        lane.step()
-        for p in lane.model.parameters():
-            p.grad = None
-        return loss.detach()
 
     lockstep(way, blocks, step)
 

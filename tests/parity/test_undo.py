@@ -1,9 +1,7 @@
 """``undo``: a step that was taken on trial is put back bit for bit, and training goes on as if it had not been."""
 
 import copy
-import functools
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +12,10 @@ import instep
 from instep import ClipNorm
 from instep._optim import undo
 from instep._optim.contents import Contents
-from instep.errors import HyperparameterChangedError, InstepError, UnsupportedOptimizerError
+from instep.errors import HyperparameterChangedError, InstepError
 from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch, optimizer_cases, two_groups
 from tests.inside import schedule_of
-from tests.judged import own_steps_are_judged
 from tests.parity.lockstep import SMALL, UNDO, Contender, Step, learn, lockstep, loss_of
 
 in_undo = pytest.mark.parametrize("way", UNDO)
@@ -384,24 +381,6 @@ class Counts(Fails):
 
 
 @in_undo
-@pytest.mark.parametrize("what", ["dict", "list", "tensor", "object", "group", "state"])
-def test_what_an_update_has_changed_before_it_raised_is_put_back(way: str, what: str, failing: type[Fails]) -> None:
-    """``optimizer.step()`` does it again, and raises itself: once, as in the plain loop."""
-    model = Blocks(depth=2)
-    optimizer = Counts(model.parameters(), what)
-    with instep.attach(model, optimizer, **UNDO[way]):
-        train(model, optimizer, range(2))
-        failing.failing = True
-        loss(model, 99).backward()
-        assert optimizer.counted() == 0
-        with pytest.raises(ZeroDivisionError, match="the update"):
-            optimizer.step()
-        failing.failing = False
-        assert optimizer.counted() == 1
-        optimizer.zero_grad()
-
-
-@in_undo
 def test_an_update_that_cannot_be_put_back_raises_in_backward(way: str, failing: type[Fails]) -> None:
     """Done again, it would change that module a second time."""
     model = Blocks(depth=2)
@@ -670,23 +649,6 @@ def test_steps_that_are_left_out(way: str, clear: bool) -> None:
 
 
 @in_undo
-def test_a_weight_that_another_model_reads(way: str) -> None:
-    """Shared with a model that is not attached."""
-
-    def step(lane: Contender, i: int) -> Any:
-        if lane.extra is None:
-            lane.extra = nn.Linear(24, 10)
-            lane.extra.weight = lane.model.outer.weight
-        lane.backward(loss(lane.model, i))
-        seen = lane.extra(torch.ones(1, 24)).detach()
-        lane.step()
-        lane.zero_grad()
-        return seen
-
-    compare(way, step)
-
-
-@in_undo
 def test_detach_between_backward_and_step_leaves_the_step_to_the_optimizer(way: str) -> None:
     """The gradients are all there: ``optimizer.step()`` does the plain step."""
     model, optimizer = fresh()
@@ -711,90 +673,6 @@ def test_copies_are_freed_by_the_step(way: str) -> None:
         assert not writes._rollback.copies._saved
         assert not writes._kept
         assert all(type(p) is nn.Parameter for p in model.parameters())
-
-
-def _function_that_remembers() -> Callable[[torch.Tensor], Any]:
-    return functools.lru_cache(None)(torch.zeros_like)
-
-
-MEMORIES: dict[str, Callable[[Any], Any]] = {
-    "attribute": lambda optimizer: optimizer.memory.setdefault,
-    "object": lambda optimizer: optimizer.settings.memory.setdefault,
-    "class": lambda optimizer: optimizer.of_all.setdefault,
-    "parameter": lambda optimizer: lambda p, made: p.__dict__.setdefault("memory", made),
-    "function": lambda optimizer: lambda p, made: optimizer.remembering(p),
-}
-
-
-class Remembers(torch.optim.Optimizer):
-    """Keeps its momentum outside of its state, from a step of each parameter on."""
-
-    of_all: dict[Any, Any] = {}  # noqa: RUF012  # as somebody may write it
-
-    def __init__(self, params: Any, place: str, since: int) -> None:
-        super().__init__(params, {})
-        self.place, self.since = place, since
-        self.memory: dict[Any, Any] = {}
-        self.settings = SimpleNamespace(memory={})
-        self.remembering = _function_that_remembers()
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for p in self.param_groups[0]["params"]:
-            if p.grad is not None:
-                state = self.state[p]
-                state["step"] = state.get("step", 0) + 1
-                if state["step"] >= self.since:
-                    p.sub_(MEMORIES[self.place](self)(p, torch.zeros_like(p)).mul_(0.9).add_(p.grad), alpha=0.1)
-                else:
-                    p.sub_(p.grad, alpha=0.1)
-
-
-@pytest.mark.parametrize("since", [1, 4])
-@pytest.mark.parametrize("place", ["attribute", "object", "parameter"])
-@in_undo
-def test_what_is_kept_of_parameters_outside_of_state_is_put_back(way: str, place: str, since: int) -> None:
-    """Of a step that clips: it is done again."""
-    plain, attached = Blocks(depth=2), Blocks(depth=2)
-    attached.load_state_dict(plain.state_dict())
-    optimizers = [Remembers(model.parameters(), place, since) for model in (plain, attached)]
-    with instep.attach(attached, optimizers[1], bucket_bytes=SMALL, **UNDO[way]) as overlap:
-        for i in range(6):
-            for model, optimizer in zip((plain, attached), optimizers, strict=True):
-                loss(model, i).backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-                if i != 4:
-                    optimizer.step()
-                optimizer.zero_grad()
-            states = training_state(plain, optimizers[0]), training_state(attached, optimizers[1])
-            assert first_difference(*states) is None, i
-        assert overlap.redo_count == 6
-        kept = list(map(MEMORIES[place], optimizers))
-        for one, other in zip(plain.parameters(), attached.parameters(), strict=True):
-            assert torch.equal(kept[0](one, None), kept[1](other, None))
-
-
-@pytest.mark.parametrize("since", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"undo": True}], ids=["backward", "undo"])
-@pytest.mark.parametrize("place", ["class", "function"])
-def test_what_nobody_finds_is_told_before_anything_is_written(place: str, options: dict[str, Any], since: int) -> None:
-    """It is seen in an update that is taken twice, parameter by parameter or, later on, bucket by bucket."""
-    Remembers.of_all.clear()
-    model = Blocks(depth=2)
-    optimizer = Remembers(model.parameters(), place, since)
-    with own_steps_are_judged():
-        overlap = instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward", **options)
-    with overlap:
-        train(model, optimizer, range(since - 1))
-        old = list(state(model, optimizer))
-        loss(model, 9).backward()
-        with pytest.raises(
-            UnsupportedOptimizerError, match=r"step\(\) gives '.*' other values when the same step is taken"
-        ):
-            optimizer.step()
-        assert_same(model, optimizer, old)
-        optimizer.zero_grad()
-    Remembers.of_all.clear()
 
 
 class Curvature(torch.optim.Optimizer):

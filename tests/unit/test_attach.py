@@ -1,6 +1,5 @@
 """What attach refuses: a typed error that names the parameter and the cure, and no hook left behind."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -8,10 +7,8 @@ import torch
 from torch import nn
 
 import instep
-from instep._optim.kinds import read_by_update
 from instep.errors import AttachError, HyperparameterChangedError
-from tests.cases import Blocks, batch, weights
-from tests.judged import own_steps_are_judged
+from tests.cases import Blocks, batch
 
 # Not by a thread: while one that has just been started runs, it may be that one that draws.
 pytestmark = pytest.mark.timeout(600, method="signal")
@@ -133,79 +130,6 @@ def test_a_failure_in_the_middle_of_registration_leaves_nothing(monkeypatch: pyt
         instep.attach(model, optimizer, schedule="backward")
     assert hooks_of(model, optimizer) == before
     assert instep.attached(model) is None
-
-
-class Clipped(torch.optim.SGD):
-    """Couples parameters without leaving a trace."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        nn.utils.clip_grad_norm_(params, 0.1)
-        return super().step()
-
-
-class Noisy(torch.optim.SGD):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad.add_(torch.randn_like(p))
-        return super().step()
-
-
-class NeedsGradients(torch.optim.SGD):
-    def step(self, closure: Any = None) -> Any:
-        torch.stack([p.grad.norm() for group in self.param_groups for p in group["params"] if p.grad is not None])
-        return super().step()
-
-
-class CountsInPlace(torch.optim.SGD):
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr=lr)
-        self.seen = {"steps": 0}
-
-    def step(self, closure: Any = None) -> Any:
-        self.seen["steps"] += 1
-        return super().step()
-
-
-@pytest.mark.parametrize(
-    ("cls", "words"),
-    [
-        (Clipped, "gets other values when it is stepped without the others"),
-        (Noisy, "draws random numbers in step()"),
-        (NeedsGradients, "raises when no parameter has a gradient"),
-        (CountsInPlace, None),
-    ],
-)
-def test_an_optimizer_of_unknown_make_is_judged_by_its_first_steps(cls: Any, words: str | None) -> None:
-    found = []
-    for attached in (False, True):
-        torch.manual_seed(0)
-        model = Blocks()
-        optimizer = cls(model.parameters(), lr=0.1)
-        before, random = copy.deepcopy(read_by_update(optimizer)), torch.get_rng_state()
-        with own_steps_are_judged():
-            overlap = instep.attach(model, optimizer, schedule="backward", bucket_bytes=2_000) if attached else None
-        # Nothing is tried at attach.
-        assert read_by_update(optimizer) == before
-        assert torch.equal(torch.get_rng_state(), random)
-        assert not optimizer.state
-        for i in range(4):
-            model(batch(i)[0]).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        steps = getattr(optimizer, "seen", {"steps": 4})["steps"]
-        found.append([*weights(model), torch.get_rng_state(), torch.tensor(steps)])
-        if overlap is not None:
-            said = " ".join(overlap.plan.judged)
-            assert bool(said) == (words is not None)
-            assert words is None or f"left to optimizer.step(): {cls.__name__}: " in said
-            assert words is None or words in said
-            overlap.detach()
-    assert all(map(torch.equal, *found))
 
 
 def test_the_state_of_a_step() -> None:

@@ -193,22 +193,6 @@ def test_a_parameter_that_is_kept_alone_has_no_step_on_trial(way: str) -> None:
         assert torch.equal(found, plain)
 
 
-@pytest.mark.parametrize("way", OPTIONS)
-def test_lives_do_not_grow(way: str) -> None:
-    """Each ends where its gradients have just been applied, or are to be."""
-
-    def lives(count: int) -> int:
-        for i in range(count):
-            made = make(way)
-            POINTS[("first backward", "backward", "raised", "stepped")[i % 4]](made)
-        del made
-        settle()
-        return live_tensors()
-
-    before = lives(4)
-    assert lives(12) == before
-
-
 def test_it_lives_as_long_as_the_model() -> None:
     model = Blocks()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,22 +1,16 @@
 """A foreign optimizer steps a bucket as itself: for that moment its groups hold the bucket's parameters alone. Nobody
 else sees it: no other thread, no handler of a signal, no hook, no method that needs all parameters."""
 
-import copy
-import pickle
 import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 import instep
 from instep.errors import UnsupportedOptimizerError
@@ -157,75 +151,6 @@ def stopped() -> Iterator[Loop]:
     WAITS.clear()
 
 
-READERS: dict[str, Callable[[list[Any]], list[Any]]] = {
-    "for": lambda params: [p for p in params],  # noqa: C416
-    "index": lambda params: [params[index] for index in range(len(params))],
-    "slice": lambda params: params[:],
-    "reversed": lambda params: list(reversed(params))[::-1],
-    "copy": lambda params: params.copy(),
-    "add": lambda params: params + [],  # noqa: RUF005
-    "add to another": lambda params: [] + params,  # noqa: RUF005
-    "star": lambda params: [*params],
-    "list()": list,
-    "tuple()": lambda params: list(tuple(params)),  # noqa: C414
-    "extend": lambda params: extended([], params),
-    "repeat": lambda params: params * 1,
-    "sorted": lambda params: sorted(params, key=lambda p: order_of(params, p)),
-    "enumerate": lambda params: [p for _, p in enumerate(params)],
-    "map": lambda params: list(map(lambda p: p, params)),  # noqa: C417
-}
-
-
-def extended(found: list[Any], params: list[Any]) -> list[Any]:
-    found.extend(params)
-    return found
-
-
-def order_of(params: list[Any], wanted: Any) -> int:
-    return next(place for place, p in enumerate(params) if p is wanted)
-
-
-@pytest.mark.parametrize("how", READERS)
-def test_another_thread_reads_whole_groups(stopped: Loop, how: str) -> None:
-    whole = list(stopped.model.parameters())
-
-    with in_the_window(stopped, 2):
-        (group,) = stopped.optimizer.param_groups
-        found = READERS[how](group["params"])
-        number, is_in = len(group["params"]), whole[0] in set(group["params"])
-    assert list(map(id, found)) == list(map(id, whole))
-    assert number == len(whole)
-    assert is_in
-
-
-ACTIONS: dict[str, Callable[[Loop], Any]] = {
-    "state_dict": lambda loop: loop.optimizer.state_dict(),
-    "deepcopy": lambda loop: copy.deepcopy(loop.optimizer).state_dict(),
-    "pickle": lambda loop: pickle.loads(pickle.dumps(loop.optimizer)).state_dict(),
-    "groups": lambda loop: [{"params": [*group["params"]]} for group in loop.optimizer.param_groups],
-}
-
-
-@pytest.mark.parametrize(("name", "way"), [*((name, "judged") for name in ACTIONS), ("groups", "undo")])
-def test_another_thread_copies_a_whole(name: str, way: str) -> None:
-    """While an update is judged. In backward reading raises; on trial only the loop's thread may."""
-    attached, expected = Loop(Waits), Loop(Waits)
-    with own_steps_are_judged() if way == "judged" else nullcontext():
-        overlap = instep.attach(attached.model, attached.optimizer, **BUCKETED, undo=way == "undo")
-    with overlap:
-        attached.step(0)
-        found = called_in_the_window(attached, 1, lambda: ACTIONS[name](attached))
-        for i in range(2):
-            expected.step(i)
-        attached.require_equal(expected)
-        require_whole(attached)
-        groups = found["param_groups"] if isinstance(found, dict) else found
-        assert len(groups[0]["params"]) == 2 * LAYERS
-        if isinstance(found, dict):
-            assert len(found["state"]) == 2 * LAYERS
-            attached.optimizer.load_state_dict(found)  # it can be loaded
-
-
 def test_what_another_thread_writes_into_the_window_is_no_silent_loss() -> None:
     """It is taken for what the update has written: buckets disagree, which is said."""
     _, attached, overlap = both(Waits)
@@ -269,36 +194,6 @@ def test_a_group_that_another_thread_adds_is_kept(stopped: Loop) -> None:
 # Handlers of signals.
 
 
-@pytest.mark.parametrize("way", ["judged", "backward", "undo"])
-def test_a_handler_sees_the_whole(way: str) -> None:
-    reads_state = way != "backward"  # in which that raises, as with any optimizer
-    seen: list[tuple[int, int]] = []
-
-    class Signals(Momentum):
-        def inside(self, group: dict[str, Any]) -> None:
-            signal.raise_signal(signal.SIGUSR1)
-
-    def handle(number: int, frame: Any) -> None:
-        params = attached.optimizer.param_groups[0]["params"]
-        state = attached.optimizer.state_dict()["param_groups"][0]["params"] if reads_state else params
-        seen.append((len(state), len(params)))
-
-    with own_steps_are_judged() if way == "judged" else nullcontext():
-        plain, attached, overlap = both(Signals, undo=way == "undo")
-    before = signal.signal(signal.SIGUSR1, handle)
-    try:
-        with overlap:
-            for i in range(2):
-                plain.step(i)
-                attached.step(i)
-                plain.require_equal(attached)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert set(seen) == {(2 * LAYERS, 2 * LAYERS)}
-    assert len(seen) > 4
-    assert signal.getsignal(signal.SIGUSR1) is before
-
-
 def test_a_handler_that_raises_leaves_the_whole() -> None:
     class InterruptedError(Exception):
         pass
@@ -338,129 +233,10 @@ def require_whole(loop: Loop) -> None:
 # Hooks.
 
 
-class CallsSuper(torch.optim.AdamW):
-    """Whose own ``step()`` calls torch's, which torch wraps in calls of the same hooks."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.01)
-        self.calls = 0
-
-    def step(self, closure: Any = None) -> Any:
-        self.calls += any(p.grad is not None for group in self.param_groups for p in group["params"])
-        return super().step(closure)
-
-
-@pytest.mark.parametrize("make", [Momentum, CallsSuper])
-def test_hooks_of_the_user_run_as_often_as_in_the_plain_loop(make: Any) -> None:
-    plain, attached, overlap = both(make)
-    seen: dict[int, list[tuple[str, int, int]]] = {id(plain.optimizer): [], id(attached.optimizer): []}
-
-    def note(name: str) -> Callable[..., None]:
-        def hook(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if id(optimizer) in seen:
-                params = [p for group in optimizer.param_groups for p in group["params"]]
-                seen[id(optimizer)].append((name, len(params), len(optimizer.state)))
-
-        return hook
-
-    for loop in (plain, attached):
-        loop.optimizer.register_step_pre_hook(note("before"))
-        loop.optimizer.register_step_post_hook(note("after"))
-    everywhere: list[Any] = []
-    try:
-        with overlap:
-            for i in range(6):
-                if i == 4:  # super().step() calls these: from here on nothing is stepped in backward
-                    assert not overlap.plan.judged or "left to" not in str(overlap.plan.judged)
-                    everywhere.append(register_optimizer_step_pre_hook(note("before, everywhere")))
-                    everywhere.append(register_optimizer_step_post_hook(note("after, everywhere")))
-                plain.step(i)
-                attached.step(i)
-                plain.require_equal(attached)
-            assert "step hooks are registered for all optimizers" in str(overlap.plan.judged)
-    finally:
-        for handle in everywhere:
-            handle.remove()
-    mine, theirs = seen.values()
-    assert [name for name, _, _ in mine] == [name for name, _, _ in theirs]
-    assert {number for _, number, _ in theirs} == {2 * LAYERS}
-
-
 # A step that raises.
 
 
-@pytest.mark.parametrize("at", range(1, LAYERS + 1))
-def test_a_step_that_raises_leaves_groups_attributes_and_hooks(at: int) -> None:
-    class BreaksError(Exception):
-        pass
-
-    left = [0]
-
-    class Breaks(Momentum):
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:
-            self.calls += 1
-            for group in self.param_groups:
-                group["lr"] = 0.01
-            self.late = 1
-            left[0] -= 1
-            if not left[0]:
-                raise BreaksError
-            return super().step(closure)
-
-    loop = Loop(Breaks)
-    loop.optimizer.register_step_pre_hook(lambda *args: None)
-    hooks = dict(loop.optimizer._optimizer_step_pre_hooks)
-    overlap = instep.attach(loop.model, loop.optimizer, **BUCKETED)
-    hooks_attached = dict(loop.optimizer._optimizer_step_pre_hooks)
-    attributes = vars(loop.optimizer).keys()
-    left[0] = at
-    with pytest.raises((BreaksError, instep.errors.InstepError)):
-        loop.step(0)
-    require_whole(loop)
-    optimizer: Any = loop.optimizer
-    assert optimizer.calls == 0
-    assert optimizer.param_groups[0]["lr"] == 0.05
-    assert vars(optimizer).keys() == attributes
-    assert dict(optimizer._optimizer_step_pre_hooks) == hooks_attached
-    overlap.accept_torn()
-    overlap.detach()
-    assert dict(optimizer._optimizer_step_pre_hooks) == hooks
-
-
 # Methods that need all parameters, called by the update itself.
-
-
-def test_the_update_itself_asks_for_its_state() -> None:
-    numbers: list[int] = []
-
-    class Asks(Momentum):
-        def inside(self, group: dict[str, Any]) -> None:
-            numbers.append(len(self.state_dict()["param_groups"][0]["params"]))
-
-    plain, attached, overlap = both(Asks)
-    with overlap:
-        for i in range(3):
-            plain.step(i)
-            attached.step(i)
-            plain.require_equal(attached)
-    assert set(numbers) == {2 * LAYERS}
-
-
-def test_a_group_that_the_update_itself_adds_is_refused_and_taken_out() -> None:
-    more = nn.Parameter(torch.zeros(2))
-
-    class Adds(Momentum):
-        def inside(self, group: dict[str, Any]) -> None:
-            if len(self.param_groups) == 1:
-                self.add_param_group({"params": [more]})
-
-    _, attached, overlap = both(Adds)
-    with pytest.raises(UnsupportedOptimizerError, match="its list of param_groups"):
-        attached.step(0)
-    assert [len(group["params"]) for group in attached.optimizer.param_groups] == [2 * LAYERS]
-    overlap.accept_torn()
-    overlap.detach()
 
 
 # Settings of single parameters, names, schedulers, loss scales, groups, parameters of all kinds.
