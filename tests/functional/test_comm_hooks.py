@@ -18,7 +18,7 @@ from tests.cases import Blocks, batch
 from tests.devices import here, let_go, sparse_collectives
 from tests.distributed.comm_hooks import HOOKS
 from tests.distributed.pool import RankPool
-from tests.functional.cases import Functional, hook_parity, loss
+from tests.functional.cases import SOME, Functional, hook_parity, loss
 
 
 def then_optimizer(hook: str | None) -> Any:
@@ -65,6 +65,13 @@ def power_sgd(which: str) -> str | None:
 @pytest.mark.parametrize("which", ["hook_then_optimizer", "apply_optim_in_backward_hook"])
 def test_power_sgd(three_ranks: RankPool, which: str) -> None:
     assert three_ranks.run(power_sgd, which) == [None] * 3
+
+
+@pytest.mark.parametrize("subset", [False, True])
+@pytest.mark.parametrize("optimizer", SOME)
+@pytest.mark.parametrize("which", ["hook_then_optimizer", "apply_optim_in_backward_hook"])
+def test_some_parameters_or_all(three_ranks: RankPool, which: str, optimizer: str, subset: bool) -> None:
+    assert three_ranks.run(parity, which, "allreduce", optimizer, subset=subset) == [None] * 3
 
 
 @pytest.mark.parametrize("view", [False, pytest.param(True, marks=pytest.mark.nightly)])

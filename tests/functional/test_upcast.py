@@ -48,7 +48,6 @@ class Case(NamedTuple):
     in_backward: bool = False
     static: bool = False
     micro_batches: int = 1
-    zero: str = "none"  # "none", "zeros" or "keep" the gradients after a step
     cap: float = 25
     model: str = "Layers"
     used_on: tuple[int, ...] = (0, 1, 2)  # the ranks that use the layer ``sometimes``
@@ -324,9 +323,8 @@ def compare(case: Case) -> str | None:
         difference = _difference(native, hand, mine, theirs)
         if difference is not None:
             return f"after step {i}: {difference}"
-        if case.zero != "keep":
-            native.ddp.zero_grad(set_to_none=case.zero == "none")
-            hand.net.zero_grad(set_to_none=case.zero == "none")
+        native.ddp.zero_grad()
+        hand.net.zero_grad()
     return None
 
 
