@@ -282,13 +282,6 @@ def test_an_optimizer_that_is_stepped_as_a_whole(name: str, defer: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "a wrapper"])
-def test_in_backward_it_is_refused(name: str) -> None:
-    loop = Loop(MAKES[name][0])
-    with pytest.raises(UnsupportedOptimizerError):
-        instep.attach(loop.model, loop.optimizer, schedule="backward")
-
-
-@pytest.mark.parametrize("name", ["LBFGS", "a wrapper"])
 @pytest.mark.parametrize("option", [{"clip": instep.ClipNorm(1.0)}, {"nonfinite": "skip"}], ids=str)
 def test_what_comes_before_an_update_needs_one(name: str, option: dict[str, Any]) -> None:
     loop = Loop(MAKES[name][0])

@@ -24,7 +24,6 @@ from instep.errors import (
 )
 from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch, two_groups
-from tests.devices import on_cpu_only
 from tests.judged import own_steps_are_judged
 from tests.parity.lockstep import (
     CLIP,
@@ -637,25 +636,6 @@ def test_zero_redundancy_optimizer_is_refused(way: str, tmp_path: Path) -> None:
             instep.attach(model, optimizer, **WAYS[way])
     finally:
         dist.destroy_process_group()
-
-
-@on_cpu_only
-@in_every_way
-def test_capturable_on_a_cpu_raises_as_in_the_plain_loop(way: str) -> None:
-    plain, optimizer = building(partial(adamw, capturable=True))()
-    loss_of(plain(batch(0)[0]), batch(0)[1]).backward()
-    with pytest.raises(AssertionError, match="capturable"):
-        optimizer.step()
-
-    model, optimizer = building(partial(adamw, capturable=True))()
-    before = [p.detach().clone() for p in model.parameters()]
-    with instep.attach(model, optimizer, **WAYS[way]) as overlap:
-        with pytest.raises(AssertionError, match="capturable"):  # noqa: PT012  # in backward, in step or behind it
-            overlap.backward(loss_of(model(batch(0)[0]), batch(0)[1]))
-            optimizer.step()
-            overlap.synchronize()
-        overlap.accept_torn()
-        assert all(map(torch.equal, before, model.parameters()))
 
 
 @pytest.mark.parametrize("name", ["AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"])

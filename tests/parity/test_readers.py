@@ -181,14 +181,6 @@ def moving_average(loop: Loop) -> Any:
 
 
 @torch.no_grad()
-def moving_average_of_state_dicts(loop: Loop) -> Any:
-    theirs = loop.model.state_dict()
-    for name, average in loop.shadow.state_dict().items():
-        average.copy_(average * 0.9 + theirs[name] * 0.1)
-    return loop.shadow.state_dict()
-
-
-@torch.no_grad()
 def moving_average_at_once(loop: Loop) -> Any:
     torch._foreach_lerp_(list(loop.shadow.parameters()), loop.parameters, 0.1)
     return loop.shadow.state_dict()
@@ -242,17 +234,6 @@ def shares_a_weight(loop: Loop) -> Any:
 def functional_call(loop: Loop) -> Any:
     named = dict(zip(dict(loop.model.named_parameters()), loop.parameters, strict=True))
     return torch.func.functional_call(loop.model, named, (batch(9)[0],))
-
-
-def jacobian(loop: Loop) -> Any:
-    named = {name: p.detach() for name, p in loop.model.named_parameters()}
-    return torch.func.grad(lambda q: torch.func.functional_call(loop.model, q, (batch(9)[0],)).sum())(named)
-
-
-def vmapped(loop: Loop) -> Any:
-    stacked, _ = torch.func.stack_module_state([loop.model, loop.shadow])
-    call = lambda q, x: torch.func.functional_call(loop.shadow, q, (x,))  # noqa: E731
-    return torch.func.vmap(call, in_dims=(0, None))(stacked, batch(9)[0])
 
 
 def traced(loop: Loop) -> Any:
@@ -371,7 +352,6 @@ READERS: dict[str, Reader] = {
     "AveragedModel, multi_avg_fn": averaged_by(multi_avg_fn=get_ema_multi_avg_fn(0.9)),
     "AveragedModel, avg_fn": averaged_by(avg_fn=lambda average, p, n: 0.9 * average + 0.1 * p),
     "moving average": moving_average,
-    "moving average of state_dicts": moving_average_of_state_dicts,
     "moving average, foreach": moving_average_at_once,
     "load_state_dict into another": lambda loop: loop.shadow.load_state_dict(loop.model.state_dict()) and loop.shadow,
     "copy_ into another": lambda loop: [
@@ -394,8 +374,6 @@ READERS: dict[str, Reader] = {
     "forward of a part called directly": lambda loop: loop.model.outer.forward(torch.ones(1, 24)),
     "a model that shares a weight": shares_a_weight,
     "functional_call": functional_call,
-    "func.grad": jacobian,
-    "vmap": vmapped,
     "autograd.grad": lambda loop: torch.autograd.grad((loop.last**2).sum(), loop.last),
     "jit.trace": traced,
     "export": exported,
