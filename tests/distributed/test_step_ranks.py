@@ -741,8 +741,13 @@ def attached_anew_by_all() -> list[str]:
     return errors
 
 
-def test_all_ranks_attach_after_one_has_alone(two_ranks: RankPool) -> None:
-    assert two_ranks.run(attached_anew_by_all) == [["None", "None"]] * 2
+def test_all_ranks_attach_after_one_has_alone() -> None:
+    """Of ranks that are new, which know of nothing else that one has attached alone."""
+    pool = RankPool(2)
+    try:
+        assert pool.run(attached_anew_by_all) == [["None", "None"]] * 2
+    finally:
+        pool.stop()
 
 
 def attached_later_on_rank_1() -> list[bool]:
