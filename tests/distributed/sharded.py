@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
-    FSDPModule,
     FullyShardedDataParallel,
     fully_shard,
 )
@@ -149,10 +148,6 @@ def both(
     assert loop.overlap.step_count == steps
     loop.overlap.detach()
     return loop
-
-
-def is_fsdp(module: nn.Module) -> bool:
-    return isinstance(module, FSDPModule)
 
 
 def fsdp1(model: Any, **options: Any) -> nn.Module:

@@ -1,6 +1,5 @@
 """Under DistributedDataParallel: what goes wrong, what is refused, and what detach leaves."""
 
-import copy
 import os
 import signal
 import time
@@ -17,10 +16,10 @@ from torch.distributed.distributed_c10d import Work
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from instep.errors import AccumulationError, AttachError, StaleAttachmentError, TornStepError
+from instep.errors import AttachError, StaleAttachmentError, TornStepError
 from instep.sources.ddp.reducer import ReducerGroup
 from instep_tools.harness import first_difference, training_state
-from tests.cases import Blocks, batch, weights
+from tests.cases import Blocks, weights
 from tests.distributed.loops import Fails, WithOwn, equal, loss_of, train, work_of
 from tests.distributed.pool import RankPool
 from tests.pace import Pace
@@ -30,28 +29,6 @@ def make(**options: Any) -> tuple[DistributedDataParallel, torch.optim.Optimizer
     torch.manual_seed(0)
     model = DistributedDataParallel(Blocks(), **{"bucket_cap_mb": 0.004, **options})
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-
-
-def body_detach_and_attach_again() -> str | None:
-    plain, plain_optimizer = make()
-    model, optimizer = make()
-    train(plain, plain_optimizer, range(9))
-    overlap = instep.attach(model, optimizer, schedule="backward")
-    train(model, optimizer, range(3))
-    overlap.detach()
-    loss_of(model, 3).backward()
-    assert all(type(p.grad) is torch.Tensor for p in model.parameters())
-    optimizer.step()
-    optimizer.zero_grad()
-    train(model, optimizer, range(4, 6))
-    with instep.attach(model, optimizer, schedule="backward") as overlap:
-        train(model, optimizer, range(6, 9))
-        assert overlap.step_count == 3
-    return first_difference(training_state(plain, plain_optimizer), training_state(model, optimizer))
-
-
-def test_detach_leaves_plain_ddp_and_a_later_attach_goes_on(three_ranks: RankPool) -> None:
-    assert three_ranks.run(body_detach_and_attach_again) == [None] * 3
 
 
 def body_join(divide_by_initial_world_size: bool) -> str | None:
@@ -181,30 +158,6 @@ def test_a_killed_peer_raises_on_the_survivor_and_writes_nothing() -> None:
     assert seconds < 30 + 5
 
 
-def body_second_backward() -> bool:
-    model, optimizer = make()
-    with instep.attach(model, optimizer, schedule="backward") as overlap:
-        train(model, optimizer, range(2))
-        loss = loss_of(model, 2)
-        loss.backward(retain_graph=True)
-        before = weights(model)
-        with pytest.raises(AccumulationError):
-            loss.backward()
-        for use in (lambda: loss_of(model, 3), optimizer.step):  # the plain loop would step with the sum of both
-            with pytest.raises(TornStepError):
-                use()
-        assert equal(weights(model), before)
-        overlap.accept_torn()
-        optimizer.zero_grad()
-        train(model, optimizer, range(3, 5))
-        assert overlap.step_count == 5
-    return True
-
-
-def test_a_second_backward_is_refused_and_ddp_works_on(two_ranks: RankPool) -> None:
-    assert two_ranks.run(body_second_backward) == [True] * 2
-
-
 def body_refusals() -> bool:
     model, optimizer = make()
     inner = model.module
@@ -273,29 +226,6 @@ def test_ddp_inside_another_module(three_ranks: RankPool) -> None:
     assert three_ranks.run(body_inside_another_module) == [None] * 3
 
 
-def body_copies() -> bool:
-    model, optimizer = make()
-    instep.attach(model, optimizer, schedule="backward")
-    train(model, optimizer, range(2))
-    before = weights(model)
-    twin = copy.deepcopy(model.module)
-    x, y = batch(0)
-    for _ in range(2):
-        nn.functional.cross_entropy(twin(x), y).backward()
-    assert all(type(p.grad) is torch.Tensor for p in twin.parameters())
-    assert equal(weights(model), before)
-    train(model, optimizer, range(2, 4))
-    overlap = instep.attached(model)
-    assert overlap is not None
-    assert overlap.step_count == 4
-    overlap.detach()
-    return True
-
-
-def test_a_copy_is_not_attached(two_ranks: RankPool) -> None:
-    assert two_ranks.run(body_copies) == [True] * 2
-
-
 def body_plan() -> str:
     model, optimizer = make()
     with instep.attach(model, optimizer, schedule="backward") as overlap:
@@ -339,30 +269,6 @@ def body_error_beside_ddp() -> bool:
 
 def test_an_error_beside_ddp_leaves_it_usable(two_ranks: RankPool) -> None:
     assert two_ranks.run(body_error_beside_ddp) == [True] * 2
-
-
-def body_no_sync_of_ddp_itself() -> str | None:
-    """Parameters that DDP does not reduce accumulate in no_sync() too."""
-
-    def run(attach: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-        core = make()[0]
-        model = WithOwn(core)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        if attach:
-            instep.attach(model, optimizer, schedule="backward")
-        for i in range(3):
-            with core.no_sync():
-                loss_of(model, 2 * i).backward()
-            loss_of(model, 2 * i + 1).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return model, optimizer
-
-    return first_difference(training_state(*run(False)), training_state(*run(True)))
-
-
-def test_no_sync_of_ddp_itself(three_ranks: RankPool) -> None:
-    assert three_ranks.run(body_no_sync_of_ddp_itself) == [None] * 3
 
 
 def body_thawed_after_wrapping(view: bool) -> str | None:

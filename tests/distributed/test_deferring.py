@@ -21,7 +21,6 @@ from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch
 from tests.devices import here
 from tests.distributed.pool import RankPool
-from tests.late import late_updates
 
 PAIRS = 4
 STEPS = 4 * PAIRS + 3
@@ -123,70 +122,6 @@ def test_uneven_inputs(two_ranks: RankPool, option: str) -> None:
     assert two_ranks.run(uneven, option) == [None] * 2
 
 
-def joined_later() -> str | None:
-    """Ranks with other numbers of batches, once the trial is under way."""
-    plain, attached = both(view=True)
-    with instep.attach(*attached):
-        for one in (plain, attached):
-            for i in range(10):
-                step(*one, i)
-            with Join([one[0]]):
-                for i in range(10 + LONG * dist.get_rank()):
-                    step(*one, i)
-            for i in range(10):
-                step(*one, i)
-    return differs(plain, attached)
-
-
-def test_uneven_inputs_in_the_middle_of_a_trial(two_ranks: RankPool) -> None:
-    assert two_ranks.run(joined_later) == [None] * 2
-
-
-def backwards_of_one_rank(how: str) -> str | None:
-    """The first rank alone runs a backward that reduces nothing, now and then, and logs what it gives."""
-    plain, attached = both(view=False)
-    if how == "replicate":
-        torch.manual_seed(0)
-        model = instep.replicate(Blocks(), bucket_cap_mb=0.004)
-        attached = model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    with instep.attach(*attached):
-        for model, optimizer in (plain, attached):
-            for i in range(LONG):
-                x, y = batch(100 * dist.get_rank() + i)
-                loss = nn.functional.cross_entropy(model(x), y)
-                if dist.get_rank() == 0 and i % 9 == 2:
-                    torch.autograd.grad(loss, list(model.parameters())[-1], retain_graph=True)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-    return differs(plain, attached)
-
-
-@pytest.mark.parametrize("how", ["ddp", "replicate"])
-def test_a_backward_of_one_rank_alone(two_ranks: RankPool, how: str) -> None:
-    assert two_ranks.run(backwards_of_one_rank, how) == [None] * 2
-
-
-def wrapped_later() -> str | None:
-    """The loop attaches its model, and wraps it in DDP after that."""
-    loops: list[Loop] = []
-    for attach in (False, True):
-        torch.manual_seed(0)
-        model = Blocks()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        if attach:
-            instep.attach(model, optimizer)
-        ddp: nn.Module = DistributedDataParallel(model)
-        for i in range(4):
-            step(ddp, optimizer, i)
-        loops.append((model, optimizer))
-    return differs(*loops)
-
-
-def test_a_model_that_is_wrapped_later(two_ranks: RankPool) -> None:
-    assert two_ranks.run(wrapped_later) == [None] * 2
-
-
 def redundant() -> str | None:
     """An optimizer that shards its state over the ranks, with a backward of one rank alone during the trial."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns of torch.jit where it is imported
@@ -274,31 +209,3 @@ def test_what_outlasts_backward_is_said(two_ranks: RankPool, exposed: float | No
     for advice in two_ranks.run(advised, exposed):
         assert advice.startswith("Steps are ")
         assert said is None or ("docs/slow-networks.md" in advice) is said
-
-
-def a_parameter_of_no_module(view: bool, options: dict[str, Any]) -> str | None:
-    """DDP does not reduce its gradient either: ranks part in it, as in the plain loop."""
-    loops: list[tuple[Any, Any, nn.Parameter]] = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        model = DistributedDataParallel(Blocks().to(here()), bucket_cap_mb=0.004, gradient_as_bucket_view=view)
-        scale = nn.Parameter(torch.ones(10, device=here()))
-        loops.append((model, torch.optim.AdamW([*model.parameters(), scale], lr=1e-2, fused=True), scale))
-    with late_updates(), instep.attach(*loops[1][:2], **options) as overlap:
-        for i in range(5):
-            for model, optimizer, scale in loops:
-                x, y = batch(100 * dist.get_rank() + i)
-                nn.functional.cross_entropy(model(x) * scale, y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        overlap.synchronize()
-    (plain, first, one), (attached, second, other) = loops
-    if not torch.equal(one, other):
-        return "the parameter of no module"
-    return first_difference(training_state(plain, first), training_state(attached, second))
-
-
-@pytest.mark.parametrize("options", [{}, {"defer": True}], ids=["default", "defer"])
-@pytest.mark.parametrize("view", [False, True])
-def test_a_parameter_that_no_module_owns(two_ranks: RankPool, view: bool, options: dict[str, Any]) -> None:
-    assert two_ranks.run(a_parameter_of_no_module, view, options) == [None] * 2

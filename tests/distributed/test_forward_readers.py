@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instep
 from instep_tools.harness import first_difference, training_state
-from tests.cases import Blocks, Sometimes, batch
+from tests.cases import Blocks, batch
 from tests.distributed.pool import RankPool
 from tests.late import late_updates
 
@@ -90,32 +90,6 @@ def test_state_dict_on_one_rank(two_ranks: RankPool, view: bool) -> None:
     assert two_ranks.run(body_state_dict_on_one_rank, view) == [None] * 2
 
 
-def body_evaluation_on_one_rank(view: bool, through: str, clears_first: bool) -> str | None:
-    def step(model: Any, optimizer: Any, i: int) -> Any:
-        forward(model, i).backward()
-        optimizer.step()
-        if clears_first:
-            optimizer.zero_grad()
-        read = None
-        if dist.get_rank() == 1:
-            model.eval()
-            with torch.no_grad():
-                read = (model.module if through == "module" else model)(batch(9)[0]).tolist()
-            model.train()
-        if not clears_first:
-            optimizer.zero_grad()
-        return read
-
-    return in_lockstep(view, step, broadcast_buffers=False)
-
-
-@both_views
-@pytest.mark.parametrize("through", ["module", "ddp"])
-@pytest.mark.parametrize("clears_first", [True, False])
-def test_evaluation_on_one_rank(two_ranks: RankPool, view: bool, through: str, clears_first: bool) -> None:
-    assert two_ranks.run(body_evaluation_on_one_rank, view, through, clears_first) == [None] * 2
-
-
 def body_never_cleared(view: bool, reads: bool) -> str | None:
     def step(model: Any, optimizer: Any, i: int) -> Any:
         forward(model, i).backward()
@@ -129,44 +103,6 @@ def body_never_cleared(view: bool, reads: bool) -> str | None:
 @pytest.mark.parametrize("reads", [True, False])
 def test_gradients_that_are_never_cleared(two_ranks: RankPool, view: bool, reads: bool) -> None:
     assert two_ranks.run(body_never_cleared, view, reads) == [None] * 2
-
-
-def body_cleared_late(view: bool, to_none: bool) -> str | None:
-    """Where the gradients of the last step are in DDP's buckets until the next backward."""
-
-    def step(model: Any, optimizer: Any, i: int) -> Any:
-        loss = forward(model, i)
-        optimizer.zero_grad(set_to_none=to_none)
-        loss.backward()
-        optimizer.step()
-
-    return in_lockstep(view, step)
-
-
-@both_views
-@pytest.mark.parametrize("to_none", [True, False])
-def test_gradients_cleared_between_forward_and_backward(two_ranks: RankPool, view: bool, to_none: bool) -> None:
-    assert two_ranks.run(body_cleared_late, view, to_none) == [None] * 2
-
-
-def body_unused(view: bool, clears: bool) -> str | None:
-    """Each rank uses another part of the model, and the parts change from step to step."""
-
-    def step(model: Any, optimizer: Any, i: int) -> Any:
-        x, y = batch(100 * dist.get_rank() + i)
-        expert = ((0, 1), (None, 1), (1, 0), (None, None))[i % 4][dist.get_rank()]
-        nn.functional.cross_entropy(model(x, expert), y).backward()
-        optimizer.step()
-        if clears:
-            optimizer.zero_grad()
-
-    return in_lockstep(view, step, Sometimes, steps=8, find_unused_parameters=True)
-
-
-@both_views
-@pytest.mark.parametrize("clears", [True, False])
-def test_a_part_that_the_next_forward_does_not_use(two_ranks: RankPool, view: bool, clears: bool) -> None:
-    assert two_ranks.run(body_unused, view, clears) == [None] * 2
 
 
 def body_no_sync(view: bool, clears: bool) -> str | None:
@@ -188,48 +124,6 @@ def body_no_sync(view: bool, clears: bool) -> str | None:
 @pytest.mark.parametrize("clears", [True, False])
 def test_accumulation_in_no_sync(two_ranks: RankPool, view: bool, clears: bool) -> None:
     assert two_ranks.run(body_no_sync, view, clears) == [None] * 2
-
-
-def body_forward_of_the_next_step_on_one_rank(view: bool) -> str | None:
-    """One rank reads all weights after each step, the other none: both train on alike."""
-
-    def step(model: Any, optimizer: Any, i: int) -> Any:
-        forward(model, i).backward()
-        optimizer.step()
-        if dist.get_rank() == i % 2:
-            return [p.sum() for p in model.parameters()] + [p.grad.sum() for p in model.parameters()]
-        return None
-
-    return in_lockstep(view, step)
-
-
-@both_views
-def test_ranks_that_read_different_things(two_ranks: RankPool, view: bool) -> None:
-    assert two_ranks.run(body_forward_of_the_next_step_on_one_rank, view) == [None] * 2
-
-
-def body_moved_over_the_wire(view: bool) -> str | None:
-    """Collectives of the user's own read weights, and write them."""
-
-    def step(model: Any, optimizer: Any, i: int) -> Any:
-        forward(model, i).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        total = model.module.outer.weight.detach().clone()
-        dist.all_reduce(total)
-        weight = model.module.inner.weight
-        dist.broadcast(weight.data, 0)
-        dist.all_reduce(model.module.outer.bias.detach())
-        gathered = [torch.empty_like(weight) for _ in range(2)]
-        dist.all_gather(gathered, weight.detach())
-        return total, gathered
-
-    return in_lockstep(view, step)
-
-
-@both_views
-def test_collectives_of_weights(two_ranks: RankPool, view: bool) -> None:
-    assert two_ranks.run(body_moved_over_the_wire, view) == [None] * 2
 
 
 def all_gather(p: torch.Tensor) -> Any:
@@ -335,21 +229,3 @@ def rows() -> list[Any]:
 @pytest.mark.parametrize("name", rows())
 def test_collectives_of_parameters(two_ranks: RankPool, name: str) -> None:
     assert two_ranks.run(body_collective_of_a_parameter, False, name) == [None] * 2
-
-
-def body_collective_of_gradients(view: bool) -> str | None:
-    def step(model: Any, optimizer: Any, i: int) -> Any:
-        forward(model, i).backward()
-        optimizer.step()
-        gradient = model.module.outer.weight.grad
-        dist.all_reduce(gradient)
-        read = gradient.clone(), model.module.outer.weight.grad.clone()
-        optimizer.zero_grad()
-        return read
-
-    return in_lockstep(view, step)
-
-
-@both_views
-def test_collectives_of_gradients(two_ranks: RankPool, view: bool) -> None:
-    assert two_ranks.run(body_collective_of_gradients, view) == [None] * 2

@@ -45,14 +45,6 @@ class Foreign(torch.optim.Optimizer):
         self.calls += bool(there)
 
 
-class Keeps(Foreign):
-    """Keeps its parameters: whether an update writes others than its own is looked at."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.kept = [p for group in self.param_groups for p in group["params"]]
-
-
 def norm_of(there: list[Any]) -> float:
     """Of this rank's shards."""
     gradients = (local_of(p.grad) if isinstance(p.grad, DTensor) else p.grad for p in there)
@@ -181,17 +173,6 @@ def test_what_couples_nothing_is_stepped_in_backward(two_ranks: RankPool, wrappe
     two_ranks.run(stays_apart, wrapper, undo, False)
 
 
-@each_way
-@each_wrapper
-def test_a_look_at_parameters_that_it_keeps_is_no_use_of_them(two_ranks: RankPool, wrapper: str, undo: bool) -> None:
-    two_ranks.run(stays_apart, wrapper, undo, False, Keeps)
-
-
-@each_wrapper
-def test_on_three_ranks_with_two_groups(three_ranks: RankPool, wrapper: str) -> None:
-    three_ranks.run(stays_apart, wrapper, False, True)
-
-
 def goes_on_plainly(wrapper: str, cls: Any, undo: bool) -> tuple[str, ...]:
     pair = Pair(wrapper, cls, undo=undo)
     with pair.overlap:
@@ -254,13 +235,6 @@ def test_what_a_hook_of_backward_fills(two_ranks: RankPool, wrapper: str, undo: 
     """DDP steps after its backward, which has filled it."""
     verdicts = two_ranks.run(reads_what_is_filled, wrapper, undo)
     assert all(("is written in backward" in "".join(one)) == (wrapper == "fsdp2") for one in verdicts), verdicts
-
-
-@each_wrapper
-@pytest.mark.parametrize("cls", [CoupledOnLast, SecondOnLast])
-def test_one_verdict_for_three_ranks(three_ranks: RankPool, cls: Any, wrapper: str) -> None:
-    verdicts = three_ranks.run(goes_on_plainly, wrapper, cls, False)
-    assert all("left to optimizer.step()" in "".join(verdict) for verdict in verdicts), verdicts
 
 
 def raises_on_all(wrapper: str, cls: Any, every: int) -> tuple[int, str]:

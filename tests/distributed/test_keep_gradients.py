@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 import instep
-from instep import ClipNorm
 from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, Sometimes, batch, two_groups
 from tests.devices import here
@@ -100,30 +99,6 @@ def _counted(loop: Loop, i: int) -> Any:
 @pytest.mark.parametrize("way", ["backward", pytest.param("undo", marks=pytest.mark.nightly)])
 def test_with_micro_batches(two_ranks: RankPool, way: str, source: str) -> None:
     two_ranks.run(counted, way, source)
-
-
-def two_passes(source: str) -> None:
-    loop = both("backward", SOURCES[source], adamw, _clipped, clip=ClipNorm(0.1, mode="two_pass"), steps=2 * EVERY)
-    assert loop.overlap.grad_norm is not None
-
-
-def _clipped(loop: Loop, i: int) -> None:
-    x, y = batch(i * dist.get_world_size() + dist.get_rank())
-    kept = i % EVERY == 0 and loop.overlap is not None
-    with loop.overlap.keep_gradients() if kept else nullcontext():
-        loss = loss_of(loop.model(x), y)
-        if loop.overlap is None:
-            loss.backward()
-            norm_of(loop.model)
-        else:
-            loop.overlap.backward(loss)
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("source", ["ddp", "ddp, views", "replicate"])
-def test_clip_is_that_of_the_whole_step(two_ranks: RankPool, source: str) -> None:
-    two_ranks.run(two_passes, source)
 
 
 def sometimes(options: dict[str, Any]) -> None:

@@ -106,17 +106,6 @@ def test_ddp(two_ranks: RankPool, way: str, recipe: str) -> None:
     assert two_ranks.run(against_the_hand, wrap, recipe, WAYS[way]) == [(None, [])] * 2
 
 
-@pytest.mark.parametrize("bucket_cap_mb", [1e-6, 0.004, 25.0])
-def test_ddp_with_any_buckets(three_ranks: RankPool, bucket_cap_mb: float) -> None:
-    wrap = partial(ddp, bucket_cap_mb=bucket_cap_mb)
-    assert three_ranks.run(_any_buckets, wrap) == [[]] * 3
-
-
-def _any_buckets(wrap: Callable[[nn.Module], nn.Module]) -> list[str]:
-    """Three ranks add up in another order in other buckets: that ranks agree is what is left to say."""
-    return against_the_hand(wrap, "Langevin", WAYS["backward"])[1]
-
-
 @pytest.mark.parametrize("way", ["backward", "put off"])
 def test_replicate(two_ranks: RankPool, way: str) -> None:
     wrap = partial(instep.replicate, bucket_cap_mb=0.004)

@@ -16,7 +16,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.utils.checkpoint import checkpoint
 
 import instep
-from instep import ClipNorm, ClipValue
 from instep.errors import AccumulationError, InstepError
 from instep.sources.fsdp.micro_batches import END, ReducedApart
 from instep.sources.fsdp.modules import fsdp2_groups, fsdp2_in
@@ -24,7 +23,7 @@ from instep_tools.harness import first_difference
 from tests.cases import Blocks, Sometimes, Tied, batch
 from tests.devices import here
 from tests.distributed.pool import RankPool
-from tests.distributed.sharded import WAYS, Loop, both, fsdp1, hsdp, mesh, nested, parameters_of, tensor_parallel
+from tests.distributed.sharded import WAYS, Loop, both, fsdp1, hsdp, mesh, nested, parameters_of
 
 STEPS = 3
 COUNTS = (3, 1, 2, 5)
@@ -129,10 +128,6 @@ def test_every_way(two_ranks: RankPool, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_backward_that_waits(two_ranks: RankPool, way: str) -> None:
     two_ranks.run(train, nested, way=way, iteration=step_that_waits)
-
-
-def test_three_ranks(three_ranks: RankPool) -> None:
-    three_ranks.run(train, nested)
 
 
 class Checkpointed(Blocks):
@@ -265,42 +260,11 @@ def test_tied_weights_in_mixed_precision(two_ranks: RankPool, policy: str) -> No
         assert all("is used several times in a micro-batch, with mixed precision" in str(one) for one in found)
 
 
-@pytest.mark.parametrize("clip", [ClipValue(1e-3), ClipNorm(0.1, mode="previous_norm")], ids=str)
-def test_clipping_in_backward(two_ranks: RankPool, clip: Any) -> None:
-    assert two_ranks.run(_clipped, clip) == [None] * 2
-
-
-def _clipped(clip: Any) -> str | None:
-    """Beside the attached loop with ``accumulate()``, for what torch has no word for."""
-    loops = [_attached(clip=clip) for _ in range(2)]
-    for i in range(STEPS):
-        for by_the_verb, loop in enumerate(loops):
-            if by_the_verb:
-                step(loss_of_blocks, (3,), loop, i)
-                continue
-            for micro in range(3):
-                if micro < 2:
-                    with loop.overlap.accumulate():
-                        loss_of_blocks(loop.model, 10 * i + micro, micro).backward()
-                else:
-                    loss_of_blocks(loop.model, 10 * i + micro, micro).backward()
-            loop.optimizer.step()
-            loop.optimizer.zero_grad()
-    return first_difference(*(parameters_of(loop.model, loop.optimizer) for loop in loops))
-
-
 def _attached(shard: Callable[[nn.Module], nn.Module] = nested, build: Any = Blocks, **options: Any) -> Loop:
     torch.manual_seed(0)
     model = shard(build())
     loop = Loop(model, adamw(model))
     loop.overlap = instep.attach(loop.model, loop.optimizer, **{"schedule": "backward", **options})
-    return loop
-
-
-def _plain() -> Loop:
-    loop = _attached()
-    loop.overlap.detach()
-    loop.overlap = None
     return loop
 
 
@@ -382,50 +346,10 @@ def test_the_all_reduce_waits_on_two_ranks(two_ranks: RankPool, sizes: tuple[int
     two_ranks.run(train, partial(on_two, sizes), iteration=in_the_loop)
 
 
-def hsdp_deeper(model: Any) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block[1], mesh=mesh(2, 2))
-    return hsdp(model)
-
-
-def hsdp_whole(model: Any) -> Any:
-    return fully_shard(model, mesh=mesh(2, 2))
-
-
 def hsdp_experts(model: Any) -> nn.Module:
     for expert in model.experts:
         fully_shard(expert, mesh=mesh(2, 2))
     return fully_shard(model, mesh=mesh(2, 2))
-
-
-def hsdp_narrow(model: Any) -> nn.Module:
-    return nested(model, mesh=mesh(2, 2), mp_policy=POLICIES["bf16, reduced in fp32"])
-
-
-def hsdp_reduced_narrow(model: Any) -> nn.Module:
-    return nested(model, mesh=mesh(2, 2), mp_policy=POLICIES["reduced in bf16"])
-
-
-OVER_REPLICAS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], nn.Module], Losses]] = {
-    "one group": (Blocks, hsdp_whole, loss_of_blocks),
-    "groups in groups": (Blocks, hsdp_deeper, loss_of_blocks),
-    "checkpointed groups": (Checkpointed, hsdp, loss_of_blocks),
-    "tied weights": (Tied, hsdp_whole, tied_loss),
-    "bf16, reduced in fp32": (Blocks, hsdp_narrow, loss_of_blocks),
-    "reduced in bf16": (Blocks, hsdp_reduced_narrow, loss_of_blocks),
-}
-
-
-@pytest.mark.parametrize("name", OVER_REPLICAS)
-def test_what_is_reduced_over_the_replicas_last(four_ranks: RankPool, name: str) -> None:
-    build, shard, loss = OVER_REPLICAS[name]
-    four_ranks.run(train, shard, build, loss, iteration=in_the_loop)
-
-
-@pytest.mark.parametrize("chosen", [(None, 1, 1), (0, 0, None, 0), (None, None)], ids=str)
-def test_groups_that_some_micro_batches_do_not_reduce(four_ranks: RankPool, chosen: Any) -> None:
-    loss = partial(one_expert, chosen)
-    four_ranks.run(train, hsdp_experts, Sometimes, loss, counts=(len(chosen),) * STEPS, iteration=in_the_loop)
 
 
 def test_one_all_reduce_of_each_group(four_ranks: RankPool) -> None:
@@ -485,25 +409,6 @@ def hsdp_blocks_alone(model: Any) -> nn.Module:
     for module in (model.inner, model.outer):
         fully_shard(module, mesh=mesh(2, 2))
     return hsdp(model)
-
-
-def test_a_step_after_an_error_over_the_shards(four_ranks: RankPool) -> None:
-    assert four_ranks.run(_after_a_late_error) == [None] * 4
-
-
-def _after_a_late_error() -> str | None:
-    """In the second micro-batch's reduction of a group: of what was reduced by then nothing is left."""
-    loops = [_attached(hsdp, undo=True) for _ in range(2)]
-    for loop in loops:
-        in_the_loop(loss_of_blocks, (3,), loop, 0)
-    broken, reductions = loops[1], itertools.count(1)
-    with pytest.raises(BrokenError), BeforeReducing(lambda: _raise() if next(reductions) == 5 else None):
-        in_the_loop(loss_of_blocks, (3,), broken, 1)
-    broken.overlap.rollback()
-    broken.optimizer.zero_grad()
-    for loop in loops:
-        in_the_loop(loss_of_blocks, (3,), loop, 2)
-    return first_difference(*(parameters_of(loop.model, loop.optimizer) for loop in loops))
 
 
 @pytest.mark.parametrize("chosen", [(0, 1), (0, None)], ids=str)
@@ -577,14 +482,6 @@ def _held() -> bool:
     return found == [(group.reduce_grads, group.all_reduce_grads) for group in groups_in(loop.model)]
 
 
-def test_tensor_parallel(four_ranks: RankPool) -> None:
-    four_ranks.run(_two_dimensions)
-
-
-def _two_dimensions() -> None:
-    train(lambda model: nested(tensor_parallel(model, mesh(2, 2)["tp"]), mesh=mesh(2, 2)["dp"]))
-
-
 # What FSDP2 communicates, and what it is left as.
 
 
@@ -610,24 +507,6 @@ def _communicated(micro: int) -> tuple[int, int, int]:
         loss_of_blocks(loop.model, 1, 0).backward()
     plain = Counter(event.name for event in profile.events())
     return plain[REDUCED], names[GATHERED], names[REDUCED]
-
-
-def test_gradients_of_one_group_at_a_time(two_ranks: RankPool) -> None:
-    for plain, found in two_ranks.run(_unreduced):
-        assert plain == 4
-        assert found <= 2
-
-
-def _unreduced() -> tuple[int, int]:
-    """Of how many groups at once there are gradients that are not reduced yet: in the plain loop, and with the verb."""
-    counts = []
-    for loop in (_plain(), _attached()):
-        seen: list[int] = []
-        with BeforeReducing(partial(_note, seen, loop.model)):
-            step(loss_of_blocks, (3,), loop, 0)
-        assert len(seen) == 4
-        counts.append(max(seen))
-    return counts[0], counts[1]
 
 
 def test_a_group_is_stepped_once_it_is_reduced(two_ranks: RankPool) -> None:
@@ -659,10 +538,6 @@ def _forward_before() -> int:
         loop.overlap.micro_batches(lambda seed: loss_of_blocks(loop.model, seed, 0), range(3))
     loop.optimizer.step()
     return sum(event.name == GATHERED for event in profile.events())
-
-
-def _note(seen: list[int], model: nn.Module) -> None:
-    seen.append(_with_gradients(model))
 
 
 def _with_gradients(model: nn.Module) -> int:
@@ -776,38 +651,6 @@ def _between_hooks() -> bool:
     del group.post_backward
     assert seen == [(False, False)]
     return _switches(loop.model) == found
-
-
-def test_what_the_loop_has_set_stays(two_ranks: RankPool) -> None:
-    assert two_ranks.run(_own_switches) == [None] * 2
-
-
-def _own_switches() -> str | None:
-    """One group that stays gathered after backward, and one whose gradients the loop does not reduce at last."""
-    loops = [_plain(), _attached(undo=True)]
-    for i in range(STEPS):
-        for loop in loops:
-            model: Any = loop.model
-            model.blocks[0].set_reshard_after_backward(False)
-            model.blocks[1].set_requires_gradient_sync(i < STEPS - 1)
-            before = _switches(model)
-            _two(loop, i, reduced=i < STEPS - 1)
-            assert _switches(model) == before
-            loop.optimizer.step()
-            loop.optimizer.zero_grad()
-    return first_difference(*(parameters_of(loop.model, loop.optimizer) for loop in loops))
-
-
-def _two(loop: Loop, i: int, *, reduced: bool) -> None:
-    model: Any = loop.model
-    if loop.overlap is not None:
-        loop.overlap.micro_batches(lambda seed: loss_of_blocks(model, seed, 0), [10 * i, 10 * i + 1])
-        return
-    model.set_requires_gradient_sync(False)
-    loss_of_blocks(model, 10 * i, 0).backward()
-    model.set_requires_gradient_sync(True)
-    model.blocks[1].set_requires_gradient_sync(reduced)
-    loss_of_blocks(model, 10 * i + 1, 0).backward()
 
 
 def test_the_names_that_are_used(two_ranks: RankPool) -> None:

@@ -15,8 +15,7 @@ import instep
 from instep import ClipNorm
 from instep.errors import AccumulationError, InstepError
 from instep_tools.harness import first_difference, training_state
-from tests.cases import Blocks, Sometimes, Tied, batch, two_groups
-from tests.devices import here
+from tests.cases import Blocks, Sometimes, batch, two_groups
 from tests.distributed.comm_hooks import HOOKS
 from tests.distributed.pool import RankPool
 from tests.distributed.reduced import ddp
@@ -37,11 +36,6 @@ SOURCES: Mapping[str, Callable[[nn.Module], nn.Module]] = {
 def blocks_loss(model: nn.Module, seed: int) -> torch.Tensor:
     x, y = batch(seed)
     return nn.functional.cross_entropy(model(x), y) / COUNT
-
-
-def tied_loss(model: nn.Module, seed: int) -> torch.Tensor:
-    words = torch.randint(0, 32, (3, 7), generator=torch.Generator("cpu").manual_seed(seed), device="cpu").to(here())
-    return nn.functional.cross_entropy(model(words).flatten(0, 1), words.flatten()) / COUNT
 
 
 def experts_now_and_then(model: nn.Module, seed: int) -> torch.Tensor:
@@ -149,17 +143,8 @@ def test_a_backward_that_waits_outside_of_no_sync(two_ranks: RankPool) -> None:
     two_ranks.run(_outside_of_no_sync)
 
 
-def test_a_tied_weight(three_ranks: RankPool) -> None:
-    assert three_ranks.run(compare, Tied, tied_loss, "ddp", "ddp") == [None] * 3
-
-
 def test_replicate(two_ranks: RankPool) -> None:
     assert two_ranks.run(compare, Blocks, blocks_loss, "ddp", "replicate") == [None] * 2
-
-
-def test_the_norm_of_the_whole_step(two_ranks: RankPool) -> None:
-    clip = ClipNorm(0.1, mode="two_pass")
-    assert two_ranks.run(compare, Blocks, blocks_loss, "ddp", "ddp", clip=clip) == [None] * 2
 
 
 def _train(models: list[Any], optimizers: list[torch.optim.Optimizer], overlap: instep.Attachment) -> None:

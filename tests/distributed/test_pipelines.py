@@ -178,20 +178,6 @@ def test_several_runs_in_a_step(two_ranks: RankPool, kind: Kind, way: str) -> No
     two_ranks.run(both, kind, way, accumulated)
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_more_ranks(request: pytest.FixtureRequest, ranks: int) -> None:
-    pool = request.getfixturevalue("three_ranks" if ranks == 3 else "four_ranks")
-    for name in ("ScheduleGPipe", "Schedule1F1B"):
-        pool.run(both, Kind(name, ranks, micro_batches=5), "backward")
-    pool.run(
-        both,
-        Kind("ScheduleInterleaved1F1B", ranks, 2, micro_batches=ranks),
-        "undo",
-        partial(clipped, 0.7),
-        clip=ClipNorm(0.7),
-    )
-
-
 # Data parallelism in each stage: two pipelines of two ranks.
 
 

@@ -1,6 +1,5 @@
 """How DDP's buckets are seen: in the group of its reducer, and where that cannot be, by a communication hook."""
 
-import copy
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -156,23 +155,6 @@ def body_an_output_that_nobody_can_look_into() -> None:
 
 def test_an_output_that_nobody_can_look_into(two_ranks: RankPool) -> None:
     two_ranks.run(body_an_output_that_nobody_can_look_into)
-
-
-def body_a_copy() -> None:
-    plain, plain_optimizer = make()
-    model, optimizer = make()
-    with instep.attach(model, optimizer, schedule="backward"):
-        train(model, optimizer, range(2))
-        other = copy.deepcopy(model)
-        before = [p.detach().clone() for p in model.parameters()]
-        train(other, torch.optim.SGD(other.parameters(), lr=0.1, foreach=False), range(2, 4))
-        assert all(map(torch.equal, before, model.parameters()))
-        train(plain, plain_optimizer, range(4))
-        assert all(map(torch.equal, plain.parameters(), other.parameters()))
-
-
-def test_a_copy_of_the_model_is_a_plain_one(two_ranks: RankPool) -> None:
-    two_ranks.run(body_a_copy)
 
 
 def body_other_buckets_where_these_lay(asked_again: bool) -> bool:

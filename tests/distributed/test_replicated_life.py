@@ -672,22 +672,6 @@ def test_inside_another_module(two_ranks: RankPool, hold: bool) -> None:
     assert two_ranks.run(body_inside_another_module, hold) == [None] * 2
 
 
-def body_verified() -> str | None:
-    def build() -> Any:
-        model, optimizer = make()
-
-        def step(i: int) -> None:
-            train(model, optimizer, range(i, i + 1))
-
-        return model, optimizer, step
-
-    return instep.verify(build, schedule="backward").difference
-
-
-def test_verify(three_ranks: RankPool) -> None:
-    assert three_ranks.run(body_verified) == [None] * 3
-
-
 def body_interrupted(way: str) -> str | None:
     """On all ranks, before the wrapper has asked for the end of backward."""
     never, optimizer_of_never = stopping(None)

@@ -1,8 +1,6 @@
 """Three ranks under DistributedDataParallel: ``schedule="forward"``, ``undo`` and the policies, against plain DDP."""
 
-import math
 from collections import deque
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -22,7 +20,7 @@ from instep import ClipNorm, ClipValue
 from instep.errors import AccumulationError, AttachError, SpentGradientError
 from instep.sources.ddp.buckets import Reduction
 from instep_tools.harness import first_difference, training_state
-from tests.cases import Sometimes, batch
+from tests.cases import Sometimes
 from tests.distributed.casting import send_as
 from tests.distributed.comm_hooks import to_another_tensor
 from tests.distributed.pool import RankPool
@@ -70,11 +68,6 @@ def test_a_static_graph(three_ranks: RankPool, way: str, view: bool) -> None:
     assert_equal(three_ranks, Case(way, view, clip, ddp={"static_graph": True}))
 
 
-@in_exact_ways
-def test_one_bucket(three_ranks: RankPool, way: str) -> None:
-    assert_equal(three_ranks, Case(way, True, ClipNorm(4.0), ddp={"bucket_cap_mb": 25}))
-
-
 def in_small_buckets(case: Case) -> tuple[str | None, int, int]:
     """Of instep's own, across DDP's: a large model's, behind the next forward."""
     with patch.object(instep.options, "DEFAULT_BUCKET_BYTES", 3_000):
@@ -99,12 +92,6 @@ def test_buckets_that_lie_across_those_of_ddp(three_ranks: RankPool, clip: Any, 
 @in_exact_ways
 def test_clip_norm_is_clip_grad_norm(three_ranks: RankPool, way: str, max_norm: float, view: bool) -> None:
     assert_equal(three_ranks, Case(way, view, ClipNorm(max_norm)))
-
-
-@pytest.mark.parametrize("norm_type", [1.0, math.inf])
-@in_exact_ways
-def test_clip_norm_of_other_orders(three_ranks: RankPool, way: str, norm_type: float) -> None:
-    assert_equal(three_ranks, Case(way, True, ClipNorm(0.5, norm_type)))
 
 
 @in_both_views
@@ -235,16 +222,6 @@ def test_clip_norm_with_parameters_that_one_rank_alone_uses(
     assert_equal(three_ranks, case)
 
 
-@in_both_views
-@pytest.mark.parametrize("loss", [expert_of_this_rank, sometimes_an_expert])
-@in_ways_with_gradients
-def test_a_loop_that_clips_by_itself_with_parameters_that_one_rank_alone_uses(
-    three_ranks: RankPool, way: str, loss: Any, view: bool
-) -> None:
-    case = Case(way, view, by_hand=ClipNorm(0.1), make=Sometimes, loss=loss, ddp={"find_unused_parameters": True})
-    assert_equal(three_ranks, case)
-
-
 # Loss scale.
 
 
@@ -255,12 +232,6 @@ def test_an_overflow_on_one_rank_alone_is_skipped_on_all(
     three_ranks: RankPool, way: str, give: bool, optimizer: str, scaled: str, view: bool
 ) -> None:
     assert_equal(three_ranks, Case(way, view, scaled=scaled, give=give, overflow=1, optimizer=optimizer))
-
-
-@pytest.mark.parametrize("clip", [ClipNorm(0.1), ClipNorm(1e6), ClipValue(0.01)], ids=str)
-@in_ways_with_gradients
-def test_clip_with_a_scaler_and_an_overflow(three_ranks: RankPool, way: str, clip: Any) -> None:
-    assert_equal(three_ranks, Case(way, True, clip, scaled="step", overflow=2, optimizer="AdamW-0-foreach"))
 
 
 def body_scaler_in_backward(optimizer: str) -> bool:
@@ -339,13 +310,6 @@ def test_a_loop_that_accumulates_and_reduces_each_time(three_ranks: RankPool, wa
     assert_equal(three_ranks, Case(way, view, micro=3))
 
 
-@in_both_views
-@in_exact_ways
-def test_accumulation_with_parameters_that_one_rank_alone_uses(three_ranks: RankPool, way: str, view: bool) -> None:
-    case = Case(way, view, ClipNorm(0.1), make=Sometimes, loss=expert_of_this_rank, micro=2, hold="accumulate")
-    assert_equal(three_ranks, replace(case, ddp={"find_unused_parameters": True}))
-
-
 def body_early_step(way: str, view: bool) -> str | None:
     """``step()`` after two of three backwards: refused, and nothing written; the third makes it right."""
     clip = ClipNorm(0.1) if way == "two_pass" else None
@@ -376,29 +340,6 @@ def body_early_step(way: str, view: bool) -> str | None:
 @pytest.mark.parametrize("way", ["backward", "forward", "undo", "two_pass"])
 def test_a_step_that_comes_too_early_is_refused_before_any_write(three_ranks: RankPool, way: str, view: bool) -> None:
     assert three_ranks.run(body_early_step, way, view) == [None] * 3
-
-
-def body_given_up(way: str) -> str | None:
-    """A step that is given up after its first micro-batch, and begun anew."""
-    case = Case(way, attach={"accumulation_steps": 2})
-    plain, attached = Loop(case, False), Loop(case, True)
-    with attached.overlap:
-        attached.backward(blocks_loss(attached.model, 50))
-        attached.overlap.rollback()
-        for i in range(2):
-            for loop in (plain, attached):
-                for micro in range(2):
-                    with plain.model.no_sync() if loop is plain and micro < 1 else nullcontext():
-                        loop.backward(blocks_loss(loop.model, 1000 * dist.get_rank() + 2 * i + micro))
-                loop.optimizer.step()
-                loop.optimizer.zero_grad()
-        attached.overlap.synchronize()
-        return difference_of(plain, attached)
-
-
-@in_ways_with_gradients
-def test_rollback_begins_the_count_of_accumulation_steps_anew(three_ranks: RankPool, way: str) -> None:
-    assert three_ranks.run(body_given_up, way) == [None] * 3
 
 
 # rollback()
@@ -478,12 +419,6 @@ def test_mixed_precision(three_ranks: RankPool, way: str, clip: Any, micro: int,
     assert three_ranks.run(body_mixed_precision, way, view, clip, micro, False) == [None] * 3
 
 
-@in_both_views
-@in_ways_with_gradients
-def test_mixed_precision_and_a_communication_hook(three_ranks: RankPool, way: str, view: bool) -> None:
-    assert three_ranks.run(body_mixed_precision, way, view, ClipNorm(4.0), 2, True) == [None] * 3
-
-
 # Uneven inputs.
 
 
@@ -517,67 +452,4 @@ def test_join_with_uneven_inputs(
     assert three_ranks.run(body_join, way, clip, divide_by_initial_world_size) == [None] * 3
 
 
-@pytest.mark.parametrize("divide_by_initial_world_size", [True, False])
-def test_join_with_uneven_inputs_and_two_pass(three_ranks: RankPool, divide_by_initial_world_size: bool) -> None:
-    assert three_ranks.run(body_join, "two_pass", ClipNorm(0.1), divide_by_initial_world_size) == [None] * 3
-
-
 # What is read in between.
-
-
-def body_between(way: str, view: bool, between: Callable[[Loop], Any]) -> str | None:
-    case = Case(way, view)
-    plain, attached = Loop(case, False), Loop(case, True)
-    differences: list[str | None] = []
-    with attached.overlap:
-        for i in range(4):
-            found: list[tuple[str, Any]] = []
-            for loop in (plain, attached):
-                blocks_loss(loop.model, 1000 * dist.get_rank() + i).backward()
-                found.append(("before", between(loop)))
-                loop.optimizer.step()
-                found.append(("after", between(loop)))
-                loop.optimizer.zero_grad()
-            attached.overlap.synchronize()
-            differences.append(first_difference(iter(found[:2]), iter(found[2:])) or difference_of(plain, attached))
-    return first_of(differences)
-
-
-def read_a_gradient(loop: Loop) -> Any:
-    return loop.model.module.outer.weight.grad.clone()
-
-
-def write_a_gradient(loop: Loop) -> None:
-    loop.model.module.outer.weight.grad.mul_(0.5)
-
-
-def replace_a_gradient(loop: Loop) -> None:
-    loop.model.module.outer.weight.grad = torch.full_like(loop.model.module.outer.weight, 0.1)
-
-
-def read_a_weight(loop: Loop) -> Any:
-    return loop.model.module.outer.weight.detach().clone()
-
-
-def write_a_weight(loop: Loop) -> None:
-    with torch.no_grad():
-        loop.model.module.outer.weight.mul_(0.5)
-
-
-def evaluate(loop: Loop) -> Any:
-    with torch.no_grad():
-        return loop.model(batch(77)[0])
-
-
-def change_lr(loop: Loop) -> None:
-    loop.optimizer.param_groups[0]["lr"] *= 0.5
-
-
-@pytest.mark.parametrize(
-    "between",
-    [read_a_gradient, write_a_gradient, replace_a_gradient, read_a_weight, write_a_weight, evaluate, change_lr],
-    ids=lambda f: f.__name__,
-)
-@in_ways_with_gradients
-def test_before_and_after_the_step(three_ranks: RankPool, way: str, between: Any) -> None:
-    assert three_ranks.run(body_between, way, True, between) == [None] * 3

@@ -274,11 +274,6 @@ def test_the_step_that_makes_state_is_none(two_ranks: RankPool, kind: str, way: 
     two_ranks.run(never_stepped, kind, way, False)
 
 
-@in_each_way
-def test_the_step_that_makes_state_is_none_after_a_forward(two_ranks: RankPool, way: str) -> None:
-    two_ranks.run(never_stepped, "fsdp2", way, True)
-
-
 # On disk, and loaded by other numbers of ranks.
 
 

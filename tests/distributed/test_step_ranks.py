@@ -814,9 +814,13 @@ def attached_later_on_rank_1() -> list[bool]:
     return found
 
 
-def test_a_rank_that_attaches_later_is_found(two_ranks: RankPool) -> None:
+def test_a_rank_that_attaches_later_is_found() -> None:
     """By the others where they look again, before their fourth step."""
-    assert two_ranks.run(attached_later_on_rank_1) == [[False, False, False, True], [False, False, True, True]]
+    pool = RankPool(2)  # of which none has attached alone before
+    try:
+        assert pool.run(attached_later_on_rank_1) == [[False, False, False, True], [False, False, True, True]]
+    finally:
+        pool.stop()
 
 
 class Counting:

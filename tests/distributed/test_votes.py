@@ -21,8 +21,6 @@ from tests.distributed.pool import RankPool
 from tests.pace import Pace
 from tests.parity.lockstep import WAYS
 
-in_ways = pytest.mark.parametrize("way", ["backward", "forward", "undo"])
-
 
 class Fails(torch.optim.AdamW):
     """Its update raises on some ranks, once."""
@@ -109,24 +107,6 @@ def test_a_failed_update_reaches_the_other_ranks_in_backward(two_ranks: RankPool
     assert other == ("2 TornStepError InstepError",)
 
 
-def update_fails_once_on_rank_1(wrap: str) -> str | None:
-    """On trial alone: ``optimizer.step()`` then steps as it does on the other rank."""
-    plain, updates = make(wrap)
-    train(plain, updates, range(4))
-    model, optimizer = make(wrap)
-    with instep.attach(model, optimizer, **WAYS["undo"]) as overlap:
-        train(model, optimizer, range(2))
-        Fails.failing = (1,)
-        train(model, optimizer, range(2, 4))
-        assert overlap.redo_count == dist.get_rank()
-    return first_difference(training_state(plain, updates), training_state(model, optimizer))
-
-
-@pytest.mark.parametrize("wrap", ["ddp", "replicate", "fsdp2"])
-def test_an_update_that_fails_on_trial(two_ranks: RankPool, wrap: str) -> None:
-    assert two_ranks.run(update_fails_once_on_rank_1, wrap) == [None] * 2
-
-
 def late_update_fails_on_rank_1() -> tuple[str, bool]:
     """Rank 1 fails in a step that rank 0 has taken, and ends."""
     model, optimizer = make()
@@ -182,24 +162,6 @@ def step_left_out_on_rank_1(way: str) -> tuple[str, bool]:
 @pytest.mark.parametrize("way", ["forward", "undo"])
 def test_a_step_that_one_rank_leaves_out(two_ranks: RankPool, way: str) -> None:
     assert two_ranks.run(step_left_out_on_rank_1, way) == [("StepMismatchError", True)] * 2
-
-
-def attached_in_other_ways() -> str:
-    model, optimizer = make()
-    options: dict[str, Any] = [{}, {"nonfinite": "raise"}][dist.get_rank()]
-    with instep.attach(model, optimizer, schedule="backward", **options) as overlap:
-
-        def once() -> None:
-            train(model, optimizer, range(1))
-            overlap.synchronize()
-
-        error = raised_by(once)
-        return f"{type(error).__name__}: {error}"
-
-
-def test_ranks_that_attach_in_other_ways(two_ranks: RankPool) -> None:
-    for said in two_ranks.run(attached_in_other_ways):
-        assert said.startswith("StepMismatchError: ranks have attached different models")
 
 
 def skipped(way: str, wrap: str) -> None:
@@ -305,7 +267,6 @@ def resynced(way: str, wrap: str) -> str | None:
     for one in ((plain, plain_optimizer), (model, optimizer)):
         train(*one, range(5, 8))
     overlap.detach()
-    from instep_tools.harness import first_difference, training_state
 
     return first_difference(training_state(plain, [plain_optimizer]), training_state(model, [optimizer]))
 

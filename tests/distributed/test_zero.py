@@ -287,12 +287,6 @@ class Bfloat16(Blocks):
         return self.outer(x)
 
 
-def frozen_later(loop: Loop, i: int) -> None:
-    module = loop.model.module
-    module.blocks[0].requires_grad_(i % 2 == 0)
-    loop.learn(i)
-
-
 MODELS: dict[str, dict[str, Any]] = {
     "odd shapes": {"build": Odd},
     "channels last": {"build": ChannelsLast},

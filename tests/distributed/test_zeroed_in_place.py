@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor
 import instep
 from instep.errors import SpentGradientError
 from tests.cases import Blocks
-from tests.distributed import zero
 from tests.distributed.pool import RankPool
 from tests.distributed.reduced import SOURCES
 from tests.distributed.sharded import Loop, both
@@ -40,16 +39,6 @@ def train(name: str, step: Callable[[Loop, int], None]) -> None:
 @pytest.mark.parametrize("name", list(SOURCES))
 def test_gradients_are_zeroed_in_place(two_ranks: RankPool, name: str, step: Callable[[Loop, int], None]) -> None:
     two_ranks.run(train, name, step)
-
-
-def train_divided(name: str, step: Callable[[Loop, int], None]) -> None:
-    zero.both("backward", sgd, step, wrap=SOURCES[name])
-
-
-@pytest.mark.parametrize("step", [first, last])
-@pytest.mark.parametrize("name", ["ddp", "ddp, views"])
-def test_state_is_divided(two_ranks: RankPool, name: str, step: Callable[[Loop, int], None]) -> None:
-    two_ranks.run(train_divided, name, step)
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,5 @@
 """``hook_then_optimizer`` and ``apply_optim_in_backward_hook``. The oracle is plain DDP with the inner hook."""
 
-import contextlib
-import copy
 import weakref
 from typing import Any
 
@@ -18,10 +16,9 @@ from instep.errors import AttachError, InstepError
 from tests import own_precision
 from tests.cases import Blocks, batch
 from tests.devices import here, let_go, sparse_collectives
-from tests.distributed.casting import DTYPES, CastByHand, send_as
 from tests.distributed.comm_hooks import HOOKS
 from tests.distributed.pool import RankPool
-from tests.functional.cases import OPTIMIZERS, SOME, Functional, difference, hook_parity, loss, make
+from tests.functional.cases import SOME, Functional, hook_parity, loss
 
 
 def then_optimizer(hook: str | None) -> Any:
@@ -106,38 +103,6 @@ def test_uneven_inputs(three_ranks: RankPool, view: bool, by_initial: bool) -> N
         "steps": 5,
     }
     assert three_ranks.run(parity, "apply_optim_in_backward_hook", None, "SGD-0-for-loop", **how) == [None] * 3
-
-
-def functional_of_torch(name: str) -> list[bool]:
-    """The classes that torch's own ``_hook_then_optimizer`` is used with."""
-    from torch.distributed.optim import functional_adamw, functional_sgd  # warns of torch.jit when imported
-
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    plain, model = (DistributedDataParallel(Blocks(), bucket_cap_mb=0.002) for _ in range(2))
-    model.load_state_dict(plain.state_dict())
-    if name == "AdamW":
-        opt: torch.optim.Optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-        functional: Any = functional_adamw._FunctionalAdamW([], lr=1e-2, _allow_empty_param_list=True)
-    else:
-        opt = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
-        functional = functional_sgd._FunctionalSGD([], lr=0.05, momentum=0.9, _allow_empty_param_list=True)
-    state = instep.OptimizerHookState(functional)
-    plain.register_comm_hook(None, default_hooks.allreduce_hook)
-    model.register_comm_hook(None, instep.hook_then_optimizer(default_hooks.allreduce_hook, state))
-    for i in range(4):
-        for m in (plain, model):
-            loss(m, "Blocks", 1000 * rank + i).backward()
-        opt.step()
-        opt.zero_grad()
-    return list(map(torch.equal, plain.parameters(), model.parameters()))
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["SGD", "AdamW"])
-def test_torchs_functional_optimizers(two_ranks: RankPool, name: str) -> None:
-    for equal in two_ranks.run(functional_of_torch, name):
-        assert all(equal)
 
 
 def failing(which: str, bucket: int) -> tuple[str, list[bool], list[bool], bool]:
@@ -245,71 +210,6 @@ def test_a_hook_that_is_there_already_is_refused_before_anything_is_stepped(two_
         assert "'fp16_compress_hook'" in early
         assert early == late
         assert "weakref" in stateless
-
-
-def upcast_parity(
-    optimizer: str, kind: str, param: str, reduce: str | None, options: dict[str, Any], micro: int, when: str = "before"
-) -> str | None:
-    """``reducer_allreduce_and_upcast_hook`` with in-backward optimizers, on a plain DDP instance."""
-    rank = dist.get_rank()
-    cls, kwargs = OPTIMIZERS[optimizer]
-    low, sent = DTYPES[param], DTYPES[reduce]
-    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=sent)
-    made = make(kind, "ddp")
-    plain = DistributedDataParallel(CastByHand(copy.deepcopy(made), low), **options)
-    plain.register_comm_hook(sent or low, send_as)
-    opt = cls(plain.parameters(), **kwargs)
-    if when == "before":
-        instep.apply_optimizer_in_backward(cls, made.parameters(), kwargs)
-    model = DistributedDataParallel(made, **options)
-    if when == "after":
-        instep.apply_optimizer_in_backward(cls, model.parameters(), kwargs)
-    stream = torch.Stream() if torch.accelerator.is_available() else None
-    state = instep.AllreduceUpcastHookState(weakref.ref(model), stream, mixed_precision=policy)
-    model.register_comm_hook(state, instep.reducer_allreduce_and_upcast_hook)
-    for i in range(4):
-        for m in (plain, model):
-            for number in range(micro):
-                with contextlib.nullcontext() if number == micro - 1 else m.no_sync():
-                    loss(m, kind, 1000 * rank + micro * i + number).backward()
-        if when == "late" and i == 0:
-            instep.apply_optimizer_in_backward(cls, model.parameters(), kwargs)
-            for m in (plain, model):
-                m.zero_grad()
-            continue
-        opt.step()
-        opt.zero_grad()
-        found = difference(plain.module.inner, opt, model.module, instep.get_in_backward_optimizers(model))
-        if found is not None:
-            return f"after step {i + 1}: {found}"
-        if state.wait_for_stream_enqueued or any(p.grad is not None for p in model.parameters()):
-            return f"after step {i + 1}: something was left"
-    return None
-
-
-@pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize(
-    ("kind", "param", "reduce"),
-    [("Blocks", "bf16", None), ("Blocks", "fp16", "fp32"), ("Tied", "bf16", "bf16"), ("Sometimes", "bf16", "fp32")],
-)
-def test_upcast_with_the_step_in_backward(
-    three_ranks: RankPool, kind: str, param: str, reduce: str | None, view: bool
-) -> None:
-    options = {
-        "bucket_cap_mb": 0.002,
-        "gradient_as_bucket_view": view,
-        "find_unused_parameters": kind == "Sometimes",
-    }
-    for optimizer, micro in (("AdamW-0-foreach", 1), ("SGD-1-for-loop", 1 if kind == "Sometimes" else 2)):
-        answers = three_ranks.run(upcast_parity, optimizer, kind, param, reduce, options, micro)
-        assert answers == [None] * 3
-
-
-@pytest.mark.parametrize("when", ["after", "late"])
-def test_upcast_with_optimizers_given_later(three_ranks: RankPool, when: str) -> None:
-    options = {"bucket_cap_mb": 0.002}
-    answers = three_ranks.run(upcast_parity, "AdamW-0-foreach", "Blocks", "bf16", None, options, 1, when)
-    assert answers == [None] * 3
 
 
 def policies_missing_or_twice() -> list[str]:

@@ -5,6 +5,7 @@ import gc
 import io
 import pickle
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,18 +42,7 @@ def test_bfloat16_on_one_device() -> None:
 
 
 def test_an_optimizer_that_is_not_torchs() -> None:
-    lion = pytest.importorskip("optimi").Lion
-    torch.manual_seed(0)
-    plain = Blocks()
-    model = copy.deepcopy(plain)
-    opt = lion(plain.parameters(), lr=1e-2, weight_decay=0.1)
-    instep.apply_optimizer_in_backward(lion, model.parameters(), {"lr": 1e-2, "weight_decay": 0.1})
-    for i in range(3):
-        for m in (plain, model):
-            _train(m, i)
-        opt.step()
-        opt.zero_grad()
-        assert all(map(torch.equal, plain.parameters(), model.parameters()))
+    _require_plain(pytest.importorskip("optimi").Lion, lr=1e-2, weight_decay=0.1)
 
 
 @pytest.mark.parametrize("when", ["before", "after", "late"])
@@ -204,6 +194,34 @@ def _train(model: nn.Module, seed: int = 0) -> None:
     nn.functional.cross_entropy(model(x.to(next(model.parameters()).dtype)).float(), y).backward()
 
 
+def _require_plain(
+    cls: Any,
+    train: Callable[[nn.Module, int], None] = _train,
+    steps: int = 3,
+    *,
+    scheduled: bool = False,
+    frozen: bool = False,
+    **kwargs: float,
+) -> None:
+    """A copy of the model that is stepped in backward is the model in the loop with ``step()``."""
+    torch.manual_seed(0)
+    plain = Blocks()
+    plain.blocks.requires_grad_(not frozen)
+    model = copy.deepcopy(plain)
+    opt = cls(plain.parameters(), **kwargs)
+    instep.apply_optimizer_in_backward(cls, model.parameters(), kwargs)
+    optimizers = [opt, *instep.get_in_backward_optimizers(model)]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in optimizers if scheduled]
+    for i in range(steps):
+        for m in (plain, model):
+            train(m, i)
+        opt.step()
+        opt.zero_grad()
+        for scheduler in schedulers:
+            scheduler.step()
+        assert all(map(torch.equal, plain.parameters(), model.parameters()))
+
+
 def test_several_optimizers_run_in_order_of_registration() -> None:
     torch.manual_seed(0)
     plain = Blocks()
@@ -242,56 +260,25 @@ def test_the_records_are_those_of_torch() -> None:
 
 
 def test_a_scheduler_on_the_optimizers() -> None:
-    torch.manual_seed(0)
-    plain = Blocks()
-    model = copy.deepcopy(plain)
-    opt = torch.optim.SGD(plain.parameters(), lr=0.1)
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)]
-    instep.apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-    schedulers += [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in instep.get_in_backward_optimizers(model)]
-    for i in range(3):
-        for m in (plain, model):
-            _train(m, i)
-        opt.step()
-        opt.zero_grad()
-        for scheduler in schedulers:
-            scheduler.step()
-        assert all(map(torch.equal, plain.parameters(), model.parameters()))
+    _require_plain(torch.optim.SGD, scheduled=True, lr=0.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_it_survives_conversion(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    plain = Blocks()
-    model = copy.deepcopy(plain)
-    opt = torch.optim.SGD(plain.parameters(), lr=0.1)
-    instep.apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-    for i in range(4):
+    def train(model: nn.Module, i: int) -> None:
         if i == 2:
-            plain.to(dtype)
             model.to(dtype)
-        for m in (plain, model):
-            _train(m, i)
-        opt.step()
-        opt.zero_grad()
-        assert all(map(torch.equal, plain.parameters(), model.parameters()))
+        _train(model, i)
+
+    _require_plain(torch.optim.SGD, train, 4, lr=0.1)
 
 
 def test_frozen_parameters_step_once_they_are_unfrozen() -> None:
-    torch.manual_seed(0)
-    plain = Blocks()
-    plain.blocks.requires_grad_(False)
-    model = copy.deepcopy(plain)
-    opt = torch.optim.AdamW(plain.parameters(), lr=0.1)
-    instep.apply_optimizer_in_backward(torch.optim.AdamW, model.parameters(), {"lr": 0.1})
-    assert not model.get_parameter("blocks.0.1.weight").requires_grad
-    for i in range(4):
-        for m in (plain, model):
-            m.blocks.requires_grad_(i >= 2)
-            _train(m, i)
-        opt.step()
-        opt.zero_grad()
-        assert all(map(torch.equal, plain.parameters(), model.parameters()))
+    def train(model: Any, i: int) -> None:
+        model.blocks.requires_grad_(i >= 2)
+        _train(model, i)
+
+    _require_plain(torch.optim.AdamW, train, 4, frozen=True, lr=0.1)
 
 
 def test_a_model_is_freed_with_its_optimizers() -> None:
@@ -365,18 +352,11 @@ def test_a_step_that_raises_leaves_no_gradient_behind() -> None:
 
 
 def test_backward_inside_autocast_steps_as_outside() -> None:
-    torch.manual_seed(0)
-    plain = Blocks()
-    model = copy.deepcopy(plain)
-    opt = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    instep.apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1, "momentum": 0.9})
-    for i in range(2):
-        for m in (plain, model):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                _train(m, i)
-        opt.step()
-        opt.zero_grad()
-        assert all(map(torch.equal, plain.parameters(), model.parameters()))
+    def train(model: nn.Module, i: int) -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            _train(model, i)
+
+    _require_plain(torch.optim.SGD, train, lr=0.1, momentum=0.9)
 
 
 def test_a_weight_that_was_saved_is_noticed_with_fused_kernels_too() -> None:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import instep
 from instep.errors import AttachError
 from tests.cases import Blocks, attachment_of, batch
-from tests.devices import let_go, sparse_collectives
+from tests.devices import let_go
 from tests.distributed.pool import RankPool
 from tests.functional.cases import FSDP_CASES, OPTIMIZERS, SOME, loss, overlapped_parity, wrap
 
@@ -23,23 +23,10 @@ def test_every_optimizer_under_ddp(two_ranks: RankPool, optimizer: str) -> None:
     assert two_ranks.run(overlapped_parity, "ddp", optimizer) == [None] * 2
 
 
-@pytest.mark.parametrize("everything", [False, True])
-@pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize("optimizer", SOME)
-def test_ddp_on_three_ranks(three_ranks: RankPool, optimizer: str, view: bool, everything: bool) -> None:
-    how = {"all_parameters": everything, "options": {"gradient_as_bucket_view": view}}
-    assert three_ranks.run(overlapped_parity, "ddp", optimizer, **how) == [None] * 3
-
-
 @pytest.mark.parametrize("kind", ["Tied", "Sometimes", "Rotations", "channels_last"])
 def test_ddp_with_every_kind_of_model(three_ranks: RankPool, kind: str) -> None:
     options = {"find_unused_parameters": kind == "Sometimes"}
     assert three_ranks.run(overlapped_parity, "ddp", "AdamW-0-foreach", kind, options=options) == [None] * 3
-
-
-@sparse_collectives
-def test_ddp_with_sparse_gradients(three_ranks: RankPool) -> None:
-    assert three_ranks.run(overlapped_parity, "ddp", "sparse SGD", "SparseWords") == [None] * 3
 
 
 @pytest.mark.parametrize(("optimizer", "low"), FSDP_CASES)
@@ -51,26 +38,6 @@ def test_fsdp(three_ranks: RankPool, wrapper: str, optimizer: str, low: bool) ->
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp1", "fsdp2"])
 def test_accumulation(two_ranks: RankPool, wrapper: str) -> None:
     assert two_ranks.run(overlapped_parity, wrapper, "AdamW-0-foreach", micro_batches=2) == [None] * 2
-
-
-def lion() -> bool:
-    cls = pytest.importorskip("optimi").Lion
-    torch.manual_seed(0)
-    plain, ddp = (DistributedDataParallel(Blocks(), bucket_cap_mb=0.002) for _ in range(2))
-    ddp.load_state_dict(plain.state_dict())
-    opt = cls(plain.parameters(), lr=1e-2, weight_decay=0.1)
-    instep.as_overlapped_optim(cls, None, lr=1e-2, weight_decay=0.1).register_ddp(ddp)
-    for i in range(3):
-        for model in (plain, ddp):
-            loss(model, "Blocks", i).backward()
-        opt.step()
-        opt.zero_grad()
-    attachment_of(ddp).detach()
-    return all(map(torch.equal, plain.parameters(), ddp.parameters()))
-
-
-def test_an_optimizer_that_is_not_torchs(two_ranks: RankPool) -> None:
-    assert two_ranks.run(lion) == [True, True]
 
 
 def static(view: bool) -> list[bool]:

@@ -1,7 +1,7 @@
 """Which tests kill which seeded defect, and which tests are therefore ``full``: ``python -m tests.mutation.matrix``.
 
-    python -m tests.mutation.matrix NAME ...        # runs these defects
-    python -m tests.mutation.matrix                 # runs those that have not been run; it can be stopped at any time
+    python -m tests.mutation.matrix NAME ... --in tests/parity   # runs these defects, with the tests of this folder
+    python -m tests.mutation.matrix --in tests   # runs those that have not been run; it can be stopped at any time
 
     INSTEP_TEST_TIMES=times pytest -n 1 -p tests.mutation.timing -m 'not nightly and not examples and not accelerator'
     python -m tests.mutation.matrix --times times   # the same in a better order, and writes full.txt anew at the end
@@ -9,8 +9,9 @@
     INSTEP_TEST_TIMES=times pytest -n 1 -p tests.mutation.timing -m accelerator
     python -m tests.mutation.matrix --session accelerator --times times   # writes accelerator/{cases,slow}.txt instead
 
-A defect's tests are run up to the first that fails: those that are in a plain ``pytest`` in any case, then those that
-kill another defect, then the quick ones before the slow ones. What has failed is in ``killers.json`` after each defect.
+Without ``--in`` the files of the known killers are run, up to the first test that fails: those that are in a plain
+``pytest`` in any case, then those that kill another defect, then the quick ones before the slow ones. What has failed
+is in ``killers.json`` after each defect.
 
 Defects that only the emulated accelerator shows are of another session, ``pytest -m accelerator``. They have a file of
 their own, ``stream_killers.json``: what kills them there need not run on the CPU, nor the other way round.
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -46,6 +47,8 @@ DEFECTS = {mutant.name: mutant for mutant in (*test_mutants.MUTANTS, *test_strea
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation.matrix")
     parser.add_argument("names", nargs="*", metavar="NAME", help="defects to run; by default those not run yet")
+    parser.add_argument("--in", dest="files", nargs="+", default=[], help="the files or folders whose tests are run")
+    parser.add_argument("--picks", default="", help="which of their tests, as for pytest's -k")
     parser.add_argument("--times", type=Path, help="what tests.mutation.timing wrote: the session's list is made anew")
     parser.add_argument("--choose", action="store_true", help="write the list alone, and run no defect")
     parser.add_argument("--session", choices=get_args(Session), default="cpu", help="the session of times and defects")
@@ -53,7 +56,7 @@ def main() -> None:
     session: Session = given.session
     times = timing.read(given.times) if given.times else {}
     if not given.choose:
-        run([DEFECTS[name] for name in given.names] or not_run(session), times)
+        run([DEFECTS[name] for name in given.names] or not_run(session), times, given.files, given.picks)
     if times and session == "cpu":
         full = choose(times)
         write(selection.FULL, full)
@@ -72,10 +75,14 @@ def not_run(session: Session) -> list[Mutant]:
     return [mutant for mutant in DEFECTS.values() if mutant.session == session and mutant.name not in known]
 
 
-def run(mutants: Iterable[Mutant], times: Mapping[str, float]) -> None:
+def run(mutants: Iterable[Mutant], times: Mapping[str, float], files: Sequence[str] = (), picks: str = "") -> None:
     for mutant in mutants:
         began = time.monotonic()
-        found = failing(mutant, ranks(times, mutant.session))
+        known = selection.killers(mutant.session).get(mutant.name, ())
+        where = files or sorted(set(map(selection.file_of, known)))
+        if not where:
+            raise SystemExit(f"{mutant.name}: no test is known to catch it; say --in which file or folder to look")
+        found = failing(mutant, ranks(times, mutant.session), where, picks)
         print(f"{time.monotonic() - began:6.1f} s  {mutant.name}: {', '.join(found) or 'NOT CAUGHT'}", flush=True)
         write_killers(mutant.session, selection.killers(mutant.session) | {mutant.name: found})
 
@@ -92,7 +99,7 @@ def write(file: Path, nodeids: Iterable[str]) -> None:
     file.write_text("".join(f"{nodeid}\n" for nodeid in nodeids), encoding="utf-8")
 
 
-def failing(mutant: Mutant, order: Mapping[str, float]) -> list[str]:
+def failing(mutant: Mutant, order: Mapping[str, float], files: Sequence[str], picks: str) -> list[str]:
     """The first test that fails with the defect: of those that run by default or are ``full``, or else of all cases."""
     for cases in ({}, {"INSTEP_TEST_ALL_CASES": "1"}):
         with tempfile.TemporaryDirectory(prefix="instep-defect-") as folder:
@@ -100,9 +107,9 @@ def failing(mutant: Mutant, order: Mapping[str, float]) -> list[str]:
             failed, orders = Path(folder, "failed"), Path(folder, "orders")
             failed.touch()
             orders.write_text(json.dumps({"ranks": order, "failed": str(failed)}), encoding="utf-8")
-            command = [sys.executable, "-m", "pytest", "-x", "-n", "0", "-p", "no:cacheprovider", mutant.tests]
+            command = [sys.executable, "-m", "pytest", "-x", "-n", "0", "-p", "no:cacheprovider", *files]
             command += ["-p", "tests.mutation.ordering", "-m", mutant.marks or BY_DEFAULT]
-            command += ["-k", mutant.picks] if mutant.picks else []
+            command += ["-k", picks] if picks else []
             environment = {**os.environ, "PYTHONPATH": folder, "INSTEP_TEST_ORDER": str(orders), **cases}
             try:
                 subprocess.run(
@@ -142,24 +149,21 @@ def cheapest_cases(times: Mapping[str, float]) -> list[str]:
 
 
 def choose(times: Mapping[str, float]) -> list[str]:
-    """The tests that are ``full``; those that were not measured are if they were. Of a defect that has not been run all
-    tests stay in the default set."""
+    """The tests that are ``full``; those that were not measured are if they were."""
+    assert not not_run("cpu"), not_run("cpu")
     stay = always(times) | selection.killing("cpu")
-    of_not_run = tuple(mutant.tests for mutant in not_run("cpu"))
     known = times.keys() | selection.listed(selection.FULL)
-    kept = (*of_not_run, *selection.OF_THE_CODE)
-    return sorted(nodeid for nodeid in known if nodeid not in stay and not nodeid.startswith(kept))
+    return sorted(nodeid for nodeid in known if nodeid not in stay and not nodeid.startswith(selection.OF_THE_CODE))
 
 
 def choose_on_accelerator(times: Mapping[str, float]) -> list[str]:
     """The case of each function that CI runs on the accelerator, where the function has several, is not slow and kills
-    no defect with any of them; and all tests of a defect that has not been run."""
+    no defect with any of them."""
+    assert not not_run("accelerator"), not_run("accelerator")
     functions = Counter(map(selection.function_of, times))
     killing = set(map(selection.function_of, selection.killing("accelerator")))
     several = {function for function, count in functions.items() if count > 1} - killing - {*slow_on_accelerator(times)}
-    of_not_run = tuple(mutant.tests for mutant in not_run("accelerator"))
-    kept = {nodeid for nodeid in cheapest_cases(times) if selection.function_of(nodeid) in several}
-    return sorted(kept | {nodeid for nodeid in times if nodeid.startswith(of_not_run)})
+    return sorted(nodeid for nodeid in cheapest_cases(times) if selection.function_of(nodeid) in several)
 
 
 def slow_on_accelerator(times: Mapping[str, float]) -> list[str]:

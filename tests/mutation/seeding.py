@@ -28,9 +28,6 @@ class Mutant(NamedTuple):
             of a module, the name that it assigns or calls.
         old: stands there once.
         new: is put in its place.
-        tests: the file or folder whose tests catch the defect.
-        picks: which of them, as for ``-k``; "": all.
-        marks: as for ``-m``; "": the usual ones.
         session: which session of the tests catches it.
     """
 
@@ -38,13 +35,12 @@ class Mutant(NamedTuple):
     where: str
     old: str
     new: str
-    tests: str
-    picks: str = ""
-    marks: str = ""
+    session: Session = "cpu"
 
     @property
-    def session(self) -> Session:
-        return "accelerator" if self.marks == "accelerator" else "cpu"
+    def marks(self) -> str:
+        """As for ``-m``; "": the usual ones."""
+        return "accelerator" if self.session == "accelerator" else ""
 
 
 class _Place(NamedTuple):
@@ -104,20 +100,17 @@ def _named_in(node: ast.AST, prefix: str) -> Iterator[tuple[str, int, int]]:
 
 
 def require_there(mutant: Mutant) -> None:
-    """The text and the tests stand where the defect says, and the source with the defect is Python: a module that
-    cannot be imported would let no test begin."""
+    """The text stands where the defect says, and the source with the defect is Python: a module that cannot be imported
+    would let no test begin."""
     ast.parse(_with(mutant))
-    assert (ROOT / mutant.tests).exists()
 
 
 def require_caught(mutant: Mutant, folder: Path) -> None:
-    """By the test that ``tests.mutation.matrix`` has found, or else by one of those that the defect names."""
+    """By the test that ``tests.mutation.matrix`` has found."""
     put_in(mutant, folder)
     known = selection.killers(mutant.session).get(mutant.name)
-    if known:
-        require_failing(folder, known, marks=mutant.marks)
-    else:
-        require_failing(folder, [mutant.tests], mutant.picks, mutant.marks)
+    assert known, "nothing is known to catch it: python -m tests.mutation.matrix"
+    require_failing(folder, known, marks=mutant.marks)
 
 
 def put_in(mutant: Mutant, folder: Path) -> None:

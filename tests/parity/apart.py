@@ -1,7 +1,6 @@
 """Optimizers that update each parameter by itself, and hold something beside: functions over themselves, counters,
 lists, generators that nobody asks. Each is a function from a model to an optimizer."""
 
-import contextvars
 import functools
 import random
 from collections import OrderedDict, defaultdict, deque
@@ -76,16 +75,6 @@ class ClosesOverSelf(Apart):
         p.sub_(p.grad, alpha=self.how_far())
 
 
-@apart("lambda over a group")
-class ClosesOverGroup(Apart):
-    def made(self) -> None:
-        group = self.param_groups[0]
-        self.how_far = lambda: group["lr"]
-
-    def scale(self) -> float:
-        return 1 + self.how_far()
-
-
 @apart("finalizer with a handle")
 class GivesBack(Apart):
     handles: set[int] = set()  # noqa: RUF012
@@ -100,19 +89,6 @@ class GivesBack(Apart):
     def scale(self) -> float:
         assert self.handle in self.handles, "the handle was given back"
         return 0.5
-
-
-@apart("a compiled update for each shape")
-class CompiledForShape(Apart):
-    def made(self) -> None:
-        self.compiled = torch.compile(self.far, dynamic=False, backend="eager")
-
-    @staticmethod
-    def far(p: torch.Tensor, gradient: torch.Tensor) -> None:
-        p.sub_(gradient / (gradient.norm() + 1), alpha=0.05)
-
-    def update(self, p: Any, group: dict[str, Any]) -> None:
-        self.compiled(p, p.grad)
 
 
 @apart("bound method")
@@ -138,31 +114,6 @@ class Counts:
         return 1.0 / (1 + self.calls)
 
 
-@apart("bound method of a helper, which counts")
-class KeepsHelpersMethod(Apart):
-    def made(self) -> None:
-        self.move_on: Any = Counts().move_on
-
-    def after(self) -> None:
-        self.move_on()
-
-    def scale(self) -> float:
-        return 1.0 / (1 + self.move_on.__self__.calls)
-
-
-@apart("partial over a helper")
-class KeepsPartial(Apart):
-    def made(self) -> None:
-        self.counts = Counts()
-        self.move_on = functools.partial(self.counts.move_on, by=2)
-
-    def after(self) -> None:
-        self.move_on()
-
-    def scale(self) -> float:
-        return self.counts()
-
-
 @apart("partial over a list")
 class KeepsPartialOfList(Apart):
     def made(self) -> None:
@@ -173,18 +124,6 @@ class KeepsPartialOfList(Apart):
 
     def scale(self) -> float:
         return 1.0 / (1 + len(self.note.args[0]))
-
-
-@apart("callable object")
-class KeepsCallable(Apart):
-    def made(self) -> None:
-        self.how_far = Counts()
-
-    def after(self) -> None:
-        self.how_far.move_on()
-
-    def scale(self) -> float:
-        return self.how_far()
 
 
 @apart("closure cell")
@@ -206,24 +145,6 @@ class KeepsCell(Apart):
         return 1.0 / (1 + self.move_on(0))
 
 
-@apart("closure in a closure")
-class KeepsCellOfCell(Apart):
-    def made(self) -> None:
-        calls = [0]
-
-        def count() -> None:
-            calls[0] += 1
-
-        self.outer = lambda: count()
-        self.calls = lambda: calls[0]
-
-    def after(self) -> None:
-        self.outer()
-
-    def scale(self) -> float:
-        return 1.0 / (1 + self.calls())
-
-
 # Attributes that move on.
 
 
@@ -239,28 +160,6 @@ class CountsCalls(Apart):
         return 1.0 / (1 + self.calls)
 
 
-@apart("attribute that comes with the first call")
-class CountsLater(Apart):
-    def after(self) -> None:
-        self.calls = getattr(self, "calls", 0) + 1
-
-    def scale(self) -> float:
-        return 1.0 / (1 + getattr(self, "calls", 0))
-
-
-@apart("attribute that goes with the first call")
-class Forgets(Apart):
-    def made(self) -> None:
-        self.warmup: float | None = 0.1
-
-    def after(self) -> None:
-        if hasattr(self, "warmup"):
-            del self.warmup
-
-    def scale(self) -> float:
-        return getattr(self, "warmup", 1.0)
-
-
 @apart("list")
 class KeepsList(Apart):
     def made(self) -> None:
@@ -271,12 +170,6 @@ class KeepsList(Apart):
 
     def scale(self) -> float:
         return self.seen[-1]
-
-
-@apart("list that is replaced")
-class ReplacesList(KeepsList):
-    def after(self) -> None:
-        self.seen = [*self.seen, self.seen[-1] * 0.9]
 
 
 @apart("deque")
@@ -301,18 +194,6 @@ class KeepsTensor(Apart):
 
     def scale(self) -> float:
         return self.beta.item()
-
-
-@apart("tensor that is replaced")
-class ReplacesTensor(KeepsTensor):
-    def after(self) -> None:
-        self.beta = self.beta * 0.9
-
-
-@apart("tensor written through .data")
-class WritesData(KeepsTensor):
-    def after(self) -> None:
-        self.beta.data.mul_(0.9)
 
 
 @apart("tensor written through NumPy")
@@ -429,26 +310,6 @@ class KeepsSlotted(Apart):
         return self.helper.values[-1]
 
 
-@apart("a property with a hidden name")
-class KeepsHidden(Apart):
-    def made(self) -> None:
-        self.__calls = 0
-
-    @property
-    def calls(self) -> int:
-        return self.__calls
-
-    @calls.setter
-    def calls(self, value: int) -> None:
-        self.__calls = value
-
-    def after(self) -> None:
-        self.calls += 1
-
-    def scale(self) -> float:
-        return 1.0 / (1 + self.calls)
-
-
 @apart("an object that refers to the optimizer")
 class KeepsLoop(Apart):
     def made(self) -> None:
@@ -460,15 +321,6 @@ class KeepsLoop(Apart):
 
     def scale(self) -> float:
         return 1.0 / (1 + self.myself.helper.calls)
-
-
-@apart("context variable unused, lock free")
-class KeepsContext(Apart):
-    def made(self) -> None:
-        self.context = contextvars.ContextVar("context", default=0).get()
-
-    def scale(self) -> float:
-        return 1.0 + self.context
 
 
 # Generators that nobody asks.

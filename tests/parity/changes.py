@@ -187,32 +187,6 @@ class Odd(nn.Module):
         return self.outer(torch.tanh(self.odd(torch.tanh(self.inner(x)))))
 
 
-class MetTheOdd(torch.optim.Optimizer):
-    """Momentum, and ``late`` from the third step of a parameter on, if one of 37 by 41 steps with it."""
-
-    def __init__(self, params: Any, late: Callable[[Any, list[torch.Tensor]], None], begins: int = 3) -> None:
-        super().__init__(params, {"lr": 0.05})
-        self.begins = begins
-        # Of a class of its own: an update whose attributes hold a function is never put off.
-        self.__class__ = type(type(self).__name__, (type(self),), {"late": staticmethod(late)})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        mine = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for p in mine:
-            state = self.state[p]
-            state["step"] = state.get("step", 0) + 1
-            state["momentum"] = state.get("momentum", torch.zeros_like(p)).mul(0.9).add_(p.grad)
-            p.sub_(state["momentum"], alpha=0.05)
-        if any(p.shape == (37, 41) and self.state[p]["step"] >= self.begins for p in mine):
-            self.late(self, mine)  # type: ignore[attr-defined]
-        return loss
-
-
 def couple(optimizer: Any, mine: list[torch.Tensor]) -> None:
     norm = torch.stack([grad_of(p).norm() for p in mine]).norm()
     for p in mine:

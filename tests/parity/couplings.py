@@ -7,9 +7,7 @@ import ctypes
 import itertools
 import random
 import threading
-import warnings
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -85,22 +83,8 @@ class ThroughNumpy(Coupled):
         return [shrunk(sum(float(np.square(p.grad.numpy()).sum()) for p in those))] * len(those)
 
 
-@coupling("tolist()")
-class ThroughLists(Coupled):
-    def scales(self, those: list[Any]) -> list[float]:
-        return [shrunk(sum(map(abs, itertools.chain.from_iterable(p.grad.flatten().tolist() for p in those))))] * len(
-            those
-        )
-
-
 def floats_of(tensor: torch.Tensor) -> Any:
     return ctypes.cast(tensor.data_ptr(), ctypes.POINTER(ctypes.c_float * tensor.numel())).contents
-
-
-@coupling("ctypes at data_ptr")
-class ThroughMemory(Coupled):
-    def scales(self, those: list[Any]) -> list[float]:
-        return [shrunk(sum(sum(map(abs, floats_of(p.grad))) for p in those))] * len(those)
 
 
 @coupling("weights written at data_ptr")
@@ -126,30 +110,6 @@ class ItemOfTheOneBefore(Coupled):
         return [shrunk(p.grad.norm().item()) for p in (*those[-1:], *those[:-1])]
 
 
-@coupling("sum of items")
-class SumOfItems(Coupled):
-    def scales(self, those: list[Any]) -> list[float]:
-        return [shrunk(sum(p.grad.square().sum().item() for p in those))] * len(those)
-
-
-@coupling("argmax of items")
-class ArgmaxOfItems(Coupled):
-    def scales(self, those: list[Any]) -> list[float]:
-        norms = [p.grad.norm().item() for p in those]
-        return [2.0 if norm == max(norms) else 1.0 for norm in norms]
-
-
-@coupling("_foreach_mul by items")
-class ForeachByItems(Coupled):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        those = self.those()
-        if those:
-            gradients = [p.grad for p in those]
-            norms = [g.norm().item() for g in gradients]
-            torch._foreach_sub_(those, torch._foreach_mul(gradients, [0.05 * n / sum(norms) for n in norms]))
-
-
 # What lives from one step to the next in the object.
 
 
@@ -165,19 +125,6 @@ class RunningMean(Coupled):
         return found
 
 
-@coupling("plateau in self")
-class Plateau(Coupled):
-    def made(self) -> None:
-        self.best, self.scale = float("inf"), 1.0
-
-    def scales(self, those: list[Any]) -> list[float]:
-        if those and (norm := sum(p.grad.norm().item() for p in those)) < self.best:
-            self.best = norm
-        elif those:
-            self.scale *= 0.5
-        return [self.scale] * len(those)
-
-
 @coupling("counter of parameters in self")
 class CountsParameters(Coupled):
     def made(self) -> None:
@@ -188,17 +135,6 @@ class CountsParameters(Coupled):
         return [1.0 / max(self.seen, 1)] * len(those)
 
 
-@coupling("the last gradient of all in self")
-class KeepsLast(Coupled):
-    def made(self) -> None:
-        self.last = 0.0
-
-    def scales(self, those: list[Any]) -> list[float]:
-        scale = shrunk(self.last)
-        self.last = sum(p.grad.abs().sum().item() for p in those) if those else self.last
-        return [scale] * len(those)
-
-
 # The shape of the group.
 
 
@@ -206,18 +142,6 @@ class KeepsLast(Coupled):
 class Position(Coupled):
     def scales(self, those: list[Any]) -> list[float]:
         return [0.9**place for place, _ in enumerate(those)]
-
-
-@coupling("number of parameters")
-class NumberOfParameters(Coupled):
-    def scales(self, those: list[Any]) -> list[float]:
-        return [1.0 / max(1, len(self.param_groups[0]["params"]))] * len(those)
-
-
-@coupling("share of the elements")
-class ShareOfElements(Coupled):
-    def scales(self, those: list[Any]) -> list[float]:
-        return [p.numel() / sum(q.numel() for q in those) for p in those]
 
 
 @coupling("k mod number")
@@ -230,12 +154,6 @@ class Rotates(Coupled):
     def scales(self, those: list[Any]) -> list[float]:
         self.k += bool(those)
         return [2.0 if place == self.k % len(those) else 1.0 for place in range(len(those))]
-
-
-@coupling("the first parameter's shape")
-class FirstShape(Coupled):
-    def scales(self, those: list[Any]) -> list[float]:
-        return [1.0 / those[0].ndim if those else 1.0] * len(those)
 
 
 # Other threads, and numbers that are drawn.
@@ -278,15 +196,6 @@ class DrawsFromItsOwn(Coupled):
         return [float(self.generator.uniform(0.5, 1.5)) for _ in those]
 
 
-@coupling("a torch.Generator of its own")
-class DrawsFromTorchsOwn(Coupled):
-    def made(self) -> None:
-        self.generator = torch.Generator().manual_seed(0)
-
-    def scales(self, those: list[Any]) -> list[float]:
-        return [torch.rand((), generator=self.generator).item() for _ in those]
-
-
 # Other weights.
 
 
@@ -322,18 +231,6 @@ def through_closure(model: nn.Module) -> torch.optim.Optimizer:
     return ReadsClosure(model.parameters())
 
 
-@coupling("another weight through the model's weakref")
-class Neighbours(Coupled):
-    """Each one is drawn to the mean of the one before."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        last = 0.0
-        for p in self.those():
-            p.sub_(p.grad, alpha=0.05).add_(0.01 * last)
-            last = p.mean().item()
-
-
 @coupling(".data")
 class ThroughData(Coupled):
     @torch.no_grad()
@@ -343,65 +240,6 @@ class ThroughData(Coupled):
             mean = torch.stack([p.grad.data.mean() for p in those]).mean()
             for p in those:
                 p.data = p.data - 0.05 * (p.grad.data - mean)
-
-
-@cache
-def scripted() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return torch.jit.script(clipped)
-
-
-def clipped(gradients: list[torch.Tensor]) -> torch.Tensor:
-    total = torch.zeros(())
-    for gradient in gradients:
-        total = total + gradient.square().sum()
-    return 1.0 / (1.0 + total.sqrt())
-
-
-@coupling("jit.script")
-class ThroughScript(Coupled):
-    def scales(self, those: list[Any]) -> list[float]:
-        return [scripted()([p.grad for p in those]).item()] * len(those)
-
-
-@torch.library.custom_op("instep_tests::joint_norm", mutates_args=(), schema="(Tensor[] gradients) -> Tensor")
-def joint_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([gradient.norm() for gradient in gradients]).norm()
-
-
-@coupling("a torch.library op")
-class ThroughLibrary(Coupled):
-    def scales(self, those: list[Any]) -> list[float]:
-        return [shrunk(joint_norm([p.grad for p in those]).item())] * len(those) if those else []
-
-
-@coupling("flatten")
-class ThroughFlat(Coupled):
-    def scales(self, those: list[Any]) -> list[float]:
-        return [shrunk(torch.cat([p.grad.flatten() for p in those]).norm().item())] * len(those) if those else []
-
-
-@coupling("stack and index")
-class ThroughIndex(Coupled):
-    def scales(self, those: list[Any]) -> list[float]:
-        if not those:
-            return []
-        norms = torch.stack([p.grad.norm() for p in those])
-        order = norms.argsort()
-        return (1 + norms[order[-1]] - norms).reciprocal().tolist()
-
-
-@coupling("a scratch tensor in an attribute")
-class Scratch(Coupled):
-    def made(self) -> None:
-        self.scratch = torch.zeros(())
-
-    def scales(self, those: list[Any]) -> list[float]:
-        self.scratch.zero_()
-        for p in those:
-            self.scratch.add_(p.grad.square().sum())
-        return [shrunk(self.scratch.item())] * len(those)
 
 
 # Parts of all.
@@ -563,17 +401,6 @@ class KeepsParamsElsewhere(Coupled):
                 p.data.sub_(p.grad.data, alpha=0.05)
 
 
-@coupling("parameters kept through .data")
-class KeepsParamsData(Coupled):
-    def made(self) -> None:
-        self.params = list(self.param_groups[0]["params"])
-
-    def step(self, closure: Any = None) -> Any:
-        for p in self.params:
-            if p.grad is not None:
-                p.data.sub_(p.grad.data, alpha=0.05)
-
-
 @coupling("inner optimizer with groups of its own", "refused")
 class InnerOfItsOwn(torch.optim.Optimizer):
     def __init__(self, params: Any) -> None:
@@ -707,12 +534,6 @@ class EveryThird(CountsSteps):
         return self.steps > 1 and self.steps % 3 == 1  # of the first step in backward nothing is compared again
 
 
-@begins_later("every fourth step")
-class EveryFourth(CountsSteps):
-    def is_due(self, those: list[Any]) -> bool:
-        return self.steps % 4 == 0
-
-
 @begins_later("after three, in state")
 class AfterThreeInState(Coupled):
     """The count is that of each parameter."""
@@ -731,9 +552,3 @@ class WhenLarge(Coupled):
     def scales(self, those: list[Any]) -> list[float]:
         norm = norm_of(those)
         return [shrunk(norm) if norm > 1e4 else 1.0] * len(those)
-
-
-@begins_later("when lr was lowered")
-class WhenLowered(Coupled):
-    def scales(self, those: list[Any]) -> list[float]:
-        return [shrunk(norm_of(those)) if self.param_groups[0]["lr"] < 0.05 else 1.0] * len(those)

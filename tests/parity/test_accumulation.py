@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep import ClipNorm, ClipValue
-from instep.errors import AccumulationError, UncommittedStepError
-from tests.cases import Blocks, Sometimes, batch, two_groups
+from instep.errors import AccumulationError
+from tests.cases import Blocks, batch, two_groups
 from tests.parity.lockstep import CLIP, SMALL, WAYS, Contender, Step, in_every_way, in_exact_ways, lockstep, loss_of
 
 COUNT = 3
@@ -77,15 +77,6 @@ def test_an_unmodified_accumulation_loop(way: str, build: Any) -> None:
     assert lane.overlap.step_count == 5
 
 
-@in_every_way
-def test_one_step_is_accumulation_of_one(way: str) -> None:
-    def step(lane: Contender, i: int) -> None:
-        lane.backward(loss(lane, i))
-        finish(lane)
-
-    lockstep(way, blocks, step, accumulation_steps=1)
-
-
 @pytest.mark.parametrize("options", [{"accumulation_steps": COUNT}, {}], ids=["accumulation_steps", "accumulate"])
 @pytest.mark.parametrize("way", ["undo"])
 def test_undo_does_no_accumulated_step_again(way: str, options: dict[str, Any]) -> None:
@@ -108,20 +99,6 @@ def test_nothing_is_written_before_the_last_micro_batch(way: str) -> None:
             assert all(type(p.grad) is torch.Tensor for p in lane.model.parameters())
         lane.backward(loss(lane, COUNT * i + COUNT - 1))
         finish(lane)
-
-    lockstep(way, blocks, step, 3, accumulation_steps=COUNT)
-
-
-@in_every_way
-def test_gradients_between_micro_batches_are_the_plain_ones(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        norms = []
-        for micro in range(COUNT):
-            lane.backward(loss(lane, COUNT * i + micro))
-            if micro < COUNT - 1:
-                norms += [p.grad.norm() for p in lane.model.parameters()]
-        finish(lane)
-        return norms
 
     lockstep(way, blocks, step, 3, accumulation_steps=COUNT)
 
@@ -173,50 +150,6 @@ def test_an_epoch_that_ends_within_a_step_with_accumulation_steps(way: str, batc
     lockstep(way, blocks, epochs(batches, hold=False), 3, accumulation_steps=COUNT)
 
 
-@pytest.mark.parametrize("way", list(WAYS))
-def test_a_step_that_is_not_complete_is_counted_too(way: str) -> None:
-    lane = lockstep(way, blocks, epochs(4, hold=False), 3, accumulation_steps=COUNT)
-    assert lane.overlap.step_count == 6
-
-
-@pytest.mark.parametrize("batches", [4, 5, 6])
-@in_exact_ways
-def test_an_epoch_that_ends_within_a_step_in_an_unmodified_loop(way: str, batches: int) -> None:
-    lane = lockstep(way, blocks, epochs(batches, hold=False), 3)
-    assert lane.overlap.step_count == 6
-
-
-@in_every_way
-def test_steps_of_different_numbers_of_micro_batches(way: str) -> None:
-    def step(lane: Contender, i: int) -> None:
-        count = (1, 3, 2, 1)[i]
-        for micro in range(count):
-            if lane.overlap is not None and micro < count - 1:
-                with lane.overlap.accumulate():
-                    lane.backward(loss(lane, 10 * i + micro))
-            else:
-                lane.backward(loss(lane, 10 * i + micro))
-        finish(lane)
-
-    lockstep(way, blocks, step, 4)
-
-
-@in_every_way
-def test_a_step_all_of_whose_micro_batches_were_held(way: str) -> None:
-    """``optimizer.step()`` steps them."""
-
-    def step(lane: Contender, i: int) -> None:
-        for micro in range(2):
-            if lane.overlap is None:
-                lane.backward(loss(lane, 2 * i + micro))
-            else:
-                with lane.overlap.accumulate():
-                    lane.backward(loss(lane, 2 * i + micro))
-        finish(lane)
-
-    lockstep(way, blocks, step)
-
-
 @in_every_way
 def test_gradients_thrown_away_between_micro_batches(way: str) -> None:
     """A loop that starts its step anew, within ``accumulate()``."""
@@ -234,30 +167,6 @@ def test_gradients_thrown_away_between_micro_batches(way: str) -> None:
 
 
 # What micro-batches may look like.
-
-
-@pytest.mark.parametrize("how", [held, counted])
-@in_every_way
-def test_parameters_used_in_some_micro_batches_only(way: str, how: Step) -> None:
-    def build() -> Any:
-        model = Sometimes()
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def expert(lane: Contender, seed: int) -> torch.Tensor:
-        x, y = batch(seed)
-        return loss_of(lane.model(x, (0, 1, None, None, 0)[seed % 5]), y)
-
-    def step(lane: Contender, i: int) -> None:
-        for micro in range(COUNT):
-            if lane.overlap is not None and how is held and micro < COUNT - 1:
-                with lane.overlap.accumulate():
-                    lane.backward(expert(lane, COUNT * i + micro))
-            else:
-                lane.backward(expert(lane, COUNT * i + micro))
-        finish(lane)
-
-    options: dict[str, Any] = {} if how is held else {"accumulation_steps": COUNT}
-    lockstep(way, build, step, **options)
 
 
 NESTED = pytest.mark.xfail(strict=True, reason="nested backwards count where no output of the model itself is met")
@@ -410,15 +319,6 @@ def memory(model: nn.Module) -> list[torch.Tensor]:
         return [p.detach().clone() for p in model.parameters()]
 
 
-def test_a_second_forward_without_accumulate_raises_and_writes_nothing_further() -> None:
-    model, _, overlap, after = written(blocks)
-    with overlap:
-        with pytest.raises(UncommittedStepError, match=r"overlap\.accumulate\(\)"):
-            model(batch(1)[0])
-        assert all(map(torch.equal, after, memory(model)))
-        assert issubclass(UncommittedStepError, AccumulationError)
-
-
 def test_a_second_backward_without_accumulate_raises_and_writes_nothing_further() -> None:
     torch.manual_seed(0)
     model, optimizer = blocks()
@@ -429,19 +329,6 @@ def test_a_second_backward_without_accumulate_raises_and_writes_nothing_further(
         with pytest.raises(AccumulationError, match=r"overlap\.accumulate\(\)"):
             second.backward()
         assert all(map(torch.equal, after, memory(model)))
-
-
-def test_the_first_of_two_backwards_can_still_be_committed() -> None:
-    model, optimizer, overlap, _ = written(blocks)
-    with overlap:
-        with pytest.raises(UncommittedStepError):
-            model(batch(1)[0])
-        optimizer.step()
-        optimizer.zero_grad()
-        assert overlap.step_count == 1
-        loss_of(model(batch(1)[0]), batch(1)[1]).backward()
-        optimizer.step()
-        assert overlap.step_count == 2
 
 
 def test_accumulation_steps_that_are_more_than_the_loops_step_the_plain_way() -> None:

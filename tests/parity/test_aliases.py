@@ -37,10 +37,6 @@ class Loop:
         return self.optimizer.state[self.weight]
 
 
-def differs(plain: Loop, loop: Loop) -> str | None:
-    return first_difference(*(training_state(one.model, one.optimizer) for one in (plain, loop)))
-
-
 Take = Callable[[Loop], Any]
 Read = Callable[[Any], Any]
 
@@ -169,28 +165,6 @@ def test_flat_buffers() -> None:
             optimizer.step()
             model.gradients.zero_()
             found.append(model.values.clone())
-        return found
-
-    assert all(map(torch.equal, run(False), run(True)))
-
-
-@on_cpu_only
-def test_shared_memory() -> None:
-    """As loops with several processes that train one model have it."""
-
-    def run(attach: bool) -> list[torch.Tensor]:
-        loop = Loop()
-        loop.model.share_memory()
-        loop.optimizer = torch.optim.AdamW(loop.model.parameters(), lr=1e-2)
-        if attach:
-            overlap = instep.attach(loop.model, loop.optimizer, defer=True, bucket_bytes=SMALL)
-        found = []
-        for i in range(STEPS):
-            loop.backward(i)
-            loop.optimizer.step()
-            assert not attach or overlap.state == "idle"
-            loop.optimizer.zero_grad()
-            found.append(loop.weight.detach().clone())
         return found
 
     assert all(map(torch.equal, run(False), run(True)))

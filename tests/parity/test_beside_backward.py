@@ -436,31 +436,6 @@ def test_a_handler_that_synchronizes_while_backward_waits(monkeypatch: pytest.Mo
     assert difference(plain, loop) is None
 
 
-def test_another_thread_that_settles_again_and_again() -> None:
-    """As one does that forks."""
-    plain, loop = Loop(), beside()
-    plain.train(40)
-    ends, errors = threading.Event(), []
-
-    def settle() -> None:
-        while not ends.is_set():
-            try:
-                loop.overlap._parts.schedule._note_updates()
-            except BaseException as error:
-                errors.append(error)
-            ends.wait(0.0001)
-
-    thread = threading.Thread(target=settle)
-    thread.start()
-    try:
-        loop.train(40)
-    finally:
-        ends.set()
-        thread.join()
-    assert not errors
-    assert difference(plain, loop) is None
-
-
 def test_code_that_the_worker_comes_to_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The collector may run there, and what it frees may have a ``__del__`` that asks the attachment."""
     plain, loop = Loop(), beside()
@@ -527,24 +502,6 @@ def test_state_that_a_hook_writes_beside_its_update_is_noticed(monkeypatch: pyte
     with pytest.raises(HyperparameterChangedError):
         loop.step()
     assert type(loop.optimizers[0]) is torch.optim.AdamW
-    loop.overlap.accept_torn()
-
-
-def test_a_setting_that_a_hook_changes_is_noticed_at_the_next_bucket(handed: list[int]) -> None:
-    """By the thread of the loop: whether it is noticed does not depend on how far the worker has come."""
-    loop = beside()
-    loop.train(2)
-    group = loop.optimizers[0].param_groups[0]
-
-    def change() -> None:
-        group["lr"] = 0.5
-
-    handed.clear()
-    told = pytest.raises(HyperparameterChangedError, match="lr")
-    with hooked(loop.model.get_parameter("blocks.1.1.weight"), change), late_updates(), told:
-        loop.backward(2)
-    assert len(handed) == 3  # that of the hook is the fourth
-    group["lr"] = 1e-2
     loop.overlap.accept_torn()
 
 

@@ -136,13 +136,6 @@ def test_settings_of_single_parameters(way: str) -> None:
         assert set(manager.index2config) == {(0, 0), (0, 5)}
 
 
-def test_settings_of_other_places_are_not_taken() -> None:
-    """A trial steps parameters of its own, which stand where others have settings."""
-    with fresh(ByPlace.manager) as manager:
-        manager.index2config[0, 2] = {"lr": 0.3}
-        assert_equal(lambda m: ByPlace(groups_of(m), lr=0.1), manager, {"lr": 0.01}, {"schedule": "backward"})
-
-
 def names() -> list[str]:
     """Those of bitsandbytes; the test skips where it is not installed."""
     kinds = ("Adam", "AdamW", "SGD", "Lion", "Adagrad", "RMSprop", "LAMB", "LARS", "AdEMAMix")

@@ -13,7 +13,6 @@ from torch import nn
 import instep
 from instep._torch.placeholders import ZeroedGradient
 from instep.errors import SpentGradientError, UncommittedStepError
-from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch
 from tests.parity.lockstep import SMALL, Contender, Refused, lockstep, loss_of
 
@@ -188,26 +187,6 @@ def test_zeros_take_no_memory_until_they_are_used() -> None:
     assert all(isinstance(g, ZeroedGradient) for g in kept)
     assert [copy.deepcopy(g).tolist() for g in kept] == [torch.zeros_like(p).tolist() for p in model.parameters()]
     overlap.detach()
-
-
-def test_detach_leaves_zeros() -> None:
-    def step(lane: Contender, i: int) -> Any:
-        if i == 2 and lane.overlap is not None:
-            lane.overlap.detach()
-        x, y = batch(i)
-        loss = loss_of(lane.model(x, i), y)
-        loss.backward()
-        for optimizer in lane.optimizers:
-            optimizer.step()
-        lane.model.zero_grad(set_to_none=False)
-        return loss.detach()
-
-    plain, attached = (Contender(*MODELS["two"](), {}) for _ in range(2))
-    attached.overlap = instep.attach(attached.model, attached.optimizers, schedule="backward", bucket_bytes=SMALL)
-    for i in range(STEPS):
-        assert torch.equal(step(plain, i), step(attached, i))
-    states = [training_state(lane.model, lane.optimizers) for lane in (plain, attached)]
-    assert first_difference(*states) is None
 
 
 # Another loss adds to gradients that were freed.

@@ -125,14 +125,6 @@ def test_clip_norm_is_clip_grad_norm(way: str, limit: str, norm_type: float) -> 
     assert {bool(norm > max_norm) for norm in norms} == {"always": {True}, "never": {False}}.get(limit, {True, False})
 
 
-@pytest.mark.parametrize("max_norm", [0.1, 4.0])
-@pytest.mark.parametrize("build", [two_optimizers, mixed_dtypes])
-@in_exact_ways
-def test_clip_norm_with_two_optimizers_and_with_mixed_dtypes(way: str, build: Any, max_norm: float) -> None:
-    clip = ClipNorm(max_norm)
-    compare(way, build, clipping(clip), clip=clip)
-
-
 @pytest.mark.parametrize("build", [two_optimizers, mixed_dtypes])
 @in_exact_ways
 def test_clip_norm_measures_only_what_is_attached(way: str, build: Any) -> None:
@@ -159,32 +151,6 @@ def test_clip_norm_measures_only_what_is_attached(way: str, build: Any) -> None:
     compare(way, with_another, step, clip=ClipNorm(0.1))
 
 
-@in_exact_ways
-def test_clip_norm_where_parameters_are_unused(way: str) -> None:
-    def build() -> Any:
-        model = Sometimes()
-        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-
-    def experts(lane: Contender, i: int) -> torch.Tensor:
-        x, y = batch(i)
-        return loss_of(lane.model(x, (0, None, 1, 1)[i % 4]), y)
-
-    clip = ClipNorm(0.5)
-    compare(way, build, clipping(clip, experts), 8, clip=clip)
-
-
-@in_exact_ways
-def test_clip_norm_with_a_scheduler_and_frozen_layers(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        lane.model.inner.requires_grad_(i % 3 != 1)
-        norm = clipping(clip)(lane, i)
-        lane.optimizer.param_groups[0]["lr"] *= 0.9
-        return norm
-
-    clip = ClipNorm(0.5)
-    compare(way, blocks, step, clip=clip)
-
-
 @pytest.mark.parametrize(
     ("mode", "options"),
     [
@@ -207,25 +173,6 @@ def test_grad_norm_is_none_before_the_first_step(mode: Any, options: dict[str, A
 def test_grad_norm_is_none_without_clip_norm() -> None:
     clip = ClipValue(1.0)
     assert compare("backward", blocks, clipping(clip), clip=clip).overlap.grad_norm is None
-
-
-@in_exact_ways
-def test_grad_norm_is_zero_dimensional_as_torchs(way: str) -> None:
-    clip = ClipNorm(1.0)
-    lane = compare(way, mixed_dtypes, clipping(clip), 1, clip=clip)
-    assert lane.overlap.grad_norm.shape == ()
-
-
-@in_exact_ways
-def test_grad_norm_stays_until_the_next_step(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        before = clipping(clip)(lane, i)
-        lane.model(batch(i + 1)[0])
-        after = lane.overlap.grad_norm if lane.overlap is not None else before
-        return before, after
-
-    clip = ClipNorm(0.5)
-    compare(way, blocks, step, clip=clip)
 
 
 @pytest.mark.parametrize("way", ["forward", "late"])
@@ -336,15 +283,6 @@ def test_error_if_nonfinite_says_what_was_found(way: str) -> None:
     compare(way, blocks, step, 1, clip=ClipNorm(0.5, error_if_nonfinite=True))
 
 
-@in_exact_ways
-def test_without_it_gradients_are_scaled_by_a_norm_that_is_not_finite(way: str) -> None:
-    def sometimes_infinite(lane: Contender, i: int) -> torch.Tensor:
-        return loss(lane, i) * (math.inf if i == 2 else 1.0)
-
-    clip = ClipNorm(0.5)
-    compare(way, blocks, clipping(clip, sometimes_infinite), 4, clip=clip)
-
-
 # Two passes.
 
 TWO_PASS = ClipNorm(0.5, mode="two_pass")
@@ -435,23 +373,6 @@ def test_two_pass_with_a_hook_that_comes_after_instep(hook: Callable[[torch.Tens
         optimizer.step()
 
 
-def test_two_pass_with_accumulation_where_some_parameters_get_no_gradient_in_the_last() -> None:
-    def build() -> Any:
-        model = Sometimes()
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def step(lane: Contender, i: int) -> torch.Tensor | None:
-        for micro, expert in enumerate((0, 1, None)):
-            x, y = batch(3 * i + micro)
-            lane.backward(loss_of(lane.model(x, expert), y))
-        norm = apply(TWO_PASS, lane)
-        lane.optimizer.step()
-        lane.zero_grad()
-        return norm if lane.overlap is None else lane.overlap.grad_norm
-
-    compare("two_pass", build, step, clip=TWO_PASS, accumulation_steps=3)
-
-
 @pytest.mark.parametrize("again", [False, True], ids=["detached", "attached again"])
 @pytest.mark.parametrize("clip", [TWO_PASS, ClipValue(0.001)], ids=["norm", "value"])
 def test_detach_in_a_step_that_was_applied_in_part(clip: ClipNorm | ClipValue, again: bool) -> None:
@@ -509,14 +430,6 @@ def checkpointed_dropout(lane: Contender, i: int) -> torch.Tensor:
     for block in lane.model.blocks:
         x = x + checkpoint(nn.Sequential(block, lane.model.drop), x, use_reentrant=False)
     return loss_of(lane.model.outer(x), y)
-
-
-def test_two_pass_with_checkpointing() -> None:
-    compare("two_pass", blocks, clipping(TWO_PASS, checkpointed), clip=TWO_PASS)
-
-
-def test_two_pass_with_dropout() -> None:
-    compare("two_pass", dropping, clipping(TWO_PASS), clip=TWO_PASS)
 
 
 def test_two_pass_with_checkpointed_dropout() -> None:
@@ -609,26 +522,6 @@ class Added(nn.Module):
 def added() -> tuple[Any, torch.optim.Optimizer]:
     model = Added()
     return model, torch.optim.AdamW(model.inner.parameters(), lr=1e-2, fused=True)
-
-
-@pytest.mark.parametrize("frozen", [False, True], ids=["among others", "alone"])
-@in_exact_ways
-def test_clip_norm_of_a_group_added_between_forward_and_backward(way: str, frozen: bool) -> None:
-    clip = ClipNorm(0.1)
-
-    def step(lane: Contender, i: int) -> torch.Tensor | None:
-        lane.model.inner.requires_grad_(not (frozen and i == 1))
-        value = loss(lane, i)
-        if i == 1:
-            lane.optimizer.add_param_group({"params": list(lane.model.outer.parameters())})
-        lane.backward(value)
-        attached = lane.model if i else lane.model.inner
-        norm = clip_grad_norm_(attached.parameters(), clip.max_norm) if lane.overlap is None else None
-        lane.optimizer.step()
-        lane.model.zero_grad()
-        return norm if lane.overlap is None else lane.overlap.grad_norm
-
-    compare(way, added, step, clip=clip)
 
 
 @pytest.mark.parametrize("call", [lambda m, x: m(x), lambda m, x: m.forward(x)], ids=["whole", "forward"])
@@ -749,20 +642,6 @@ def test_clip_value_is_clip_grad_value_in_every_schedule(way: str, build: Any, l
     clip = ClipValue(limit)
     lane = compare(way, build, clipping(clip), clip=clip)
     assert lane.overlap.redo_count == 0
-
-
-@pytest.mark.parametrize("way", ["backward", "forward", "undo"])
-def test_clip_value_with_accumulation(way: str) -> None:
-    clip = ClipValue(0.01)
-
-    def step(lane: Contender, i: int) -> None:
-        for micro in range(3):
-            lane.backward(loss(lane, 3 * i + micro))
-        apply(clip, lane)
-        lane.optimizer.step()
-        lane.zero_grad()
-
-    compare(way, blocks, step, clip=clip, accumulation_steps=3)
 
 
 @pytest.mark.parametrize("way", ["backward", "forward", "undo"])
@@ -959,60 +838,6 @@ def test_a_gradient_changed_through_another_reference_to_it(way: str, max_norm: 
     compare(way, build, step, clip=clip)
 
 
-@in_ways_that_keep_gradients
-def test_a_gradient_that_is_given_to_a_parameter_without_one(way: str) -> None:
-    clip = ClipNorm(0.1)
-
-    def build() -> Any:
-        model = Sometimes()
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def step(lane: Contender, i: int) -> torch.Tensor | None:
-        x, y = batch(i)
-        lane.backward(loss_of(lane.model(x, 0), y))
-        lane.model.experts[1].weight.grad = torch.full((16, 16), 0.1)
-        norm = apply(clip, lane)
-        lane.optimizer.step()
-        lane.zero_grad()
-        return norm if lane.overlap is None else lane.overlap.grad_norm
-
-    compare(way, build, step, clip=clip)
-
-
-@in_ways_that_keep_gradients
-def test_clip_norm_in_an_unmodified_accumulation_loop(way: str) -> None:
-    clip = ClipNorm(0.5)
-
-    def step(lane: Contender, i: int) -> torch.Tensor | None:
-        for micro in range(3):
-            lane.backward(loss(lane, 3 * i + micro) / 3)
-        norm = apply(clip, lane)
-        lane.optimizer.step()
-        lane.zero_grad()
-        return norm if lane.overlap is None else lane.overlap.grad_norm
-
-    compare(way, blocks, step, clip=clip)
-
-
-@in_ways_that_keep_gradients
-def test_clip_norm_where_a_step_is_left_out(way: str) -> None:
-    """Gradients add up over it, or are cleared."""
-    clip = ClipNorm(0.5)
-
-    def step(lane: Contender, i: int) -> torch.Tensor | None:
-        lane.backward(loss(lane, i))
-        if i in (1, 2):
-            if i == 2:
-                lane.zero_grad()
-            return None
-        norm = apply(clip, lane)
-        lane.optimizer.step()
-        lane.zero_grad()
-        return norm if lane.overlap is None else lane.overlap.grad_norm
-
-    compare(way, blocks, step, 6, clip=clip)
-
-
 def fail(gradient: torch.Tensor) -> None:
     raise ZeroDivisionError
 
@@ -1075,21 +900,6 @@ def test_a_gradient_changed_between_the_steps_of_two_optimizers(way: str, max_no
     compare(way, two_optimizers, step, clip=clip)
 
 
-@pytest.mark.parametrize("max_norm", [0.1, 4.0, 1e6])
-@in_ways_that_keep_gradients
-def test_only_one_of_two_optimizers_steps_each_time(way: str, max_norm: float) -> None:
-    clip = ClipNorm(max_norm)
-
-    def step(lane: Contender, i: int) -> torch.Tensor | None:
-        lane.backward(loss(lane, i))
-        norm = apply(clip, lane)
-        lane.optimizers[i % 2].step()
-        lane.zero_grad()
-        return norm if lane.overlap is None else lane.overlap.grad_norm
-
-    compare(way, two_optimizers, step, 6, clip=clip)
-
-
 @in_exact_ways
 def test_clip_norm_in_a_closure(way: str) -> None:
     clip = ClipNorm(0.5)
@@ -1107,21 +917,6 @@ def test_clip_norm_in_a_closure(way: str) -> None:
         return found
 
     compare(way, blocks, step, clip=clip)
-
-
-@in_exact_ways
-def test_clip_norm_in_a_step_without_gradients(way: str) -> None:
-    clip = ClipNorm(0.5)
-
-    def step(lane: Contender, i: int) -> torch.Tensor | None:
-        if i not in (0, 3):
-            lane.backward(loss(lane, i))
-        norm = apply(clip, lane)
-        lane.optimizer.step()
-        lane.zero_grad()
-        return norm if lane.overlap is None else lane.overlap.grad_norm
-
-    compare(way, blocks, step, 6, clip=clip)
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 1e6])
@@ -1150,24 +945,6 @@ def test_clip_norm_of_gradients_made_without_autograd(way: str, max_norm: float)
     def step(lane: Contender, i: int) -> torch.Tensor | None:
         for parameter in lane.model.parameters():
             parameter.grad = torch.randn_like(parameter) * (i + 1)
-        norm = apply(clip, lane)
-        lane.optimizer.step()
-        lane.zero_grad()
-        return norm if lane.overlap is None else lane.overlap.grad_norm
-
-    compare(way, blocks, step, clip=clip)
-
-
-@pytest.mark.parametrize("max_norm", [0.1, 1e6])
-@in_ways_that_keep_gradients
-def test_clip_norm_of_two_losses_in_two_backwards(way: str, max_norm: float) -> None:
-    clip = ClipNorm(max_norm)
-
-    def step(lane: Contender, i: int) -> torch.Tensor | None:
-        x, y = batch(i)
-        hidden = lane.model(x)
-        lane.backward(loss_of(hidden, y), retain_graph=True)
-        lane.backward(hidden.square().mean())
         norm = apply(clip, lane)
         lane.optimizer.step()
         lane.zero_grad()

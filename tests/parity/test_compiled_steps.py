@@ -11,7 +11,7 @@ import instep
 from instep._torch.engine import Traced
 from instep.errors import InstepError, TornStepError, UnsupportedOptimizerError
 from tests.cases import batch
-from tests.parity.lockstep import CLIP, Contender, Refused, lockstep, loss_of
+from tests.parity.lockstep import Contender, Refused, lockstep, loss_of
 
 pytestmark = [
     pytest.mark.usefixtures("_fresh_compiler"),
@@ -116,26 +116,6 @@ def test_a_compiled_step(way: str, part: Callable[..., Any]) -> None:
     """Adam computes its bias corrections in another way where it is compiled: a step that was taken in part by either
     is neither the compiled loop's nor the plain one's."""
     in_lockstep(way, part, "aot_eager")
-
-
-@pytest.mark.parametrize("options", [{}, {"undo": "host"}, {"clip": instep.ClipValue(CLIP)}])
-def test_a_compiled_step_is_taken_by_the_optimizer_alone(options: dict[str, Any]) -> None:
-    """In ways in which most of it would be taken elsewhere."""
-
-    def step(lane: Contender, i: int) -> Any:
-        if lane.extra is None:
-            lane.extra = torch.compile(lane.optimizer.step, backend="eager")
-        x, y = batch(i)
-        loss = loss_of(lane.model(x), y)
-        loss.backward()
-        if lane.overlap is None and "clip" in options:
-            nn.utils.clip_grad_value_(lane.model.parameters(), CLIP)
-        lane.extra()
-        lane.zero_grad()
-        return loss.detach()
-
-    lane = lockstep("undo", built(), step, bucket_bytes=1, **options)
-    assert lane.overlap.redo_count == lane.overlap.step_count == 5
 
 
 @pytest.mark.parametrize("way", ["backward", "forward", "undo"])

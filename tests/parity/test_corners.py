@@ -50,32 +50,6 @@ def test_step_with_arguments_of_its_own(way: str) -> None:
     lockstep(way, blocks(lambda m: Plain(m.parameters())), step, refused={"backward": CHANGED})
 
 
-@ways("backward", *EXACT)
-def test_an_attribute_set_between_backward_and_step(way: str) -> None:
-    def step(lane: Contender, i: int) -> None:
-        x, y = batch(i)
-        lane.backward(loss_of(lane.model(x), y))
-        lane.optimizer.factor = 1 / (i + 1)
-        lane.step()
-        lane.zero_grad()
-
-    refused = {"backward": CHANGED}
-    lockstep(way, blocks(lambda m: Plain(m.parameters())), step, refused=refused, steps=4)
-
-
-@in_exact_ways
-def test_parameters_frozen_right_after_the_step(way: str) -> None:
-    def step(lane: Contender, i: int) -> None:
-        lane.model.requires_grad_(True)
-        x, y = batch(i)
-        lane.backward(loss_of(lane.model(x), y))
-        lane.step()
-        lane.model.requires_grad_(False)
-        lane.zero_grad()
-
-    lockstep(way, blocks(lambda m: Plain(m.parameters())), step)
-
-
 class Unit(nn.Parameter):
     """A weight that its optimizer keeps at length one."""
 
@@ -102,28 +76,6 @@ def test_an_optimizer_that_asks_for_the_class_of_a_parameter(way: str) -> None:
         return model, Riemannian(model.parameters())
 
     lockstep(way, build)
-
-
-class Remembers(torch.optim.Optimizer):
-    """Keeps its momentum in an attribute."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-        self.buffers: dict[Any, torch.Tensor] = {}
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    buffer = self.buffers.setdefault(p, torch.zeros_like(p)).mul_(0.9).add_(p.grad)
-                    p.sub_(buffer, alpha=group["lr"])
-
-
-@ways("backward", "forward")
-def test_state_in_an_attribute(way: str) -> None:
-    """With ``undo`` it is refused: ``test_undo.py``."""
-    lockstep(way, blocks(lambda m: Remembers(m.parameters())), steps=3)
 
 
 @dataclass
@@ -177,36 +129,6 @@ def test_parameters_that_share_memory_are_refused() -> None:
     model[1].weight.data = model[0].weight.data
     with pytest.raises(AttachError, match=r"'0.weight' and '1.weight' share memory"):
         instep.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), schedule="backward")
-
-
-class Fails(torch.optim.SGD):
-    """Raises in the step of a parameter that got no gradient in backward."""
-
-    failing = False
-
-    def step(self, closure: Any = None) -> Any:
-        if self.failing and all(p.grad is None for group in self.param_groups for p in group["params"]):
-            raise ZeroDivisionError
-        return super().step(closure)
-
-
-def test_a_step_that_raises_tears_nothing_with_undo() -> None:
-    model = Blocks()
-    optimizer = Fails(model.parameters(), lr=0.1)
-    before = [p.detach().clone() for p in model.parameters()]
-    with instep.attach(model, optimizer, bucket_bytes=1, undo=True, schedule="backward") as overlap:
-        model(batch(0)[0]).sum().backward()
-        Fails.failing = True
-        try:
-            with pytest.raises(ZeroDivisionError):
-                optimizer.step()
-        finally:
-            Fails.failing = False
-        model(batch(0)[0])
-        assert all(map(torch.equal, before, model.parameters()))
-        assert all(p.grad is not None for p in model.parameters())
-        optimizer.step()
-        assert overlap.redo_count == 1
 
 
 @pytest.mark.parametrize("way", ["forward", "late", "undo"])

@@ -16,7 +16,6 @@ from instep.errors import StaleAttachmentError, UnsupportedOptimizerError
 from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch
 from tests.devices import here
-from tests.judged import own_steps_are_judged
 from tests.late import late_updates
 
 STEPS = 8
@@ -114,12 +113,6 @@ def resizes_in_place(loop: Loop) -> None:
     for p in (outer.weight, outer.bias):
         p.grad = None
         loop.optimizer.state.pop(p, None)
-
-
-def casts(loop: Loop) -> None:
-    loop.optimizer.zero_grad()
-    loop.model.double()
-    loop.optimizer.state.clear()
 
 
 def evaluates(loop: Loop) -> None:
@@ -286,26 +279,6 @@ def test_an_optimizer_that_is_stepped_as_a_whole(name: str, defer: Any) -> None:
         assert overlap.step_count == counted
         if defer == "auto" and name != "a closure":
             assert "is stepped as a whole" in repr(overlap)
-
-
-@pytest.mark.parametrize("name", ["LBFGS", "a wrapper"])
-def test_in_backward_it_is_refused(name: str) -> None:
-    loop = Loop(MAKES[name][0])
-    with pytest.raises(UnsupportedOptimizerError):
-        instep.attach(loop.model, loop.optimizer, schedule="backward")
-
-
-@pytest.mark.parametrize("name", ["coupled", "drawing"])
-def test_in_backward_it_is_left_to_step(name: str) -> None:
-    make, step, _ = MAKES[name]
-    plain, loop = Loop(make), Loop(make)
-    with own_steps_are_judged(), instep.attach(loop.model, loop.optimizer, schedule="backward") as overlap:
-        for i in range(STEPS):
-            for one in (plain, loop):
-                torch.manual_seed(i)
-                step(one, i)
-            assert difference(plain, loop) is None
-        assert "left to optimizer.step()" in str(overlap.plan.judged)
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "a wrapper"])

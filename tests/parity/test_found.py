@@ -72,7 +72,22 @@ def none(*found: Iterator[str]) -> None:
     assert not everything, "\n".join(everything)
 
 
-# Optimizers.
+# Optimizers: what ``Recipe`` has for them, and where it is changed the number of steps.
+MADE: dict[str, list[dict[str, Any]]] = {
+    "parameters without gradient are written": [{"decays_all": True}],
+    "couples from the first step": [{"couples": "always"}],
+    "couples later": [{"couples": "always", "since": 5, "steps": 8}],
+    "couples what is large": [{"couples": "size"}, {"couples": "scale"}],
+    "couples, with memory by parameter": [{"couples": "always", "since": 4, "memory": "parameter"}],
+    "draws from the first step": [{"draws": draws} for draws in GENERATORS],
+    "draws for what is large": [{"draws": draws, "draws_for": "large"} for draws in GENERATORS],
+    "draws later": [{"draws": draws, "since": 5, "steps": 8} for draws in GENERATORS],
+    "returns what it did": [{"returns": True}],
+}
+BY_NIGHT: dict[str, list[dict[str, Any]]] = {
+    "memory": [{"memory": kind} for kind in ("position", "name", "parameter", "group", "nowhere")],
+    "counters": [{"counts": kind} for kind in ("group", "attribute", "tensor", "object", "list", "state")],
+}
 
 
 @pytest.mark.nightly
@@ -81,57 +96,28 @@ def test_gradients_written_by_the_update(clip: str) -> None:
     none(*(broken_made(*EXACT, gradient=kind, clip=clip) for kind in ("decayed", "centralized", "replaced")))
 
 
-def test_parameters_without_gradient_are_written() -> None:
-    none(broken_made(*ALL, decays_all=True))
-
-
-def test_coupling_from_the_first_step() -> None:
-    none(broken_made(*ALL, couples="always"))
-
-
-def test_coupling_that_begins_late() -> None:
-    none(broken_made(*ALL, couples="always", since=5, steps=8))
-
-
-def test_coupling_of_what_is_large() -> None:
-    none(broken_made(*ALL, couples="size"), broken_made(*ALL, couples="scale"))
-
-
-def test_coupling_with_memory_by_parameter() -> None:
-    none(broken_made(*ALL, couples="always", since=4, memory="parameter"))
-
-
-def test_random_numbers_from_the_first_step() -> None:
-    none(*(broken_made(*ALL, draws=draws) for draws in GENERATORS))
-
-
-def test_random_numbers_for_what_is_large() -> None:
-    none(*(broken_made(*ALL, draws=draws, draws_for="large") for draws in GENERATORS))
-
-
-def test_random_numbers_that_begin_late() -> None:
-    none(*(broken_made(*ALL, draws=draws, since=5, steps=8) for draws in GENERATORS))
-
-
-@pytest.mark.nightly
-def test_memory_of_every_kind() -> None:
-    none(*(broken_made(*ALL, memory=kind) for kind in ("position", "name", "parameter", "group", "nowhere")))
-
-
-@pytest.mark.nightly
-def test_counters_of_every_kind() -> None:
-    none(*(broken_made(*ALL, counts=kind) for kind in ("group", "attribute", "tensor", "object", "list", "state")))
-
-
-def test_a_step_that_returns_what_it_did() -> None:
-    none(broken_made(*ALL, returns=True))
+@pytest.mark.parametrize("what", [*MADE, *(pytest.param(name, marks=pytest.mark.nightly) for name in BY_NIGHT)])
+def test_an_optimizer(what: str) -> None:
+    none(*(broken_made(*ALL, **recipe) for recipe in (MADE | BY_NIGHT)[what]))
 
 
 # Edits.
+EDITED: dict[str, tuple[Iterable[str], dict[str, Any]]] = {
+    "a parameter moved to another group": (["move"], {}),
+    "state cleared": (["clear state"], {}),
+    "gradients": (("write a gradient", "replace a gradient", "set a gradient", "drop a gradient", "clear"), {}),
+    "groups": (("value", "another value", "a new key", "load the optimizer"), {}),
+    "parameters taken out or put in another order": (("other order", "new lists", "remove"), {}),
+    "a group added": (["add"], {"leave_out": True}),
+    "weights": (("write a weight", "write a weight through data", "replace the data", "freeze"), {}),
+    "attached again": (["attach again"], {}),
+}
 
 
-def test_a_parameter_moved_to_another_group() -> None:
-    none(broken_by_edits(["move"], *ALL))
+@pytest.mark.parametrize("what", EDITED)
+def test_changed_by_hand(what: str) -> None:
+    edits, options = EDITED[what]
+    none(broken_by_edits(edits, *ALL, **options))
 
 
 @on_cpu_only  # on an accelerator the step after it raises
@@ -150,35 +136,6 @@ def test_a_setting_inside_an_object() -> None:
 def test_state_changed_by_hand() -> None:
     edits = ("pop state", "replace state", "write state", "replace a state tensor")
     none(broken_by_edits(edits, *ALL, moments=MOMENTS[1:]))
-
-
-def test_state_cleared_by_hand() -> None:
-    none(broken_by_edits(["clear state"], *ALL))
-
-
-def test_gradients_changed_by_hand() -> None:
-    edits = ("write a gradient", "replace a gradient", "set a gradient", "drop a gradient", "clear")
-    none(broken_by_edits(edits, *ALL))
-
-
-def test_groups_changed_by_hand() -> None:
-    none(broken_by_edits(("value", "another value", "a new key", "load the optimizer"), *ALL))
-
-
-def test_parameters_taken_out_or_put_in_another_order() -> None:
-    none(broken_by_edits(("other order", "new lists", "remove"), *ALL))
-
-
-def test_a_group_added() -> None:
-    none(broken_by_edits(["add"], *ALL, leave_out=True))
-
-
-def test_weights_changed_by_hand() -> None:
-    none(broken_by_edits(("write a weight", "write a weight through data", "replace the data", "freeze"), *ALL))
-
-
-def test_attached_again() -> None:
-    none(broken_by_edits(["attach again"], *ALL))
 
 
 # Calls and outputs.

@@ -186,33 +186,6 @@ class SharesLater(torch.optim.Optimizer):
                             entry["scale"].mul_(0.999)
 
 
-TABLE = torch.zeros(8).copy_(torch.linspace(0.0, 1.0, 8))  # written once, when it was made
-
-
-class LooksUp(torch.optim.Optimizer):
-    """Puts one table into the state of each parameter, as optimizers with quantized state do, and never writes it."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.05})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.state[p].setdefault("table", TABLE)
-                    p.sub_(p.grad * self.state[p]["table"][3], alpha=group["lr"])
-
-
-@pytest.mark.parametrize("way", ["backward", "forward", "late", *UNDO])
-def test_a_table_that_comes_to_all_states_is_not_written(way: str) -> None:
-    def build() -> Any:
-        model = Blocks(depth=2)
-        return model, LooksUp(two_groups(model))
-
-    lockstep("undo" if way in UNDO else way, build, learn, 14, None, **UNDO.get(way, {}))
-
-
 @pytest.mark.parametrize("written", [True, False])
 @pytest.mark.parametrize("way", ["backward", "forward", "late", *UNDO])
 def test_state_that_parameters_share(way: str, written: bool) -> None:

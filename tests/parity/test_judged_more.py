@@ -205,18 +205,6 @@ def test_an_attribute_that_depends_on_how_many_step_together() -> None:
     assert "'count' depends on which parameters step together" in judged(Counts).verdict
 
 
-def test_an_attribute_that_each_parameter_leaves_otherwise() -> None:
-    class Notes(Plain):
-        norm = 0.0
-
-        def update(self, those: list[Any]) -> Any:
-            super().update(those)
-            if those:
-                self.norm = norm_of(those)
-
-    assert "'norm'" in judged(Notes).verdict
-
-
 def test_a_counter_of_steps_couples_nothing() -> None:
     class Counts(Plain):
         def made(self, model: nn.Module) -> None:
@@ -232,20 +220,6 @@ def test_a_counter_of_steps_couples_nothing() -> None:
     assert not found.verdict
     assert found.freed[-1] == ALL
     assert (found.optimizer.count, found.optimizer.steps) == (4, [4])
-
-
-CALLS = [0]
-
-
-@each_way
-def test_a_counter_that_nobody_can_put_back(way: str) -> None:
-    class Hidden(Plain):
-        def update(self, those: list[Any]) -> Any:
-            for p in those:
-                CALLS[0] += 1
-                p.sub_(p.grad, alpha=0.05 / CALLS[0])
-
-    refused(Hidden, "other values when the same step is taken again", way)
 
 
 def test_parameters_without_a_gradient_that_are_changed() -> None:
@@ -311,19 +285,6 @@ def test_a_parameter_that_is_written_through_a_global() -> None:
         ):
             optimizer.step()
     WEIGHTS.clear()
-
-
-def test_a_parameter_that_is_written_through_an_attribute() -> None:
-    class Writes(Plain):
-        def made(self, model: nn.Module) -> None:
-            self.first = next(model.parameters())
-
-        def update(self, those: list[Any]) -> Any:
-            super().update(those)
-            if those:
-                self.first.mul_(0.99)
-
-    assert "uses parameters that it was not given" in judged(Writes).verdict
 
 
 @each_way

@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 import instep
 from instep import ClipNorm, ClipValue
 from instep.attaching import attach_stepping_itself
-from instep.errors import AccumulationError, InstepError, NonFiniteGradientError, SpentGradientError, TornStepError
+from instep.errors import InstepError, NonFiniteGradientError
 from tests.cases import Blocks, OptimizerCase, batch, optimizer_cases, two_groups
 from tests.inside import source_of
 from tests.parity.lockstep import SMALL, Contender, in_every_way, lockstep, loss_of
@@ -106,12 +106,6 @@ def test_optimizers(case: OptimizerCase) -> None:
         return model, cls(two_groups(model), **kwargs)
 
     lockstep("backward", build, around_forward_and_backward, EVERY + 2)
-
-
-@in_every_way
-def test_several_optimizers(way: str) -> None:
-    lane = lockstep(way, two_optimizers, around_forward_and_backward, EVERY + 2)
-    assert lane.overlap.step_count == EVERY + 2
 
 
 @in_every_way
@@ -219,22 +213,6 @@ def test_gradients_are_thrown_away(way: str, build: Any) -> None:
     lane = lockstep(way, build, step)
     assert lane.overlap.step_count == 5
     assert lane.overlap.redo_count == 0
-
-
-@in_every_way
-def test_gradients_of_one_optimizer_are_thrown_away(way: str) -> None:
-    """As a loop does that trains two networks in turn."""
-
-    def step(lane: Contender, i: int) -> None:
-        with kept(lane):
-            lane.backward(loss(lane, i))
-        lane.optimizers[i % 2].zero_grad()
-        lane.clip()
-        lane.optimizers[1 - i % 2].step()
-        lane.zero_grad()
-
-    lane = lockstep(way, two_optimizers, step)
-    assert lane.overlap.step_count == 5
 
 
 @in_every_way
@@ -410,18 +388,6 @@ def test_a_first_step_with_gradients_of_zero_is_counted() -> None:
     overlap.detach()
 
 
-def test_settings_may_change_before_step() -> None:
-    def step(lane: Contender, i: int) -> None:
-        with kept(lane) if i % 2 else nullcontext():
-            lane.backward(loss(lane, i))
-        if i % 2:
-            lane.optimizer.param_groups[0]["lr"] *= 0.5
-        lane.step()
-        lane.zero_grad()
-
-    lockstep("backward", blocks, step)
-
-
 def test_nested_blocks_and_errors_leave_nothing() -> None:
     model, optimizer = blocks()
     overlap = instep.attach(model, optimizer, schedule="backward", bucket_bytes=SMALL)
@@ -467,31 +433,6 @@ def test_an_error_in_a_kept_backward_leaves_the_step_whole() -> None:
 
 def _fail(gradient: torch.Tensor) -> None:
     raise ValueError("in backward")
-
-
-def test_too_late() -> None:
-    """What backward has applied is gone: the block must be around that backward."""
-    model, optimizer = blocks()
-    overlap = instep.attach(model, optimizer, schedule="backward", bucket_bytes=SMALL)
-    model(batch(0)[0]).sum().backward()
-    with overlap.keep_gradients():
-        with pytest.raises(SpentGradientError):
-            clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    overlap.detach()
-
-
-def test_a_second_backward_of_an_applied_step() -> None:
-    model, optimizer = blocks()
-    overlap = instep.attach(model, optimizer, schedule="backward", bucket_bytes=SMALL)
-    out = model(batch(0)[0])
-    out.sum().backward(retain_graph=True)
-    with overlap.keep_gradients(), pytest.raises(AccumulationError):
-        out.sum().backward()
-    with pytest.raises(TornStepError):  # the plain loop would step with the sum of both
-        optimizer.step()
-    overlap.accept_torn()
-    overlap.detach()
 
 
 def test_one_hook_for_each_bucket_stays() -> None:

@@ -17,7 +17,7 @@ from instep import ClipNorm, ClipValue
 from instep._step.judging import EVERY
 from instep.errors import AttachError, HyperparameterChangedError, InstepError, UnsupportedOptimizerError
 from instep_tools.harness import first_difference
-from tests.cases import Tied, batch
+from tests.cases import batch
 from tests.checkpoint import saved
 from tests.devices import here, on_cpu_only
 from tests.judged import own_steps_are_judged
@@ -166,29 +166,6 @@ def test_the_key() -> None:
     assert instep.draw_key(1234, 0, "layers.0.weight") == 0x66A736D9811BD3FB
 
 
-@in_every_way
-def test_with_one_seed_it_is_always_the_same_and_with_another_not(way: str) -> None:
-    def weights(seed: int, noise: int) -> torch.Tensor:
-        lane = Lane(Langevin, lambda: Tiny(), {**WAYS[way], "bucket_bytes": 1 + noise})
-        lane.overlap.detach()
-        with instep.attach(lane.model, lane.optimizer, random="keyed", seed=seed, **WAYS[way]):
-            for _ in range(3):
-                torch.manual_seed(noise)
-                lane.model(torch.ones(2, 4, device=here())).sum().backward()
-                lane.optimizer.step()
-                lane.optimizer.zero_grad()
-        found: torch.Tensor = lane.model.weight.detach().clone()
-        return found
-
-    assert torch.equal(weights(1, 0), weights(1, 500))
-    assert not torch.equal(weights(1, 0), weights(2, 0))
-
-
-class Tiny(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(4, 4, device=here())
-
-
 def clip_by_hand(lane: Lane, i: int) -> None:
     lane.backward(lane.loss(i))
     if lane.plain:
@@ -205,13 +182,6 @@ def clip_values_by_hand(lane: Lane, i: int) -> None:
     lane.optimizer.zero_grad()
 
 
-def clip_in_the_loop(lane: Lane, i: int) -> None:
-    lane.backward(lane.loss(i))
-    nn.utils.clip_grad_norm_(lane.model.parameters(), 0.1)
-    lane.optimizer.step()
-    lane.optimizer.zero_grad()
-
-
 @in_every_way
 def test_clipped(way: str) -> None:
     mode: Any = "two_pass" if way == "backward" else "exact"
@@ -221,13 +191,6 @@ def test_clipped(way: str) -> None:
 
     compare(way, Langevin, clip_by_hand, model=without_dropout, clip=ClipNorm(0.1, mode=mode))
     compare(way, Langevin, clip_values_by_hand, clip=ClipValue(1e-3))
-
-
-@in_exact_ways
-def test_clipped_by_the_loop(way: str) -> None:
-    """With ``undo`` each step is put back, and taken once more: it draws the same."""
-    lane = compare(way, Rounded, clip_in_the_loop)
-    assert lane.overlap.redo_count == (5 if way == "undo" else 0)
 
 
 def in_micro_batches(lane: Lane, i: int) -> None:
@@ -262,30 +225,6 @@ def test_accumulated(way: str, step: Callable[[Lane, int], Any]) -> None:
 def test_torchaos_stochastic_rounding(way: str) -> None:
     optim = pytest.importorskip("torchao.optim")
     compare(way, lambda groups: optim._AdamW(groups, bf16_stochastic_round=True), learn)
-
-
-@in_every_way
-def test_a_rate_that_changes_and_a_parameter_that_comes_late(way: str) -> None:
-    def late(lane: Lane, i: int) -> None:
-        if i == 2:
-            lane.model.late = nn.Linear(10, 10, bias=False, device=here(), dtype=torch.bfloat16)
-            with torch.no_grad():
-                lane.model.late.weight.fill_(0.1)
-            names = names_of(lane.model)
-            group = {"params": [lane.model.late.weight], "lr": 0.02}
-            lane.names.update(names)
-            lane.optimizer.add(group, names) if lane.plain else lane.optimizer.add_param_group(group)
-        for optimizer in lane.optimizer.optimizers.values() if lane.plain else [lane.optimizer]:
-            for group in optimizer.param_groups:
-                group["lr"] *= 0.9
-        x, y = batch(i)
-        out = lane.model(x.to(here()))
-        out = lane.model.late(out.bfloat16()).float() if i >= 2 else out
-        lane.backward(nn.functional.cross_entropy(out, y.to(here())))
-        lane.optimizer.step()
-        lane.optimizer.zero_grad()
-
-    compare(way, Rounded, late)
 
 
 @in_every_way
@@ -333,17 +272,6 @@ def test_parameters_that_are_not_used(way: str) -> None:
         learn(lane, i)
 
     compare(way, Whitened, some)
-
-
-@in_every_way
-def test_tied(way: str) -> None:
-    def tied(lane: Lane, i: int) -> None:
-        words = torch.randint(0, 32, (3, 7), device="cpu").to(here())
-        lane.backward(nn.functional.cross_entropy(lane.model(words).flatten(0, 1), words.flatten()))
-        lane.optimizer.step()
-        lane.optimizer.zero_grad()
-
-    compare(way, Langevin, tied, model=lambda: Tied().to(here()))
 
 
 @pytest.mark.parametrize("way", ["forward", "at once", "put off", "undo"])
@@ -483,21 +411,6 @@ def test_resumed(tmp_path: Path, way: str, then: str, after: int) -> None:
     compare(way, Langevin, resumed)
 
 
-def test_an_earlier_checkpoint_is_gone_back_to(tmp_path: Path) -> None:
-    """The steps after it are taken again, and draw what they drew."""
-    lane = Lane(Langevin, Dropping, WAYS["backward"])
-    lane.run(learn, 0)
-    saved.save(tmp_path, lane.model, lane.optimizer, lane.overlap)
-    seen = []
-    for _ in range(2):
-        for i in (1, 2):
-            torch.manual_seed(i)
-            learn(lane, i)
-        seen.append(lane.model.outer.weight.detach().clone())
-        saved.load(tmp_path, lane.model, lane.optimizer, lane.overlap)
-    assert torch.equal(*seen)
-
-
 # What is refused.
 
 
@@ -540,20 +453,6 @@ class Coupled(Rounded):
 
     def update(self, p: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any, begun: Any) -> None:
         super().update(p, gradient / (1 + begun), state, group, begun)
-
-
-class Strict(Rounded):
-    """Raises at a gradient that is not finite, as some that decompose matrices do."""
-
-    def update(self, p: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any, begun: Any) -> None:
-        if not gradient.isfinite().all():
-            raise ValueError("not finite")
-        super().update(p, gradient, state, group, begun)
-
-
-@pytest.mark.parametrize("way", ["backward", "forward"])
-def test_what_raises_where_the_plain_step_does_is_taken(way: str) -> None:
-    compare(way, Strict, steps=2)
 
 
 class Counting(Rounded):
@@ -610,45 +509,6 @@ def test_a_draw_without_key_is_found_while_training() -> None:
     with pytest.raises(UnsupportedOptimizerError, match=r"it draws random numbers in step\(\)"):
         lane.run(learn, EVERY - 1)
     lane.overlap.detach()
-
-
-@pytest.mark.parametrize("options", [{}, {"schedule": "backward"}, {"defer": True}], ids=str)
-def test_without_keys_it_is_as_before(options: Any) -> None:
-    """Stepped as a whole, and drawing as the plain loop does."""
-    states = []
-    for attach in (False, True):
-        torch.manual_seed(0)
-        model = Dropping()
-        optimizer = Langevin(groups_of(model))
-        if attach:
-            with own_steps_are_judged():
-                instep.attach(model, optimizer, **options)
-        torch.manual_seed(1)
-        for i in range(3):
-            nn.functional.cross_entropy(model(batch(i)[0].to(here())), batch(i)[1].to(here())).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        states.append(dict(model.named_parameters()))
-    assert first_difference(iter(states[0].items()), iter(states[1].items())) is None
-
-
-class Once(Langevin):
-    """Not judged by another test."""
-
-
-def test_what_was_found_with_keys_is_not_taken_without(caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(2):
-        model = Dropping()
-        optimizer = Once(groups_of(model))
-        with own_steps_are_judged():
-            with instep.attach(model, optimizer, schedule="backward", **KEYED) as overlap:
-                train(model, optimizer)
-            assert "left to optimizer.step()" not in repr(overlap)
-            caplog.clear()
-            with instep.attach(model, optimizer, schedule="backward") as overlap:
-                train(model, optimizer)
-            assert "left to optimizer.step(): Once" in repr(overlap)
-            assert "Once: draws random numbers in step()" in caplog.text
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -167,36 +167,6 @@ def test_two_optimizers_and_one_scaler(way: str, unscale: bool) -> None:
     compare(way, scalers, two_optimizers, scalers.step(unscale))
 
 
-@in_every_way
-def test_an_overflow_that_only_one_of_two_optimizers_sees(way: str) -> None:
-    """``GradScaler`` skips each optimizer by itself."""
-    scalers = Scalers()
-
-    def step(lane: Contender, i: int) -> Any:
-        scaler = scalers.of(lane)
-        x, y = batch(i)
-        hook = lane.model.outer.bias.register_hook(lambda g: g * (math.inf if i in OVERFLOWS else 1.0))
-        lane.backward(scaler.scale(loss_of(lane.model(x), y)))
-        hook.remove()
-        for optimizer in lane.optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-        lane.zero_grad()
-        return scaler.get_scale()
-
-    compare(way, scalers, two_optimizers, step)
-
-
-@pytest.mark.parametrize("growth", [2.0, 1.5])
-@pytest.mark.parametrize("max_norm", [0.1, 1e6])
-@pytest.mark.parametrize("optimizer", ["AdamW foreach", "AdamW fused"])
-@in_main_ways
-def test_a_loop_that_unscales_and_clips(way: str, optimizer: str, max_norm: float, growth: float) -> None:
-    scalers = Scalers(growth)
-    step = scalers.step(True, lambda lane: clip_grad_norm_(lane.model.parameters(), max_norm))
-    compare(way, scalers, build(optimizer), step)
-
-
 CLIPS = [ClipNorm(0.1), ClipNorm(1e6), ClipValue(0.01)]
 
 
@@ -248,22 +218,6 @@ def test_clip_norm_that_does_not_clip_costs_no_step_done_again() -> None:
 
 @pytest.mark.parametrize("optimizer", ["AdamW foreach", "AdamW fused"])
 @in_every_way
-def test_an_unmodified_accumulation_loop_with_a_scaler(way: str, optimizer: str) -> None:
-    scalers = Scalers()
-    compare(way, scalers, build(optimizer), scalers.step(micro_batches=3))
-
-
-@pytest.mark.parametrize("optimizer", ["AdamW foreach", "AdamW fused"])
-@pytest.mark.parametrize("way", WAYS[3:])
-def test_accumulation_steps_with_a_scaler_do_no_step_again(way: str, optimizer: str) -> None:
-    scalers = Scalers()
-    step = scalers.step(micro_batches=3, overflows=())
-    lane = compare(way, scalers, build(optimizer), step, accumulation_steps=3)
-    assert lane.overlap.redo_count == 0
-
-
-@pytest.mark.parametrize("optimizer", ["AdamW foreach", "AdamW fused"])
-@in_every_way
 def test_gradients_after_the_step_are_the_plain_ones(way: str, optimizer: str) -> None:
     """Without the scale where ``unscale_`` has taken it off, with it where a kernel has."""
     scalers = Scalers()
@@ -280,20 +234,6 @@ def test_gradients_after_the_step_are_the_plain_ones(way: str, optimizer: str) -
     compare(way, scalers, build(optimizer), step)
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW foreach", "AdamW fused"])
-@in_every_way
-def test_gradients_that_are_cleared_to_zeros(way: str, optimizer: str) -> None:
-    scalers = Scalers()
-    iteration = scalers.step()
-
-    def step(lane: Contender, i: int) -> Any:
-        result = iteration(lane, i)
-        lane.optimizer.zero_grad(set_to_none=False)
-        return result
-
-    compare(way, scalers, build(optimizer), step)
-
-
 @pytest.mark.parametrize("read", [lambda p: p.grad.norm(), lambda p: p.grad.clone(), lambda p: repr(p.grad)])
 @in_every_way
 def test_a_scaled_gradient_that_is_read_is_the_plain_one(way: str, read: Callable[[Any], Any]) -> None:
@@ -303,20 +243,6 @@ def test_a_scaled_gradient_that_is_read_is_the_plain_one(way: str, read: Callabl
         return read(lane.model.inner.weight)
 
     compare(way, scalers, build("AdamW foreach"), scalers.step(clip=look))
-
-
-@in_every_way
-def test_a_scale_that_the_loop_sets_by_itself(way: str) -> None:
-    scalers = Scalers()
-    iteration = scalers.step()
-
-    def step(lane: Contender, i: int) -> Any:
-        result = iteration(lane, i)
-        if i == 2:
-            scalers.of(lane).update(new_scale=300.0)
-        return result
-
-    compare(way, scalers, build("AdamW foreach"), step)
 
 
 @in_every_way

@@ -198,12 +198,6 @@ def test_autocast(inside: bool) -> None:
     lockstep("backward", lambda: adamw(Blocks()), step)
 
 
-def test_one_block_of_autocast_around_many_steps() -> None:
-    """Copies of weights that autocast keeps grow old in it, in the plain loop, too."""
-    with torch.autocast(here().type, torch.bfloat16):
-        lockstep("backward", lambda: adamw(Blocks()), of(usual, 3))
-
-
 def test_complex_parameters() -> None:
     lockstep("backward", lambda: sgd(Rotations()), of(usual, 3))
 
@@ -297,35 +291,6 @@ class Reused(nn.Module):
 
 def test_gradients_in_memory_that_is_used_again() -> None:
     lockstep("backward", lambda: adamw(Reused()), of(usual, 4))
-
-
-class Narrow(torch.autograd.Function):
-    """Gives a gradient of another shape and dtype than the weight's, which autograd makes fit."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, weight = ctx.saved_tensors
-        return gradient * weight, (gradient * x).to(torch.float64)
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(1, 16))
-        self.out = nn.Linear(16, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scaled: torch.Tensor = Narrow.apply(Narrow.apply(x, self.scale), self.scale)
-        return self.out(scaled)
-
-
-def test_gradients_that_autograd_makes_fit() -> None:
-    lockstep("backward", lambda: adamw(Scaled()), of(usual, 3))
 
 
 def test_a_gradient_penalty() -> None:
@@ -913,12 +878,10 @@ CASES: dict[str, tuple[Any, ...]] = {
     "test_dropout_draws_in_the_order_of_the_loop": (True,),
     "test_batch_normalization_sees_the_micro_batches_in_order": (),
     "test_autocast": (False,),
-    "test_one_block_of_autocast_around_many_steps": (),
     "test_complex_parameters": (),
     "test_layouts_of_convolutions": (),
     "test_sparse_gradients": (),
     "test_contributions_that_turn_out_to_be_none": ("backward", "twice"),
-    "test_gradients_that_autograd_makes_fit": (),
     "test_a_gradient_penalty": (),
     "test_a_loss_scale": (),
     "test_gradients_that_are_kept": (),
@@ -937,18 +900,6 @@ def test_as_by_the_verb(case: str) -> None:
 @in_every_way
 def test_every_way_by_backward(way: str) -> None:
     lockstep(way, lambda: adamw(Blocks()), of(usual, 4))
-
-
-@pytest.mark.usefixtures("_by_backward")
-@pytest.mark.parametrize("clip", [ClipNorm(0.3, mode="per_bucket"), ClipValue(0.01)], ids=["per bucket", "value"])
-def test_clipping_by_backward(clip: Any) -> None:
-    test_clipping(clip)
-
-
-@pytest.mark.usefixtures("_by_backward")
-@pytest.mark.parametrize("way", ["undo", "forward"])
-def test_zeroed_gradients_by_backward(way: str) -> None:
-    test_zeroed_gradients(way)
 
 
 def test_gradients_of_micro_batches_that_wait_are_freed() -> None:
@@ -1281,22 +1232,6 @@ def test_what_waits_at_the_end_is_thrown_away(end: str, caplog: pytest.LogCaptur
         plain_loss(model, 1).backward()
         optimizer.step()
     assert ("detach() has thrown away 1 micro-batches," in caplog.text) == (end == "detach")
-
-
-def test_nothing_keeps_what_waited() -> None:
-    model, _, overlap = attached_model()
-    kept: list[Any] = []
-    with overlap:
-        gc.disable()
-        try:
-            for seed in range(3):
-                loss = plain_loss(model, seed)
-                kept.append(weakref.ref(loss))
-                overlap.backward(loss, more=seed < 2)
-            del loss
-            assert [ref() for ref in kept] == [None] * 3
-        finally:
-            gc.enable()
 
 
 def test_a_failure_in_the_backward_of_all_tears_the_step() -> None:

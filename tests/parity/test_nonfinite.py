@@ -171,16 +171,6 @@ def test_what_a_step_without_gradients_would_begin_to_count_is_taken_away(way: s
     lockstep(way, make, counted, nonfinite="skip")
 
 
-@pytest.mark.parametrize("bad_steps", [(1, 3), (0, 2)])
-@in_ways
-def test_what_a_step_without_gradients_would_count_is_put_back(way: str, bad_steps: tuple[int, ...]) -> None:
-    def make() -> tuple[nn.Module, Any]:
-        model = Blocks()
-        return model, Counting(two_groups(model), lr=0.1)
-
-    lockstep(way, make, skipping("outer.weight", BAD[0], bad_steps), nonfinite="skip")
-
-
 class WritesWithoutGradients(Counting):
     """Writes, without any gradient, what no other optimizer here does: parameters, an average in a module, lists, an
     entry of state, and generators."""
@@ -225,26 +215,6 @@ def test_what_a_foreign_step_without_gradients_writes_is_put_back(way: str, bad_
     with own_steps_are_judged():
         lane = lockstep(way, make, step, nonfinite="skip")
     assert lane.overlap.skip_count == len(bad_steps)
-
-
-@pytest.mark.parametrize("by_hand", [False, True], ids=["backward", "by hand"])
-@in_ways
-def test_a_step_without_gradients_does_not_answer_for_the_next(way: str, by_hand: bool) -> None:
-    """Nor does one of two optimizers for the other."""
-
-    def step(lane: Contender, i: int) -> None:
-        bad = i in (1, 3)
-        lane.optimizers[i % 2].step()  # finds none
-        if by_hand:
-            for parameter in lane.model.parameters():
-                parameter.grad = torch.full_like(parameter, float("inf") if bad else 0.1)
-        else:
-            iteration(lane, i, "outer.weight" if bad else None, float("inf"))
-        if lane.overlap is not None or not bad:
-            lane.step()
-        lane.zero_grad()
-
-    assert lockstep(way, two_optimizers, step, nonfinite="skip").overlap.skip_count == 2
 
 
 @in_ways
@@ -332,17 +302,6 @@ def test_raise_in_backward_tears_what_was_begun(place: str) -> None:
         assert set(written) == set(torn.value.applied)
         assert isinstance(torn.value.cause, NonFiniteGradientError)
         overlap.accept_torn()
-
-
-def test_allow_is_the_plain_loop() -> None:
-    def step(lane: Contender, i: int) -> None:
-        iteration(lane, i, "inner.weight" if i == 3 else None, float("inf"))
-        lane.step()
-        lane.zero_grad()
-
-    # Infinity in the last step to be compared: NaN is not equal to itself.
-    for way in ("backward", "forward", "undo"):
-        lockstep(way, lambda: (model := Blocks(), torch.optim.SGD(model.parameters(), lr=0.1)), step, steps=4)
 
 
 @pytest.mark.parametrize(

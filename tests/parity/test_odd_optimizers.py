@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,13 +19,11 @@ from instep.errors import (
     HyperparameterChangedError,
     SpentGradientError,
     StaleAttachmentError,
-    TornStepError,
     UncommittedStepError,
     UnsupportedOptimizerError,
 )
 from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch, two_groups
-from tests.devices import on_cpu_only
 from tests.judged import own_steps_are_judged
 from tests.parity.lockstep import (
     CLIP,
@@ -45,7 +42,6 @@ from tests.parity.lockstep import (
 
 UNCOMMITTED = Refused(UncommittedStepError, "open")
 CHANGED = Refused(HyperparameterChangedError, "torn")
-PUT_BACK = Refused(HyperparameterChangedError, "open", match="put back")
 MOMENTS = ("before forward", "before backward", "before step", "after step")
 Make = Callable[[Any], Any]
 
@@ -81,12 +77,6 @@ def muon_and_adamw(model: nn.Module) -> Any:
 @in_every_way
 def test_muon_and_adamw(way: str) -> None:
     lockstep(way, building(muon_and_adamw))
-
-
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
-@in_exact_ways
-def test_two_optimizers_clipped_by_one_norm(way: str) -> None:
-    lockstep(way, building(muon_and_adamw), clip=instep.ClipNorm(CLIP))
 
 
 @in_every_way
@@ -181,24 +171,6 @@ def test_adversarial_training_with_two_attachments(way: str) -> None:
         adversarial,
         parts=lambda lane: [(lane.model[name], o) for name, o in zip("gd", lane.optimizers, strict=True)],
     )
-
-
-@ways("backward", *EXACT)
-def test_adversarial_training_that_freezes_the_other(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        x, y = batch(i)
-        losses = []
-        for name, optimizer in zip("dg", reversed(lane.optimizers), strict=True):
-            lane.model.requires_grad_(False)
-            lane.model[name].requires_grad_(True)
-            optimizer.zero_grad()
-            loss = loss_of(lane.model["d"](lane.model["g"](x)), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        return losses
-
-    lockstep(way, gan, step)
 
 
 @pytest.mark.parametrize("listed", [False, True])
@@ -345,32 +317,6 @@ def test_a_group_that_lets_parameters_go(way: str) -> None:
     lockstep(way, blocks, step, refused=GONE)
 
 
-@in_every_way
-def test_a_parameter_that_moves_to_another_group(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        loss = learn(lane, i)
-        if i == 1:
-            first, second = lane.optimizer.param_groups
-            second["params"].append(first["params"].pop(0))
-            first["lr"], second["lr"] = second["lr"], first["lr"]
-        return loss
-
-    lockstep(way, blocks, step)
-
-
-@in_every_way
-def test_a_parameter_that_moves_to_another_optimizer(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        loss = learn(lane, i)
-        if i == 1:
-            first, second = lane.optimizers
-            second.param_groups[0]["params"].append(first.param_groups[0]["params"].pop(0))
-        return loss
-
-    build = building(lambda m: [sgd(m.blocks), adamw(nn.ModuleList([m.inner, m.outer]))])
-    lockstep(way, build, step, refused=GONE)
-
-
 # Learning rates and other hyper-parameters.
 
 SCHEDULERS: dict[str, tuple[Make, Callable[[Any], Any]]] = {
@@ -481,12 +427,6 @@ def test_hyperparameters_changed_by_hand(way: str, name: str, when: str) -> None
     lockstep(way, build, step, refused={"backward": CHANGED} if when == "before step" else None)
 
 
-@pytest.mark.parametrize("make", [partial(adamw, maximize=True), partial(sgd, maximize=True, nesterov=True)])
-@in_every_way
-def test_maximize(way: str, make: Make) -> None:
-    lockstep(way, building(make))
-
-
 # Closures.
 
 
@@ -507,57 +447,7 @@ def test_closures(way: str) -> None:
     lockstep(way, blocks, step)
 
 
-@in_exact_ways
-def test_closures_that_clip(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        x, y = batch(i)
-
-        def closure() -> torch.Tensor:
-            lane.zero_grad()
-            loss = loss_of(lane.model(x), y)
-            loss.backward()
-            nn.utils.clip_grad_norm_(lane.model.parameters(), CLIP)
-            return loss
-
-        return lane.optimizer.step(closure=closure).detach()
-
-    lockstep(way, blocks, step)
-
-
 # Optimizers of one's own, and other people's.
-
-
-class Counts(torch.optim.Optimizer):
-    """Counts its steps in its groups, and keeps a tensor of all parameters' in ``state`` under a name."""
-
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr, "count": 0, "seen": torch.zeros(())})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        if all(p.grad is None for group in self.param_groups for p in group["params"]):
-            return
-        self.state["decay"] = self.state.get("decay", torch.ones(())) * 0.9  # type: ignore[index, call-overload]  # a name
-        for group in self.param_groups:
-            if all(p.grad is None for p in group["params"]):
-                continue
-            group["count"] += 1
-            group["seen"] = group["seen"] + 1
-            for p in group["params"]:
-                if p.grad is not None:
-                    moment = self.state[p].setdefault("moment", torch.zeros_like(p))
-                    moment.lerp_(p.grad, 0.5)
-                    decay = self.state["decay"]  # type: ignore[index]  # a name
-                    p.sub_(moment * decay / group["seen"], alpha=group["lr"] / group["count"])
-
-
-@in_every_way
-def test_an_optimizer_that_counts(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        learn(lane, i)
-        return [(group["count"], float(group["seen"])) for group in lane.optimizer.param_groups]
-
-    lockstep(way, building(lambda m: Counts(two_groups(m))), step, steps=6)
 
 
 def by_closure(lane: Contender, i: int) -> Any:
@@ -623,63 +513,12 @@ def test_a_step_that_calls_that_of_its_parent_class_with_a_closure(way: str) -> 
     lockstep(way, nested(Nested), by_closure)
 
 
-def test_a_step_that_calls_that_of_its_parent_class_is_one_step_of_a_recording() -> None:
-    model, optimizer = nested(Nested)()
-    with instep.record(model, optimizer, steps=5) as recording:
-        for i in range(2):
-            loss_of(model(batch(i)[0]), batch(i)[1]).backward()
-            optimizer.step()
-    found = recording.run()
-    assert found is not None
-    assert len(found.ranks[0].iterations) == 2
-
-
-class CountsInPlace(Counts):
-    """The same with a tensor that is changed in place."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        if any(p.grad is not None for group in self.param_groups for p in group["params"]):
-            self.state.setdefault("total", torch.zeros(())).add_(1)  # type: ignore[call-overload]  # a name
-        return super().step(closure)
-
-
-@in_every_way
-def test_an_optimizer_that_counts_in_place(way: str) -> None:
-    lockstep(way, building(lambda m: CountsInPlace(two_groups(m))), steps=6)
-
-
-class Couples(torch.optim.SGD):
-    """Divides by the norm of all gradients."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if gradients:
-            torch._foreach_div_(gradients, float(torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients]))))
-        return super().step(closure)
-
-
 class SAM(torch.optim.Optimizer):
     """Holds another optimizer, as sharpness-aware minimization does."""
 
     def __init__(self, params: Any, base: Any) -> None:
         super().__init__(params, {"lr": 0.1})
         self.base_optimizer = base(self.param_groups, lr=0.1)
-
-
-class KeepsLists(torch.optim.Optimizer):
-    """State of a parameter that is no dict."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            if p not in self.state:
-                self.state[p] = [torch.zeros_like(p)]
-            p.sub_(self.state[p][0].mul_(0.9).add_(p.grad), alpha=0.1)
 
 
 class KeepsIds(torch.optim.Optimizer):
@@ -717,44 +556,6 @@ class Averages(torch.optim.SGD):
         return loss
 
 
-class CountsInAModule(torch.optim.SGD):
-    """In a buffer of a module, but late, which nobody sees who tries a few steps."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr=lr)
-        self.stepped = 0
-        self.counter: Any = nn.BatchNorm1d(1)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        if any(p.grad is not None for group in self.param_groups for p in group["params"]):
-            self.stepped += 1
-            if self.stepped >= 40:
-                self.counter.running_mean.add_(1.0)
-        return super().step(closure)
-
-
-@pytest.mark.parametrize("way", ["backward", "undo"])
-def test_an_update_that_writes_a_module_late(way: str) -> None:
-    """The step that shows it is torn, or its weights are as before."""
-    model, optimizer = building(lambda m: CountsInAModule(m.parameters(), lr=0.1))()
-    with instep.attach(model, optimizer, **WAYS[way]) as overlap:
-        for i in range(39):
-            x, y = batch(i)
-            loss_of(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        loss = loss_of(model(x), y)
-        with pytest.raises(UnsupportedOptimizerError, match="or those of a module"):
-            loss.backward()
-        assert overlap.step_count == 39
-        if way == "backward":
-            with pytest.raises(TornStepError):
-                model(x)
-        else:
-            assert torch.equal(loss_of(model(x), y), loss)
-
-
 @pytest.mark.parametrize(
     ("make", "match"),
     [
@@ -780,24 +581,6 @@ def test_what_is_refused_at_attach(way: str, make: Make, match: str) -> None:
     assert instep.attached(model) is None
     assert everything(model, optimizer) == before
     assert all(map(torch.equal, weights, model.parameters()))
-
-
-@pytest.mark.parametrize(
-    ("make", "why"),
-    [
-        (lambda m: KeepsLists(m.parameters()), "keeps the state of a parameter as a list"),
-        (lambda m: Couples(m.parameters(), lr=0.1), "gets other values when it is stepped without the others"),
-    ],
-    ids=["lists", "couples"],
-)
-@in_every_way
-def test_what_cannot_be_split_is_left_to_step(way: str, make: Make, why: str) -> None:
-    with own_steps_are_judged():
-        lane = lockstep(way, building(make))
-    if WAYS[way]["schedule"] == "backward":
-        (said,) = lane.overlap.plan.judged
-        assert "left to optimizer.step()" in said
-        assert why in said
 
 
 @in_every_way
@@ -855,32 +638,6 @@ def test_zero_redundancy_optimizer_is_refused(way: str, tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-@on_cpu_only
-@in_every_way
-def test_capturable_on_a_cpu_raises_as_in_the_plain_loop(way: str) -> None:
-    plain, optimizer = building(partial(adamw, capturable=True))()
-    loss_of(plain(batch(0)[0]), batch(0)[1]).backward()
-    with pytest.raises(AssertionError, match="capturable"):
-        optimizer.step()
-
-    model, optimizer = building(partial(adamw, capturable=True))()
-    before = [p.detach().clone() for p in model.parameters()]
-    with instep.attach(model, optimizer, **WAYS[way]) as overlap:
-        with pytest.raises(AssertionError, match="capturable"):  # noqa: PT012  # in backward, in step or behind it
-            overlap.backward(loss_of(model(batch(0)[0]), batch(0)[1]))
-            optimizer.step()
-            overlap.synchronize()
-        overlap.accept_torn()
-        assert all(map(torch.equal, before, model.parameters()))
-
-
-@pytest.mark.parametrize("name", ["AdamW", "Lion", "SGD", "StableAdamW", "Adan"])
-@in_every_way
-def test_optimi(way: str, name: str) -> None:
-    optimi = pytest.importorskip("optimi")
-    lockstep(way, building(lambda m: getattr(optimi, name)(two_groups(m), lr=1e-3)))
-
-
 @pytest.mark.parametrize("name", ["AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"])
 @in_every_way
 def test_schedule_free(way: str, name: str) -> None:
@@ -894,13 +651,6 @@ def test_schedule_free(way: str, name: str) -> None:
             return loss, lane.model(batch(i)[0])
 
     lockstep(way, building(lambda m: getattr(schedulefree, name)(two_groups(m), lr=1e-2)), step)
-
-
-@pytest.mark.parametrize("name", ["Lion", "AdaBelief", "Lamb"])
-@in_every_way
-def test_pytorch_optimizer(way: str, name: str) -> None:
-    pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
-    lockstep(way, building(lambda m: getattr(pytorch_optimizer, name)(two_groups(m), lr=1e-3)))
 
 
 # Step hooks.
@@ -981,29 +731,6 @@ def test_step_hooks_that_write(way: str, what: str, after_attach: bool) -> None:
     lockstep(way, build, step)
 
 
-@pytest.mark.parametrize("after_attach", [False, True])
-@in_every_way
-def test_post_hooks_that_write_weights(way: str, after_attach: bool) -> None:
-    @torch.no_grad()
-    def clamp(optimizer: Any, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.clamp_(-0.1, 0.1)
-
-    def build() -> Any:
-        model, optimizer = blocks()
-        if not after_attach:
-            optimizer.register_step_post_hook(clamp)
-        return model, optimizer
-
-    def step(lane: Contender, i: int) -> Any:
-        if after_attach and i == 0:
-            lane.optimizer.register_step_post_hook(clamp)
-        return learn(lane, i)
-
-    lockstep(way, build, step)
-
-
 # State that goes out and comes in.
 
 
@@ -1034,99 +761,6 @@ def test_state_saved_and_loaded_between_steps(way: str) -> None:
         return loss, *flat(lane.extra)
 
     lockstep(way, building(lambda m: [sgd(m.blocks), adamw(nn.ModuleList([m.inner, m.outer]))]), step, steps=8)
-
-
-TRIAL_STATE = "with undo the optimizer's state between backward and step is that of the trial"
-
-
-@pytest.mark.parametrize("what", ["model", "optimizer"])
-@in_exact_ways
-def test_state_saved_between_backward_and_step(way: str, what: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        x, y = batch(i)
-        lane.backward(loss_of(lane.model(x), y))
-        state = copy.deepcopy((lane.model if what == "model" else lane.optimizer).state_dict())
-        lane.step()
-        lane.zero_grad()
-        return flat(state)
-
-    lockstep(way, blocks, step)
-
-
-@pytest.mark.parametrize("what", ["model", "optimizer", "both"])
-@in_exact_ways
-def test_state_loaded_between_backward_and_step(way: str, what: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        if i == 1:
-            lane.extra = saved(lane)
-        x, y = batch(i)
-        loss = loss_of(lane.model(x), y)
-        lane.backward(loss)
-        if i in (2, 4):
-            if what != "optimizer":
-                lane.model.load_state_dict(lane.extra[0])
-            if what != "model":
-                lane.optimizer.load_state_dict(lane.extra[1])
-        lane.step()
-        lane.zero_grad()
-        return loss.detach()
-
-    lockstep(way, blocks, step, steps=6)
-
-
-@ways(*EXACT, undo=TRIAL_STATE)
-def test_optimizer_state_read_between_backward_and_step(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        x, y = batch(i)
-        lane.backward(loss_of(lane.model(x), y))
-        state = [lane.optimizer.state[p]["exp_avg"].clone() for p in lane.model.parameters() if i]
-        lane.step()
-        lane.zero_grad()
-        lane.overlap and lane.overlap.synchronize()  # needed for the plain state of the step before
-        return state
-
-    lockstep(way, blocks, step)
-
-
-def zero_momentum(optimizer: Any) -> None:
-    for state in optimizer.state.values():
-        state["exp_avg"].zero_()
-
-
-def replace_state(optimizer: Any) -> None:
-    optimizer.state = defaultdict(dict)
-
-
-RESETS = pytest.mark.parametrize("reset", [zero_momentum, lambda o: o.state.clear(), replace_state])
-
-
-@RESETS
-@ways("backward", *EXACT)
-def test_state_reset_between_backward_and_step(way: str, reset: Make) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        x, y = batch(i)
-        lane.backward(loss_of(lane.model(x), y))
-        if i == 2:
-            reset(lane.optimizer)
-        lane.step()
-        lane.zero_grad()
-
-    refused = {"backward": CHANGED} if reset is not zero_momentum else {"backward": CHANGED, "undo": PUT_BACK}
-    lockstep(way, blocks, step, refused=refused)
-
-
-@RESETS
-@ways("backward", "forward", "undo")
-def test_state_reset_between_steps(way: str, reset: Make) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        loss = learn(lane, i)
-        if lane.overlap is not None:
-            lane.overlap.synchronize()  # nobody sees optimizer.state being used
-        if i == 2:
-            reset(lane.optimizer)
-        return loss
-
-    lockstep(way, blocks, step)
 
 
 class Restarts(torch.optim.AdamW):
@@ -1223,40 +857,6 @@ def test_a_second_step_is_refused_before_it_writes(form: dict[str, Any]) -> None
         assert first_difference(iter(before), training_state(model, optimizer)) is None
 
 
-@in_exact_ways
-def test_gradients_changed_after_the_step_and_never_cleared(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        x, y = batch(i)
-        lane.backward(loss_of(lane.model(x), y))
-        lane.step()
-        for p in lane.model.parameters():
-            p.grad.mul_(0.5)
-
-    lockstep(way, blocks, step)
-
-
-class Twice(torch.optim.Optimizer):
-    """Evaluates its closure more than once."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.05})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for _ in range(2):
-            with torch.enable_grad():
-                loss = closure()
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.sub_(p.grad, alpha=group["lr"])
-        return loss
-
-
-@pytest.mark.parametrize("way", ["forward", "late"])
-def test_an_optimizer_that_evaluates_its_closure_twice(way: str) -> None:
-    lockstep(way, building(lambda m: Twice(m.parameters())), by_closure)
-
-
 def by_pickle(value: Any) -> Any:
     return pickle.loads(pickle.dumps(value))
 
@@ -1269,17 +869,6 @@ def by_file(value: Any) -> Any:
 
 
 DUPLICATES = pytest.mark.parametrize("duplicate", [copy.deepcopy, by_pickle, by_file])
-
-
-@DUPLICATES
-@in_every_way
-def test_copies_of_the_optimizer_alone_after_the_step(way: str, duplicate: Callable[[Any], Any]) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        learn(lane, i)
-        twin = duplicate(lane.optimizer)
-        return flat([twin.state_dict(), [p.detach().clone() for group in twin.param_groups for p in group["params"]]])
-
-    lockstep(way, blocks, step)
 
 
 @DUPLICATES

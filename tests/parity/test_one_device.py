@@ -1,23 +1,18 @@
 """One device: the attached loop beside the plain one, bit for bit, after every step."""
 
-import math
-from collections import deque
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep.errors import AttachError
-from instep_tools.harness import first_difference, training_state
-from tests.cases import Blocks, OptimizerCase, Rotations, Sometimes, Tied, batch, optimizer_cases, two_groups
+from tests.cases import Blocks, OptimizerCase, Rotations, Tied, batch, optimizer_cases, two_groups
 from tests.devices import default_device
 
 SMALL = 2_000  # bytes: several buckets even in these models
@@ -68,64 +63,12 @@ def test_every_optimizer_with_two_groups_and_a_scheduler(case: OptimizerCase, de
     assert_equal(loop(Blocks, lambda model: cls(two_groups(model), **kwargs), device=device))
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 500, 5_000, None])
-def test_any_bucket_size(bucket_bytes: int | None) -> None:
-    assert_equal(loop(Blocks, adamw), bucket_bytes=bucket_bytes)
-
-
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
-def test_muon_and_adamw_as_two_optimizers() -> None:
-    def build() -> Any:
-        model = Blocks()
-        matrices, rest = (group["params"] for group in two_groups(model))
-        optimizers = [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2, fused=True)]
-
-        def step(i: int) -> None:
-            x, y = batch(i)
-            nn.functional.cross_entropy(model(x), y).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-
-        return model, optimizers, step
-
-    assert_equal(build)
-
-
 def test_tied_weights(device: torch.device) -> None:
     def loss(model: nn.Module, i: int) -> torch.Tensor:
         tokens = torch.randint(0, 32, (4, 9), generator=torch.Generator().manual_seed(i), device="cpu").to(device)
         return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
     assert_equal(loop(Tied, adamw, loss, device))
-
-
-@pytest.mark.parametrize("optimizer", [adamw, lambda m: torch.optim.SGD(m.parameters(), 0.1, 0.9, weight_decay=0.1)])
-def test_parameters_unused_in_some_steps_keep_their_weights_and_momentum(
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-) -> None:
-    def loss(model: nn.Module, i: int) -> torch.Tensor:
-        x, y = batch(i)
-        return nn.functional.cross_entropy(model(x, (0, None, 1, 1)[i % 4]), y)
-
-    assert_equal(loop(Sometimes, optimizer, loss), steps=8)
-
-
-def test_frozen_parameters_that_thaw_later() -> None:
-    def make() -> nn.Module:
-        model = Blocks()
-        model.inner.requires_grad_(False)
-        model.blocks[1].requires_grad_(False)
-        return model
-
-    def loss(model: nn.Module, i: int) -> torch.Tensor:
-        model.inner.requires_grad_(i >= 2)
-        model.outer.requires_grad_(i < 3)
-        x, y = batch(i)
-        return nn.functional.cross_entropy(model(x), y)
-
-    assert_equal(loop(make, adamw, loss), steps=6)
 
 
 def test_a_thawed_parameter_is_stepped_in_backward_again() -> None:
@@ -189,17 +132,6 @@ def test_sparse_gradients(cls: Callable[..., torch.optim.Optimizer]) -> None:
     assert_equal(loop(words, lambda model: cls(model.parameters(), 0.1), loss))
 
 
-def test_non_reentrant_checkpointing() -> None:
-    def loss(model: Any, i: int) -> torch.Tensor:
-        x, y = batch(i)
-        x = model.inner(x)
-        for block in model.blocks:
-            x = x + checkpoint(block, x, use_reentrant=False)
-        return nn.functional.cross_entropy(model.outer(x), y)
-
-    assert_equal(loop(Blocks, adamw, loss))
-
-
 @pytest.mark.parametrize("outside", [True, False], ids=["head outside", "all inside"])
 def test_reentrant_checkpointing_that_visits_a_parameter_once(outside: bool) -> None:
     def loss(model: Any, i: int) -> torch.Tensor:
@@ -210,76 +142,6 @@ def test_reentrant_checkpointing_that_visits_a_parameter_once(outside: bool) -> 
         return nn.functional.cross_entropy(model.outer(x) if outside else x, y)
 
     assert_equal(loop(Blocks, adamw, loss))
-
-
-def test_a_gradient_penalty_in_the_loss() -> None:
-    def loss(model: nn.Module, i: int) -> torch.Tensor:
-        x, y = batch(i)
-        x.requires_grad_()
-        out = nn.functional.cross_entropy(model(x), y)
-        (slope,) = torch.autograd.grad(out, x, create_graph=True)
-        return out + slope.square().sum()
-
-    assert_equal(loop(Blocks, adamw, loss))
-
-
-def test_two_backwards_that_share_no_parameter() -> None:
-    """Two models in one optimizer, one backward each: the second is left to optimizer.step()."""
-
-    def build() -> Any:
-        model = nn.ModuleList([Blocks(), Blocks()])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-        def step(i: int) -> None:
-            x, y = batch(i)
-            losses = [nn.functional.cross_entropy(part(x), y) for part in model]
-            for one in losses:
-                one.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return model, optimizer, step
-
-    assert_equal(build)
-
-
-def test_a_tensor_learning_rate_and_a_cycling_scheduler() -> None:
-    def build() -> Any:
-        model = Blocks()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), foreach=False)
-        scheduler = OneCycleLR(optimizer, max_lr=0.05, total_steps=10)
-
-        def step(i: int) -> None:
-            x, y = batch(i)
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-
-        return model, optimizer, step
-
-    assert_equal(build, steps=8)
-
-
-def test_a_closure() -> None:
-    def build() -> Any:
-        model = Blocks()
-        optimizer = adamw(model)
-
-        def step(i: int) -> None:
-            x, y = batch(i)
-
-            def closure() -> Any:
-                optimizer.zero_grad()
-                loss = nn.functional.cross_entropy(model(x), y)
-                loss.backward()
-                return loss
-
-            assert torch.is_tensor(optimizer.step(closure))
-
-        return model, optimizer, step
-
-    assert_equal(build)
 
 
 class GroupStep(torch.optim.Optimizer):
@@ -315,40 +177,6 @@ def test_state_kept_outside_of_the_parameters() -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert optimizer.calls == optimizer.state["total"] == 3  # type: ignore[index]  # a name
-
-
-def test_optimizer_state_goes_both_ways_in_the_middle_of_a_run() -> None:
-    """Plain, attached, plain: each loads what the other saved, and the end is that of a plain run."""
-
-    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-        for i in steps:
-            x, y = batch(i)
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        model = Blocks()
-        return model, adamw(model)
-
-    reference, reference_optimizer = fresh()
-    train(reference, reference_optimizer, range(9))
-
-    saved = None
-    for number in range(3):
-        model, optimizer = fresh()
-        overlap = instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward") if number == 1 else None
-        if saved is not None:
-            model.load_state_dict(saved[0])
-            optimizer.load_state_dict(saved[1])
-        train(model, optimizer, range(3 * number, 3 * number + 3))
-        saved = (model.state_dict(), optimizer.state_dict())
-        if overlap is not None:
-            overlap.detach()
-
-    plain = training_state(reference, reference_optimizer)
-    assert first_difference(plain, training_state(model, optimizer)) is None
 
 
 def test_state_is_created_in_the_order_of_the_plain_step() -> None:
@@ -400,25 +228,6 @@ def test_backward_inside_an_autocast_block(cls: Callable[..., torch.optim.Optimi
     assert_equal(build)
 
 
-class ByGroupNumber(torch.optim.Optimizer):
-    """Finds its settings by the number of the group."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-        self.scales = (1.0, 0.25)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for number, group in enumerate(self.param_groups):
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad, alpha=group["lr"] * self.scales[number])
-
-
-def test_an_optimizer_that_counts_its_groups() -> None:
-    assert_equal(loop(Blocks, lambda model: ByGroupNumber(two_groups(model))))
-
-
 def test_an_object_in_a_group() -> None:
     marker = object()
 
@@ -426,18 +235,6 @@ def test_an_object_in_a_group() -> None:
         return torch.optim.SGD([{"params": list(model.parameters()), "marker": marker}], lr=0.1)
 
     assert_equal(loop(Blocks, optimizer))
-
-
-def test_a_head_used_outside_of_the_models_forward() -> None:
-    class Trunk(Blocks):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.blocks[0](self.inner(x))
-
-    def loss(model: Any, i: int) -> torch.Tensor:
-        x, y = batch(i)
-        return nn.functional.cross_entropy(model.outer(model(x)), y)
-
-    assert_equal(loop(Trunk, adamw, loss), bucket_bytes=1)
 
 
 def test_requires_grad_toggled_inside_forward() -> None:
@@ -450,36 +247,6 @@ def test_requires_grad_toggled_inside_forward() -> None:
             return super().forward(x)
 
     assert_equal(loop(Alternating, adamw), bucket_bytes=1)
-
-
-def test_two_models_trained_in_turn_with_one_attachment() -> None:
-    """As in adversarial training: one half is frozen while the other learns, and cleared when its own turn comes."""
-
-    def build() -> Any:
-        pair = nn.ModuleDict({"g": nn.Linear(16, 16), "d": nn.Linear(16, 10)})
-        optimizers = {name: torch.optim.AdamW(part.parameters(), lr=1e-2) for name, part in pair.items()}
-
-        def step(i: int) -> None:
-            x, y = batch(i)
-            for name, part in pair.items():
-                pair.requires_grad_(False)
-                part.requires_grad_(True)
-                optimizers[name].zero_grad()
-                nn.functional.cross_entropy(pair["d"](pair["g"](x)), y).backward()
-                optimizers[name].step()
-
-        return pair, list(optimizers.values()), step
-
-    assert_equal(build)
-
-
-def test_functional_call() -> None:
-    def loss(model: nn.Module, i: int) -> torch.Tensor:
-        x, y = batch(i)
-        shifted = {name: p + 0.01 for name, p in model.named_parameters()}
-        return nn.functional.cross_entropy(torch.func.functional_call(model, shifted, (x,)), y)
-
-    assert_equal(loop(Blocks, adamw, loss))
 
 
 def test_a_compiled_model() -> None:
@@ -534,24 +301,6 @@ def test_only_the_largest_bucket_of_gradients_is_ever_alive() -> None:
             handle.remove()
 
 
-class Remembering(torch.optim.SGD):
-    """Keeps gradients in a queue, settings in an array and in an object, and a value that is not a number."""
-
-    def __init__(self, params: Any, **kwargs: Any) -> None:
-        super().__init__(params, **kwargs)
-        for group in self.param_groups:
-            group.update(bounds=np.array([0.5, 2.0]), unset=math.nan, settings=SimpleNamespace(factor=1.0))
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    queue = self.state[p].setdefault("queue", deque(maxlen=2))
-                    queue.append(p.grad.clone())
-                    p.sub_(queue[0], alpha=group["lr"])
-
-
 def training(model: Any, optimizer: Any) -> None:
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
@@ -585,29 +334,6 @@ def test_verify_says_that_a_step_trains_nothing(name: str, caplog: pytest.LogCap
     assert found.trained == (name == "training")
     said = [record.message for record in caplog.records if "has changed no parameter in 2 steps" in record.message]
     assert len(said) == (name != "training")
-
-
-@pytest.mark.parametrize("wrong", [False, True])
-def test_verify_looks_into_state_of_every_kind(wrong: bool) -> None:
-    made: list[Any] = []
-
-    def build() -> Any:
-        model = Blocks()
-        optimizer = Remembering(model.parameters(), lr=0.1)
-        made.append(optimizer)
-
-        def step(i: int) -> None:
-            model(batch(i)[0]).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if wrong and optimizer is made[0] and i == 1:
-                next(iter(optimizer.state.values()))["queue"][1].add_(1.0)
-
-        return model, optimizer, step
-
-    found = instep.verify(build, steps=3, schedule="forward", defer=True)
-    assert found.equal is not wrong
-    assert not wrong or "['queue'][1] differs by up to 1" in str(found.difference)
 
 
 def test_verify_needs_two_models() -> None:

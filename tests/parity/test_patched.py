@@ -1,9 +1,6 @@
 """Optimizer objects whose ``step`` was replaced, with a method beside it that steps one parameter: plain, their own
 ``step`` runs; attached, the method."""
 
-import copy
-import gc
-import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -16,10 +13,9 @@ from torch.optim import lr_scheduler
 import instep
 from instep._step.judging import FIRST
 from instep.errors import SpentGradientError, UnsupportedOptimizerError
-from instep_tools.harness import first_difference, training_state
-from tests.cases import Blocks, batch, two_groups
-from tests.parity.lockstep import Contender, in_every_way, lockstep, loss_of, ways
-from tests.parity.patched import SHARPNESS, step, step_param, with_step_param, with_step_parameter
+from tests.cases import Blocks, batch
+from tests.parity.lockstep import in_every_way, lockstep, loss_of, ways
+from tests.parity.patched import step, with_step_param, with_step_parameter
 
 Patch = Callable[[nn.Module], Any]
 patched = pytest.mark.parametrize("patch", [with_step_param, with_step_parameter], ids=["step_param", "step_parameter"])
@@ -34,48 +30,6 @@ def blocks(patch: Patch) -> tuple[nn.Module, Any]:
 @in_every_way
 def test_the_method_is_called_for_each_parameter(way: str, patch: Patch) -> None:
     lockstep(way, lambda: blocks(patch))
-
-
-@pytest.mark.parametrize("at", ["before attach", "after attach"])
-@in_every_way
-def test_a_scheduler_wraps_the_step_again(way: str, at: str) -> None:
-    schedulers: dict[int, lr_scheduler.StepLR] = {}
-
-    def schedule(optimizer: Any) -> None:
-        schedulers[id(optimizer)] = lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-
-    def build() -> tuple[nn.Module, Any]:
-        model, optimizer = blocks(with_step_param)
-        if at == "before attach":
-            schedule(optimizer)
-        return model, optimizer
-
-    def step(lane: Contender, i: int) -> torch.Tensor:
-        if i == 0 and at == "after attach":
-            schedule(lane.optimizer)
-        x, y = batch(i)
-        loss = lane.learn(loss_of(lane.model(x), y))
-        schedulers[id(lane.optimizer)].step()
-        return loss
-
-    lockstep(way, build, step)
-
-
-@ways("backward", "forward", "late", "undo")  # with two_pass, backward is overlap.backward(loss)
-def test_a_closure(way: str) -> None:
-    def step(lane: Contender, i: int) -> torch.Tensor:
-        x, y = batch(i)
-
-        def closure() -> torch.Tensor:
-            lane.zero_grad()
-            loss = loss_of(lane.model(x), y)
-            loss.backward()
-            return loss
-
-        loss: torch.Tensor = lane.optimizer.step(closure)
-        return loss
-
-    lockstep(way, lambda: blocks(with_step_param), step)
 
 
 @patched
@@ -100,56 +54,6 @@ def test_detach_puts_the_step_back() -> None:
     before = vars(optimizer)["step"]
     instep.attach(model, optimizer, schedule="backward").detach()
     assert vars(optimizer)["step"] is before
-
-
-def of_a_class_without_a_step_of_its_own(model: nn.Module) -> Any:
-    """torch wraps the ``step`` of the first class that is built: with ``Adam`` before it, this one has its parent's."""
-    torch.optim.Adam(model.parameters())
-
-    class Heir(torch.optim.Adam):
-        pass
-
-    optimizer: Any = Heir(two_groups(model), lr=1e-2)
-    assert "step" not in vars(Heir)
-    optimizer.sharpness = SHARPNESS
-    optimizer.step_param, optimizer.step = MethodType(step_param, optimizer), MethodType(step, optimizer)
-    return optimizer
-
-
-@pytest.mark.parametrize("patch", [with_step_param, of_a_class_without_a_step_of_its_own])
-def test_attached_again_after_a_scheduler_has_wrapped_the_step(patch: Patch) -> None:
-    lanes = [blocks(patch) for _ in range(2)]
-    lanes[1][0].load_state_dict(lanes[0][0].state_dict())
-    for attached, (model, optimizer) in enumerate(lanes):
-        for schedule in ("backward", "forward", "backward"):
-            overlap = instep.attach(model, optimizer, schedule=schedule) if attached else None
-            lr_scheduler.StepLR(optimizer, 1)
-            for i in range(2):
-                x, y = batch(i)
-                loss_of(model(x), y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            if overlap is not None:
-                overlap.detach()
-    difference = first_difference(*(training_state(model, [optimizer]) for model, optimizer in lanes))
-    assert difference is None, difference
-
-
-def test_nobody_keeps_the_optimizer_alive() -> None:
-    model, optimizer = blocks(with_step_param)
-    overlap = instep.attach(model, optimizer, schedule="backward")
-    gone = weakref.ref(optimizer)
-    del optimizer
-    gc.collect()
-    assert gone() is None
-    overlap.detach()
-
-
-def test_a_copy_of_the_optimizer_is_as_without_instep() -> None:
-    model, optimizer = blocks(with_step_param)
-    with instep.attach(model, optimizer, schedule="backward"):
-        copied = copy.deepcopy(optimizer)
-    assert copied.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
 
 
 def _by_sign(self: Any, p: torch.Tensor, group: dict[str, Any]) -> None:

@@ -5,16 +5,12 @@ Updates come as late as they can here (``late_updates``), so a reader that does 
 
 import copy
 import ctypes
-import gc
 import io
 import pickle
 import subprocess
 import sys
 import textwrap
 import threading
-import time
-import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -37,10 +33,10 @@ from instep._step.deferred import COMPILES
 from instep.errors import StaleAttachmentError, TornStepError, UncommittedStepError
 from instep_tools.harness import first_difference, training_state
 from tests import net
-from tests.cases import Blocks, Tied, assign, batch, grad_of, two_groups
+from tests.cases import Blocks, assign, batch, grad_of, two_groups
 from tests.devices import in_dlpack, on_cpu_only
-from tests.inside import before_updates, schedule_of
-from tests.late import PATIENCE, late_updates
+from tests.inside import before_updates
+from tests.late import late_updates
 
 SMALL = 2_000  # bytes: several buckets even in these models
 
@@ -185,14 +181,6 @@ def moving_average(loop: Loop) -> Any:
 
 
 @torch.no_grad()
-def moving_average_of_state_dicts(loop: Loop) -> Any:
-    theirs = loop.model.state_dict()
-    for name, average in loop.shadow.state_dict().items():
-        average.copy_(average * 0.9 + theirs[name] * 0.1)
-    return loop.shadow.state_dict()
-
-
-@torch.no_grad()
 def moving_average_at_once(loop: Loop) -> Any:
     torch._foreach_lerp_(list(loop.shadow.parameters()), loop.parameters, 0.1)
     return loop.shadow.state_dict()
@@ -206,11 +194,6 @@ def averaged_by(**options: Any) -> Reader:
         return loop.kept.average
 
     return read
-
-
-def averaged_since_before_attach(loop: Loop) -> Any:
-    loop.kept.average.update_parameters(loop.model)
-    return loop.kept.average
 
 
 def dcp_files(loop: Loop) -> Any:
@@ -253,17 +236,6 @@ def functional_call(loop: Loop) -> Any:
     return torch.func.functional_call(loop.model, named, (batch(9)[0],))
 
 
-def jacobian(loop: Loop) -> Any:
-    named = {name: p.detach() for name, p in loop.model.named_parameters()}
-    return torch.func.grad(lambda q: torch.func.functional_call(loop.model, q, (batch(9)[0],)).sum())(named)
-
-
-def vmapped(loop: Loop) -> Any:
-    stacked, _ = torch.func.stack_module_state([loop.model, loop.shadow])
-    call = lambda q, x: torch.func.functional_call(loop.shadow, q, (x,))  # noqa: E731
-    return torch.func.vmap(call, in_dims=(0, None))(stacked, batch(9)[0])
-
-
 def traced(loop: Loop) -> Any:
     return torch.jit.trace(loop.model, batch(9)[0])(batch(9)[0])
 
@@ -285,13 +257,6 @@ def compiled(loop: Loop) -> Any:
         return loop.kept.compiled(batch(9)[0])
 
 
-def compiled_without_breaks(loop: Loop) -> Any:
-    if not hasattr(loop.kept, "compiled"):
-        loop.kept.compiled = torch.compile(loop.model, backend="eager", fullgraph=True)
-    with torch.no_grad():
-        return loop.kept.compiled(batch(9)[0])
-
-
 def compiled_function_of_a_weight(**options: Any) -> Reader:
     def read(loop: Loop) -> Any:
         if not hasattr(loop.kept, "compiled"):
@@ -305,26 +270,6 @@ def compiled_function_of_a_weight(**options: Any) -> Reader:
             return loop.kept.compiled(torch.ones(24))
 
     return read
-
-
-class Squared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
-
-def sum_of(x: torch.Tensor) -> torch.Tensor:
-    return x.sum()
-
-
-def scripted_sum(p: torch.Tensor) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.jit.script(sum_of)(p)
 
 
 def bytes_at_the_address(p: torch.Tensor) -> bytes:
@@ -407,7 +352,6 @@ READERS: dict[str, Reader] = {
     "AveragedModel, multi_avg_fn": averaged_by(multi_avg_fn=get_ema_multi_avg_fn(0.9)),
     "AveragedModel, avg_fn": averaged_by(avg_fn=lambda average, p, n: 0.9 * average + 0.1 * p),
     "moving average": moving_average,
-    "moving average of state_dicts": moving_average_of_state_dicts,
     "moving average, foreach": moving_average_at_once,
     "load_state_dict into another": lambda loop: loop.shadow.load_state_dict(loop.model.state_dict()) and loop.shadow,
     "copy_ into another": lambda loop: [
@@ -430,8 +374,6 @@ READERS: dict[str, Reader] = {
     "forward of a part called directly": lambda loop: loop.model.outer.forward(torch.ones(1, 24)),
     "a model that shares a weight": shares_a_weight,
     "functional_call": functional_call,
-    "func.grad": jacobian,
-    "vmap": vmapped,
     "autograd.grad": lambda loop: torch.autograd.grad((loop.last**2).sum(), loop.last),
     "jit.trace": traced,
     "export": exported,
@@ -953,46 +895,6 @@ def test_the_state_of_a_first_step_is_there_when_it_is_read(tmp_path: Path) -> N
         assert all(loop.optimizer.state.values())
 
 
-def test_a_write_through_an_alias(tmp_path: Path) -> None:
-    plain, loop = Loop(tmp_path), Loop(tmp_path)
-    aliases = [plain.last.detach(), loop.last.detach()]
-    with instep.attach(loop.model, loop.optimizer, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap:
-        for i in range(3):
-            for one, alias in zip((plain, loop), aliases, strict=True):
-                one.step(i)
-                alias.zero_()
-            assert "pending" in repr(overlap)  # all others
-            overlap.synchronize()
-            assert first_difference(plain.state(), loop.state()) is None
-
-
-def test_an_update_that_raised_half_way_left_no_whole_step(tmp_path: Path) -> None:
-    fails = False
-
-    def half_way(parameters: list[torch.Tensor]) -> None:
-        if fails:
-            with torch.no_grad():
-                parameters[0].add_(1.0)
-            raise RuntimeError("half way")
-
-    loop = Loop(tmp_path)
-    optimizer = torch.optim.SGD(loop.parameters, lr=0.1)
-    with (
-        before_updates(half_way),
-        instep.attach(loop.model, optimizer, schedule="forward", defer=True) as overlap,
-    ):
-        for number in range(2):
-            loop.backward(0)  # the first update runs behind this forward, at the latest
-            fails = number == 1
-            optimizer.step()
-            optimizer.zero_grad()
-        with pytest.raises(RuntimeError, match="half way"):
-            overlap.synchronize()
-        assert schedule_of(overlap).last_complete_step() is None
-        overlap.accept_torn()
-        assert overlap.step_count == 2
-
-
 class Moody(torch.optim.SGD):
     """Its ``step()`` looks at a global before it updates."""
 
@@ -1008,36 +910,6 @@ class Moody(torch.optim.SGD):
 def moody() -> Iterator[type[Moody]]:
     yield Moody
     Moody.refuses = False
-
-
-@pytest.mark.parametrize("before", [0, 1, 2], ids=lambda count: f"{count} steps before")
-def test_accept_torn_gives_up_a_step_that_raised_while_it_was_due(
-    before: int, moody: type[Moody], tmp_path: Path
-) -> None:
-    """The error was told by ``step()``; after ``accept_torn()`` nothing raises it again."""
-    plain, loop = Loop(tmp_path), Loop(tmp_path)
-    for one in (plain, loop):
-        one.optimizer = moody(one.parameters, lr=0.1, momentum=0.9)
-    with instep.attach(loop.model, loop.optimizer, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap:
-        for one in (plain, loop):
-            for number in range(before):
-                one.step(number)
-                one.optimizer.zero_grad()
-            weights, state = copy.deepcopy(one.model.state_dict()), copy.deepcopy(one.optimizer.state_dict())
-            one.backward(before)
-            moody.refuses = True
-            with pytest.raises(ValueError, match="refused"):
-                one.optimizer.step()
-            if one is loop:
-                overlap.accept_torn()
-            moody.refuses = False
-            one.optimizer.zero_grad()
-            one.model.load_state_dict(weights)
-            one.optimizer.load_state_dict(state)
-            one.step(before + 1)
-            one.optimizer.zero_grad()
-        overlap.synchronize()
-        assert first_difference(plain.state(), loop.state()) is None
 
 
 @on_cpu_only  # elsewhere the update is launched by step()
@@ -1176,35 +1048,6 @@ def test_the_users_own_pre_hook_reads_the_weights_first(tmp_path: Path) -> None:
     assert_reads_as_plain(lambda loop: [loop.model(batch(9)[0]), *loop.kept.sums], tmp_path, before=before)
 
 
-def test_a_tied_weight(tmp_path: Path) -> None:
-    def read(loop: Loop) -> Any:
-        return loop.model.head(torch.ones(1, 16)), loop.model.embedding(torch.arange(4))
-
-    class TiedRows(Tied):
-        inner = outer = None
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward((x * 10).long().remainder(32)).mean(1)[:, :10]
-
-    assert_reads_as_plain(read, tmp_path, make=TiedRows)
-
-
-def test_an_update_that_runs_while_another_thing_is_compiled(
-    let_updates_run: Callable[[], None], tmp_path: Path
-) -> None:
-    """A part of the model is compiled anew, for another shape, while the other parts' updates run."""
-
-    def compile_slowly(graph: Any, inputs: Any) -> Any:
-        let_updates_run()
-        return graph.forward
-
-    def read(loop: Loop) -> None:
-        number = len(loop.folder.name)
-        torch.compile(lambda x: x + number, backend=compile_slowly)(torch.ones(3))
-
-    assert_reads_as_plain(read, tmp_path)
-
-
 # Errors.
 
 
@@ -1268,25 +1111,6 @@ def test_an_error_in_the_update_comes_at_the_next_use(use: str, tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("fails_once")
-@pytest.mark.parametrize("seen", [True, False], ids=["seen before", "not seen before"])
-def test_detach_after_an_error_in_the_update(seen: bool, tmp_path: Path) -> None:
-    loop = Loop(tmp_path)
-    overlap = torn_at(loop)
-    if seen:
-        with pytest.raises(ZeroDivisionError):
-            overlap.synchronize()
-        overlap.detach()
-    else:
-        with pytest.raises(ZeroDivisionError):
-            overlap.detach()
-    overlap.detach()
-    loop.step(3)
-    assert "detached" in repr(overlap)
-    assert not threads()
-    assert all(type(p) is nn.Parameter for p in loop.parameters)
-
-
-@pytest.mark.usefixtures("fails_once")
 def test_buckets_after_the_error_are_not_stepped(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     overlap = torn_at(loop)
@@ -1307,56 +1131,6 @@ def test_buckets_after_the_error_are_not_stepped(tmp_path: Path) -> None:
 
 def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("instep")]
-
-
-@pytest.mark.parametrize(
-    "keep",
-    [pytest.param(True, id="attachment kept"), pytest.param(False, id="attachment dropped")],
-)
-def test_a_model_dropped_while_an_update_is_due_is_freed_by_reference_count(
-    keep: bool, let_updates_run: Callable[[], None]
-) -> None:
-    model = Blocks()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    overlap = instep.attach(model, optimizer, schedule="forward", defer=True, bucket_bytes=SMALL)
-    for i in range(2):
-        model(batch(i)[0]).sum().backward()
-        optimizer.step()
-    assert overlap.state == "pending"
-    gone = weakref.ref(model), weakref.ref(model.inner.weight), weakref.ref(optimizer)
-    gc.collect()
-    gc.disable()
-    if not keep:
-        del overlap
-    del model, optimizer
-    if keep:
-        overlap.detach()
-        del overlap
-        assert [ref() for ref in gone] == [None] * 3
-    # Without an attachment the thread ends with what it was given, and nobody waits for it.
-    let_updates_run()
-    patience = time.monotonic() + PATIENCE
-    while (any(ref() is not None for ref in gone) or threads()) and time.monotonic() < patience:
-        time.sleep(0.001)
-    freed = [ref() is None for ref in gone]
-    ended = not threads()
-    gc.enable()
-    assert freed == [True] * 3
-    assert ended
-
-
-def test_detach_finishes_what_is_due(tmp_path: Path) -> None:
-    plain, loop = Loop(tmp_path), Loop(tmp_path)
-    overlap = instep.attach(loop.model, loop.optimizer, schedule="forward", defer=True, bucket_bytes=SMALL)
-    for one in (plain, loop):
-        one.step(0)
-    assert "pending" in repr(overlap)
-    overlap.detach()
-    assert not threads()
-    assert plain_values([p.detach() for p in loop.parameters]) == plain_values([p.detach() for p in plain.parameters])
-    assert plain_values(loop.gradients) == plain_values(plain.gradients)
-    assert all(type(p.grad) is torch.Tensor for p in loop.parameters)
-    assert first_difference(plain.state(), loop.state()) is None
 
 
 def run_script(body: str) -> str:
@@ -1385,10 +1159,6 @@ def run_script(body: str) -> str:
     assert done.returncode == 0, done.stderr
     assert "Error" not in done.stderr
     return done.stdout
-
-
-def test_the_interpreter_ends_while_an_update_is_due() -> None:
-    assert run_script("step(); step(); print('end')") == "end\n"
 
 
 @pytest.mark.nightly
@@ -1421,40 +1191,6 @@ FORK = """
 )
 def test_a_child_forked_while_an_update_is_due_does_not_hang(in_the_child: str) -> None:
     assert run_script(FORK.format(in_the_child=in_the_child)) == "0\n"
-
-
-def test_a_child_that_lets_the_model_alone_ends() -> None:
-    assert run_script(FORK.format(in_the_child="pass")) == "0\n"
-
-
-def test_a_model_is_sent_to_a_spawned_process_while_an_update_is_due(tmp_path: Path) -> None:
-    loop = Loop(tmp_path)
-    with instep.attach(loop.model, loop.optimizer, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap:
-        loop.step(0)
-        assert "pending" in repr(overlap)
-        sent = pickle.dumps(loop.model)
-        assert plain_values(pickle.loads(sent)) == plain_values(loop.model)
-        assert all(type(p) is nn.Parameter for p in pickle.loads(sent).parameters())
-
-
-@pytest.mark.parametrize("synchronized", [True, False])
-def test_another_default_dtype_in_the_forward(synchronized: bool) -> None:
-    """Which waits for the update."""
-    model = nn.Linear(3, 3)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with instep.attach(model, optimizer, schedule="forward", defer=True) as overlap:
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if synchronized:
-            overlap.synchronize()
-        torch.set_default_dtype(torch.float64)
-        try:
-            model(torch.ones(1, 3, dtype=torch.float32))
-        finally:
-            torch.set_default_dtype(torch.float32)
-        overlap.synchronize()
-    assert optimizer.state[model.weight]["step"].dtype == torch.float32
 
 
 @on_cpu_only

@@ -1,9 +1,6 @@
 """A list of modules, each of which the loop calls by itself: the attached loop is the plain one."""
 
-import copy
 import gc
-import pickle
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -107,19 +104,6 @@ def test_a_loop_that_clips(way: str) -> None:
     lockstep(way, pair, clipped, parts=members)
 
 
-@pytest.mark.parametrize("options", [{"schedule": "forward", "defer": True}, {"schedule": "backward"}])
-def test_disabled(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("INSTEP_DISABLE", "1")
-    model, optimizer = pair()
-    with instep.attach([model.q1, model.q2], optimizer, accumulation_steps=2, **options) as overlap:
-        for i in range(4):
-            (model.q1(batch(i)[0]).sum() + model.q2(batch(i)[0]).sum()).backward()
-            if i % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        assert overlap.step_count == 2
-
-
 def test_backward_is_seen_to_begin_at_each() -> None:
     """Their forwards are refused while a step is open, and their names have the place in the list."""
     model, optimizer = pair()
@@ -183,35 +167,6 @@ def test_a_list_of_one_is_that_model() -> None:
     with instep.attach([model], optimizer) as overlap:
         assert instep.attached(model) is overlap
         assert "inner.weight" in {spec.name for bucket in overlap.plan.buckets for spec in bucket.parameters}
-
-
-@pytest.mark.parametrize("way", [{"schedule": "backward"}, {"schedule": "forward", "defer": True}], ids=str)
-def test_the_attachment_lives_as_long_as_one_of_them(way: dict[str, Any]) -> None:
-    q1, q2 = Blocks(depth=1), Blocks(depth=1)
-    optimizer = torch.optim.SGD([*q1.parameters(), *q2.parameters()], lr=0.1)
-    seen = weakref.ref(instep.attach([q1, q2], optimizer, **way))
-    for _ in range(3):
-        (q1(batch(0)[0]).sum() + q2(batch(0)[0]).sum()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    first, second = weakref.ref(q1), weakref.ref(q2)
-    del q1
-    gc.collect()
-    assert first() is None
-    assert instep.attached(q2) is seen() is not None
-    del q2, optimizer
-    gc.collect()
-    assert second() is None
-    assert seen() is None
-
-
-@pytest.mark.parametrize("make", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_of_one_is_plain(make: Callable[[nn.Module], nn.Module]) -> None:
-    model, optimizer = pair()
-    with instep.attach([model.q1, model.q2], optimizer):
-        made = make(model.q1)
-        assert not any((made._forward_hooks, made._forward_pre_hooks))
-        assert instep.attached(made) is None
 
 
 def test_parameters_added_later() -> None:

@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import instep
-from instep.errors import AccumulationError
 from tests.cases import batch
 from tests.parity.lockstep import SMALL, Contender, Refused, in_every_way, lockstep, loss_of
 
@@ -346,21 +345,3 @@ def test_nested_backwards_keep_every_hook() -> None:
             assert hooks_of(model) == sum(1 for _ in model.parameters())
             optimizer.step()
             optimizer.zero_grad()
-
-
-def test_a_gradient_in_parts_is_refused_as_before() -> None:
-    """Reentrant checkpointing that visits a parameter twice: the first time cannot be told from the last."""
-    model, optimizer = build()
-    with instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward"):
-        for i in range(STEPS):
-            model.mode = "" if i < ODD[0] else "nested twice"
-            x, y = batch(i)
-            loss = loss_of(model(x), y)
-            if i < ODD[0]:
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            else:
-                with pytest.raises(AccumulationError, match="use_reentrant=False"):
-                    loss.backward()
-                break

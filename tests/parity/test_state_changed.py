@@ -27,11 +27,6 @@ def build() -> Any:
     return model, torch.optim.AdamW(two_groups(model), lr=1e-2)
 
 
-def fresh() -> Any:
-    torch.manual_seed(0)
-    return build()
-
-
 def delete(optimizer: Any) -> None:
     del optimizer.state[first(optimizer)]
 

@@ -1,8 +1,6 @@
 """Models and loops with something odd about them, plain and attached in every way, bit for bit."""
 
-import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -23,7 +21,7 @@ from instep.errors import (
     TornStepError,
     UncommittedStepError,
 )
-from tests.cases import Blocks, Sometimes, Tied, assign, batch, grad_of
+from tests.cases import Blocks, Tied, assign, batch, grad_of
 from tests.devices import default_device, on_cpu_only
 from tests.parity.lockstep import (
     EXACT,
@@ -43,11 +41,8 @@ TWICE = Refused(InstepError, "untouched", match="overlap.backward(loss)")
 REENTRANT = Refused(RuntimeError, "untouched", match="use_reentrant=False")
 UNCOMMITTED = Refused(UncommittedStepError, "open")
 READ = dict.fromkeys(["backward", "two_pass"], Refused(UncommittedStepError, "torn"))
-SPENT = Refused(SpentGradientError, "open")
 STALE = Refused(StaleAttachmentError, "untouched")
 MODIFIED = Refused(RuntimeError, "open", match="modified by an inplace operation")
-# By the segment, whose buckets are full before backward comes to the rest of the graph that saved the same weights.
-MODIFIED_IN_IT = Refused(RuntimeError, "torn", match="modified by an inplace operation")
 
 
 ALIAS = "an alias that was made before the weight was updated on trial shows the new values"
@@ -138,19 +133,6 @@ def test_frozen_and_thawed(way: str) -> None:
     lockstep(way, blocks, step, steps=6)
 
 
-@in_every_way
-def test_frozen_between_forward_and_backward(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        x, y = batch(i)
-        loss = loss_of(lane.model(x), y)
-        lane.model.inner.weight.requires_grad_(i % 2 == 0)
-        result = lane.learn(loss)
-        lane.model.requires_grad_(True)
-        return result
-
-    lockstep(way, blocks, step)
-
-
 class LoRA(nn.Module):
     """Low-rank adapters on a frozen layer."""
 
@@ -208,15 +190,6 @@ def test_experts_that_are_not_used_in_every_step(way: str) -> None:
     lockstep(way, built(Experts, sgd), step, steps=8)
 
 
-@in_every_way
-def test_a_module_that_the_loss_picks(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        x, y = batch(i)
-        return lane.learn(loss_of(lane.model(x, (0, None, 1)[i % 3]), y))
-
-    lockstep(way, built(Sometimes), step, steps=6)
-
-
 @torch.library.custom_op("instep_tests::product", mutates_args=())
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x @ weight.t()
@@ -226,38 +199,6 @@ product.register_autograd(
     lambda ctx, grad: (grad @ ctx.saved_tensors[1], grad.t() @ ctx.saved_tensors[0]),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
-
-
-class Bare(nn.Module):
-    """Parameters in containers that are never called, read by operators of all kinds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.listed = nn.ParameterList([torch.randn(16, 16) / 4 for _ in range(4)])
-        self.named = nn.ParameterDict({"weight": torch.randn(10, 16) / 4, "bias": torch.zeros(10)})
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.ops.aten.mm.default(x, self.listed[0])
-        x = product(x, self.listed[1])
-        x = torch.einsum("bi,ij->bj", x, self.listed[2]) + torch.stack(list(self.listed)).mean()
-        x = torch.nn.functional.embedding(torch.arange(8), self.listed[3]) + x
-        return linear(x, self.named["weight"], self.named["bias"])
-
-
-def parametrized() -> nn.Module:
-    first = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
-    return nn.Sequential(first, nn.BatchNorm1d(16), nn.utils.parametrizations.weight_norm(nn.Linear(16, 10)))
-
-
-@pytest.mark.parametrize("make", [Bare, parametrized])
-@in_every_way
-def test_parameters_read_by_other_means_than_their_module(way: str, make: Callable[[], nn.Module]) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        loss = learn(lane, i)
-        with torch.no_grad():
-            return loss, lane.model(batch(i)[0])
-
-    lockstep(way, built(make), step)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
@@ -337,18 +278,6 @@ def test_reentrant_segments_that_share_weights(way: str) -> None:
 
 
 @in_every_way
-def test_a_reentrant_segment_that_shares_its_weights_with_the_rest(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        x, y = batch(i)
-        block = lane.model.blocks[0]
-        x = block(lane.model.inner(x))
-        x = block(checkpoint(block, x, use_reentrant=True))
-        return lane.learn(loss_of(lane.model.outer(x), y))
-
-    lockstep(way, blocks, step, refused={"backward": MODIFIED_IN_IT, "two_pass": REENTRANT, "undo": MODIFIED})
-
-
-@in_every_way
 def test_a_checkpointed_segment_that_reads_a_later_weight_without_its_gradient(way: str) -> None:
     def step(lane: Contender, i: int) -> Any:
         x, y = batch(i)
@@ -372,32 +301,6 @@ def test_a_gradient_penalty(way: str) -> None:
         loss = loss_of(lane.model(x.requires_grad_()), y)
         (slope,) = torch.autograd.grad(loss, x, create_graph=True)
         return lane.learn(loss + slope.square().sum())
-
-    lockstep(way, blocks, step)
-
-
-@in_every_way
-def test_a_penalty_on_the_parameters_own_gradients(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        x, y = batch(i)
-        loss = loss_of(lane.model(x), y)
-        slopes = torch.autograd.grad(loss, list(lane.model.parameters()), create_graph=True)
-        return lane.learn(loss + sum(s.square().sum() for s in slopes))
-
-    lockstep(way, blocks, step)
-
-
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-@pytest.mark.parametrize("way", ["backward", "forward", "late", "undo"])
-def test_gradients_that_have_a_graph(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        x, y = batch(i)
-        loss = loss_of(lane.model(x), y)
-        loss.backward(create_graph=True)
-        lane.step()
-        for p in lane.model.parameters():
-            p.grad = None
-        return loss.detach()
 
     lockstep(way, blocks, step)
 
@@ -446,49 +349,6 @@ def test_two_losses_on_one_trunk_that_is_cut_off(way: str) -> None:
 
 
 @in_every_way
-def test_two_independent_losses(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        x, y = batch(i)
-        losses = [loss_of(part(x), y) for part in lane.model]
-        for loss in losses:
-            loss.backward()
-        lane.step()
-        lane.zero_grad()
-        return losses[1].detach()
-
-    build = built(lambda: nn.ModuleList([Blocks(depth=1), Blocks(depth=1)]))
-    lockstep(way, build, step, refused={"two_pass": TWICE})
-
-
-@in_every_way
-def test_accumulation_without_a_word_of_it(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        losses = []
-        for micro in range(3):
-            x, y = batch(3 * i + micro)
-            losses.append(loss_of(lane.model(x), y) / 3)
-            lane.backward(losses[-1])
-        lane.step()
-        lane.zero_grad()
-        return losses[-1].detach()
-
-    lockstep(way, blocks, step, refused={"backward": UNCOMMITTED, "two_pass": UNCOMMITTED})
-
-
-@in_every_way
-def test_one_backward_that_retains_its_graph(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        x, y = batch(i)
-        loss = loss_of(lane.model(x), y)
-        loss.backward(retain_graph=True)
-        lane.step()
-        lane.zero_grad()
-        return loss.detach()
-
-    lockstep(way, blocks, step, refused={"two_pass": TWICE})
-
-
-@in_every_way
 def test_a_retained_graph_used_again_after_the_step(way: str) -> None:
     """The plain loop raises: the weights that the graph saved were modified."""
 
@@ -516,20 +376,6 @@ def test_backward_for_some_inputs(way: str) -> None:
         return loss.detach()
 
     lockstep(way, blocks, step, refused={"two_pass": TWICE})
-
-
-@in_every_way
-def test_one_backward_for_each_part_of_the_model(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        x, y = batch(i)
-        loss = loss_of(lane.model(x), y)
-        loss.backward(inputs=list(lane.model.outer.parameters()), retain_graph=True)
-        loss.backward(inputs=[*lane.model.inner.parameters(), *lane.model.blocks.parameters()])
-        lane.step()
-        lane.zero_grad()
-        return loss.detach()
-
-    lockstep(way, blocks, step, bucket_bytes=1, refused={"backward": TORN, "two_pass": TWICE})
 
 
 @in_every_way
@@ -710,14 +556,6 @@ def test_a_later_weight_read_early_without_its_gradient(way: str) -> None:
     lockstep(way, blocks, step, bucket_bytes=1, refused=refused)
 
 
-@ways(*EXACT, undo=ALIAS)
-def test_a_later_weight_read_early_through_data(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        return read_early(lane, i, lambda p: p.data)
-
-    lockstep(way, blocks, step, bucket_bytes=1)
-
-
 @ways(*EXACT, undo="saved_tensors_hooks do without autograd's own check of versions")
 def test_a_later_weight_read_early_under_saved_tensors_hooks(way: str) -> None:
     def step(lane: Contender, i: int) -> Any:
@@ -790,23 +628,6 @@ def test_compiled(way: str, how: str) -> None:
     lockstep(way, build, step, steps=6, bucket_bytes=1, refused=None if how in IN_PLACE else {"two_pass": DONATED})
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("way", ["backward", "late", "undo", "two_pass"])
-def test_a_compiled_function_that_reads_weights_between_steps(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        if lane.extra is None:
-
-            def product() -> torch.Tensor:
-                return lane.model[1][1].weight @ lane.model[0].weight
-
-            lane.extra = torch.compile(product, backend="aot_eager")
-        loss = learn(lane, i)
-        with torch.no_grad():
-            return loss, lane.extra()
-
-    lockstep(way, small, step, steps=6, bucket_bytes=1)
-
-
 # The model's parameters in other hands.
 
 
@@ -839,15 +660,6 @@ def test_training_through_a_functional_call(way: str) -> None:
         slopes = torch.autograd.grad(loss, list(parameters.values()), create_graph=True)
         moved = {name: p - 0.1 * s for (name, p), s in zip(parameters.items(), slopes, strict=True)}
         return lane.learn(loss_of(torch.func.functional_call(lane.model, moved, (x,)), y))
-
-    lockstep(way, blocks, step)
-
-
-@in_every_way
-def test_vmap_over_the_attached_weights(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        result = learn(lane, i)
-        return result, torch.func.vmap(lane.model)(batch(i)[0].view(4, 2, 16)).detach()
 
     lockstep(way, blocks, step)
 
@@ -918,16 +730,6 @@ class Recurrent(nn.Module):
         return self.out(self.lstm(x.view(2, 4, 16))[0]).flatten(0, 1)
 
 
-@in_every_way
-def test_a_recurrent_model_evaluated_between_steps(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        loss = learn(lane, i)
-        with torch.no_grad():
-            return loss, lane.model(batch(i)[0])
-
-    lockstep(way, built(Recurrent), step)
-
-
 class Second(nn.Module):
     """A model of its own that shares the weights of another."""
 
@@ -991,16 +793,6 @@ def test_a_module_that_is_replaced(way: str) -> None:
     lockstep(way, blocks, step, refused=dict.fromkeys(["backward", "forward", "undo", "two_pass"], STALE))
 
 
-@in_every_way
-def test_modules_that_change_places(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        first, second = lane.model.blocks
-        lane.model.blocks = nn.ModuleList([second, first])
-        return learn(lane, i)
-
-    lockstep(way, blocks, step)
-
-
 # Weights and gradients that the loop itself writes and reads.
 
 
@@ -1036,17 +828,6 @@ WRITES = pytest.mark.parametrize("write", [clamp, clamp_data, max_norm, copy_in]
 
 
 @WRITES
-@in_every_way
-def test_weights_written_between_steps(way: str, write: Callable[[Any], None]) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        loss = learn(lane, i)
-        write(lane.model)
-        return loss
-
-    lockstep(way, blocks, step)
-
-
-@WRITES
 @in_exact_ways
 def test_weights_written_between_backward_and_step(way: str, write: Callable[[Any], None]) -> None:
     def step(lane: Contender, i: int) -> Any:
@@ -1059,20 +840,6 @@ def test_weights_written_between_backward_and_step(way: str, write: Callable[[An
         return loss.detach()
 
     lockstep(way, blocks, step)
-
-
-@pytest.mark.parametrize("write", [clamp, copy_in])
-@pytest.mark.parametrize("way", ["backward", "two_pass"])
-def test_weights_written_between_backward_and_step_are_noticed(way: str, write: Callable[[Any], None]) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        x, y = batch(i)
-        loss = loss_of(lane.model(x), y)
-        lane.backward(loss)
-        write(lane.model)
-        lane.step()
-        lane.zero_grad()
-
-    lockstep(way, blocks, step, refused={"backward": UNCOMMITTED, "two_pass": UNCOMMITTED})
 
 
 def clip_norm(model: Any) -> Any:
@@ -1107,20 +874,6 @@ GRADIENTS = pytest.mark.parametrize("touch", [clip_norm, clip_loop, by_hand, noi
 
 
 @GRADIENTS
-@in_every_way
-def test_gradients_changed_between_backward_and_step(way: str, touch: Callable[[Any], Any]) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        x, y = batch(i)
-        lane.backward(loss_of(lane.model(x), y))
-        result = touch(lane.model)
-        lane.step()
-        lane.zero_grad()
-        return result
-
-    lockstep(way, blocks, step, refused={"backward": SPENT, "two_pass": SPENT})
-
-
-@GRADIENTS
 @in_exact_ways
 def test_gradients_used_after_the_step(way: str, touch: Callable[[Any], Any]) -> None:
     """They are still there, as in the plain loop, and what is done to them then does not change the weights."""
@@ -1132,37 +885,6 @@ def test_gradients_used_after_the_step(way: str, touch: Callable[[Any], Any]) ->
         result = touch(lane.model)
         lane.zero_grad()
         return result
-
-    lockstep(way, blocks, step)
-
-
-@in_exact_ways
-def test_weights_and_gradients_logged_everywhere(way: str) -> None:
-    def look(model: Any) -> torch.Tensor:
-        norms = [p.norm() for p in model.parameters()]
-        return torch.stack([*norms, *(p.grad.norm() for p in model.parameters() if p.grad is not None)]).detach()
-
-    def step(lane: Contender, i: int) -> Any:
-        x, y = batch(i)
-        seen = [look(lane.model)]
-        loss = loss_of(lane.model(x), y)
-        seen.append(look(lane.model))
-        lane.backward(loss)
-        seen.append(look(lane.model))
-        lane.step()
-        seen.append(look(lane.model))
-        lane.zero_grad()
-        return seen
-
-    lockstep(way, blocks, step)
-
-
-@in_every_way
-def test_several_forwards_in_one_step(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        losses = [loss_of(lane.model(x), y) for x, y in (batch(2 * i), batch(2 * i + 1))]
-        lane.model(batch(i + 50)[0])  # a graph that is thrown away
-        return lane.learn(sum(losses, torch.zeros(())))
 
     lockstep(way, blocks, step)
 
@@ -1257,41 +979,6 @@ def test_a_backward_that_raised_is_given_up(way: str, clear: bool) -> None:
     lockstep(way, build, step, refused={"backward": Refused(TornStepError, "torn")})
 
 
-@in_every_way
-def test_forward_raises_and_the_iteration_is_done_again(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        handle = lane.model.blocks[1].register_forward_pre_hook(_raise)
-        with suppress(ValueError):
-            lane.model(batch(i)[0])
-        handle.remove()
-        return learn(lane, i)
-
-    lockstep(way, blocks, step)
-
-
-def _raise(*_: Any) -> None:
-    raise ValueError("boom")
-
-
-@in_every_way
-def test_an_interrupt_in_a_gradient_hook(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        if i == 1:
-
-            def interrupt(grad: torch.Tensor) -> None:
-                raise KeyboardInterrupt
-
-            handle = lane.model.inner.weight.register_hook(interrupt)
-            x, y = batch(i)
-            with pytest.raises(KeyboardInterrupt):
-                lane.backward(loss_of(lane.model(x), y))
-            handle.remove()
-            lane.zero_grad()
-        return learn(lane, i)
-
-    lockstep(way, blocks, step, refused={"backward": Refused(TornStepError, "torn")})
-
-
 # Loops that step and clear when it suits them.
 
 
@@ -1309,42 +996,6 @@ def test_steps_that_are_left_out(way: str) -> None:
         return loss.detach()
 
     lockstep(way, blocks, step, steps=6, refused={"backward": UNCOMMITTED, "two_pass": UNCOMMITTED})
-
-
-@in_every_way
-def test_backwards_that_are_left_out(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        x, y = batch(i)
-        loss = loss_of(lane.model(x), y)
-        if i % 3 == 1:
-            return loss.detach()
-        return lane.learn(loss)
-
-    lockstep(way, blocks, step, steps=6)
-
-
-@in_every_way
-def test_a_step_without_gradients_now_and_then(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        loss = learn(lane, i)
-        lane.step()
-        return loss
-
-    lockstep(way, blocks, step)
-
-
-@in_every_way
-def test_a_backward_whose_gradients_are_thrown_away(way: str) -> None:
-    cleared = Refused((SpentGradientError, UncommittedStepError), "torn")
-
-    def step(lane: Contender, i: int) -> Any:
-        x, y = batch(i)
-        lane.backward(loss_of(lane.model(x), y))
-        lane.zero_grad()
-        lane.step()
-        return learn(lane, i + 10)
-
-    lockstep(way, blocks, step, refused={"backward": cleared, "two_pass": cleared})
 
 
 CLEARS: dict[str, Callable[[Contender], object]] = {
@@ -1384,34 +1035,6 @@ def test_gradients_cleared_anywhere_and_anyhow(way: str, clear: str, where: str)
 
 
 # Copies.
-
-
-@pytest.mark.parametrize("when", ["before forward", "before backward", "before step", "after step"])
-@in_exact_ways
-def test_deep_copies_at_any_time(way: str, when: str) -> None:
-    @contextmanager
-    def copied(lane: Contender, now: str, seen: list[torch.Tensor]) -> Iterator[None]:
-        if when == now:
-            twin = copy.deepcopy(lane.model)
-            seen += [p.detach().clone() for p in twin.parameters()]
-            seen += [p.grad.clone() for p in twin.parameters() if p.grad is not None]
-            assert all(type(p) is nn.Parameter for p in twin.parameters())
-        yield
-
-    def step(lane: Contender, i: int) -> Any:
-        seen: list[torch.Tensor] = []
-        x, y = batch(i)
-        with copied(lane, "before forward", seen):
-            loss = loss_of(lane.model(x), y)
-        with copied(lane, "before backward", seen):
-            lane.backward(loss)
-        with copied(lane, "before step", seen):
-            lane.step()
-        with copied(lane, "after step", seen):
-            lane.zero_grad()
-        return seen
-
-    lockstep(way, blocks, step)
 
 
 class Beside(nn.Module):

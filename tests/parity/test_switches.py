@@ -169,17 +169,6 @@ def test_a_default_dtype_under_which_a_fused_kernel_would_make_other_state() -> 
         assert overlap.step_count == 1
 
 
-def test_set_back_in_time_while_a_step_is_due() -> None:
-    torch.manual_seed(0)
-    model, optimizer = build()
-    with instep.attach(model, optimizer, schedule="forward", defer=True) as overlap, late_updates():
-        loss_of(model(batch(0)[0]), batch(0)[1]).backward()
-        optimizer.step()
-        with default_dtype():
-            torch.zeros(3)
-        overlap.synchronize()
-
-
 def test_precisions_by_the_newer_names() -> None:
     """torch then refuses to say one for all backends."""
     before = switches()

@@ -1,11 +1,7 @@
 """``undo``: a step that was taken on trial is put back bit for bit, and training goes on as if it had not been."""
 
 import copy
-import functools
-import math
-from collections import deque
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +12,10 @@ import instep
 from instep import ClipNorm
 from instep._optim import undo
 from instep._optim.contents import Contents
-from instep.errors import HyperparameterChangedError, InstepError, UnsupportedOptimizerError
+from instep.errors import HyperparameterChangedError, InstepError
 from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch, optimizer_cases, two_groups
 from tests.inside import schedule_of
-from tests.judged import own_steps_are_judged
 from tests.parity.lockstep import SMALL, UNDO, Contender, Step, learn, lockstep, loss_of
 
 in_undo = pytest.mark.parametrize("way", UNDO)
@@ -90,19 +85,6 @@ def test_rollback_is_bit_for_bit_for_every_optimizer(name: str, before: int) -> 
     plain = fresh(build)
     train(*plain, range(before + 2))
     assert_same(model, optimizer, plain)
-
-
-@in_undo
-def test_rollback_has_something_to_put_back(way: str) -> None:
-    """Without it the weights would have changed in backward: they had."""
-    model, optimizer = fresh()
-    with instep.attach(model, optimizer, bucket_bytes=SMALL, **UNDO[way]) as overlap:
-        old = list(state(model, optimizer))
-        loss(model, 0).backward()
-        with torch._C.DisableTorchFunctionSubclass():
-            assert not torch.equal(dict(old)["parameter 'outer.weight'"], model.get_parameter("outer.weight"))
-        overlap.rollback()
-        assert_same(model, optimizer, old)
 
 
 @pytest.mark.parametrize("clip", [None, ClipNorm(0.1), ClipNorm(1e6)], ids=str)
@@ -191,18 +173,6 @@ def test_rollback_of_micro_batches(options: dict[str, Any]) -> None:
     assert_same(model, optimizer, plain)
 
 
-@in_undo
-def test_rollback_begins_the_count_of_accumulation_steps_anew(way: str) -> None:
-    model, optimizer = fresh()
-    with instep.attach(model, optimizer, bucket_bytes=SMALL, accumulation_steps=2, **UNDO[way]) as overlap:
-        loss(model, 50).backward()
-        overlap.rollback()
-        for i in range(2):
-            loss(model, i).backward()
-        optimizer.step()
-        assert overlap.redo_count == 0
-
-
 def test_rollback_without_undo_raises_and_names_it() -> None:
     model, optimizer = fresh()
     with instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward") as overlap:
@@ -239,23 +209,6 @@ def test_state_tensors_and_parameters_stay_the_same_objects(way: str, name: str)
                 assert tensors[key][1][k] == id(v) or not isinstance(v, torch.Tensor)
         assert [p.data_ptr() for p in parameters] == pointers
         assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
-
-
-@in_undo
-def test_a_checkpoint_after_rollback_is_the_plain_one(way: str) -> None:
-    model, optimizer = fresh()
-    with instep.attach(model, optimizer, bucket_bytes=SMALL, **UNDO[way]) as overlap:
-        loss(model, 50).backward()
-        overlap.rollback()
-        assert optimizer.state_dict()["state"] == {}
-        train(model, optimizer, range(2))
-        loss(model, 51).backward()
-        overlap.rollback()
-        saved = optimizer.state_dict()
-    plain = fresh()
-    train(*plain, range(2))
-    assert list(saved["state"]) == list(plain[1].state_dict()["state"])
-    assert_same(model, optimizer, plain)
 
 
 # Errors.
@@ -296,22 +249,6 @@ def test_an_error_in_backward_whose_gradients_are_stepped_all_the_same(way: str,
             lane.zero_grad()
         else:
             learn(lane, i)
-
-    compare(way, step)
-
-
-@in_undo
-@pytest.mark.parametrize("position", [0, 7, 15])
-def test_an_error_in_backward_after_which_the_batch_is_tried_again(way: str, position: int) -> None:
-    """Without clearing: what had been added by then is added twice, as in the plain loop."""
-
-    def step(lane: Contender, i: int) -> None:
-        if i == 1:
-            hook = list(lane.model.parameters())[position].register_hook(fail)
-            with pytest.raises(ZeroDivisionError):
-                lane.backward(loss(lane.model, i))
-            hook.remove()
-        learn(lane, i)
 
     compare(way, step)
 
@@ -441,24 +378,6 @@ class Counts(Fails):
         if isinstance(counts, (dict, Box)):
             return int(counts["raised"] if isinstance(counts, dict) else counts.raised)
         return len(counts) if isinstance(counts, list) else int(counts)
-
-
-@in_undo
-@pytest.mark.parametrize("what", ["dict", "list", "tensor", "object", "group", "state"])
-def test_what_an_update_has_changed_before_it_raised_is_put_back(way: str, what: str, failing: type[Fails]) -> None:
-    """``optimizer.step()`` does it again, and raises itself: once, as in the plain loop."""
-    model = Blocks(depth=2)
-    optimizer = Counts(model.parameters(), what)
-    with instep.attach(model, optimizer, **UNDO[way]):
-        train(model, optimizer, range(2))
-        failing.failing = True
-        loss(model, 99).backward()
-        assert optimizer.counted() == 0
-        with pytest.raises(ZeroDivisionError, match="the update"):
-            optimizer.step()
-        failing.failing = False
-        assert optimizer.counted() == 1
-        optimizer.zero_grad()
 
 
 @in_undo
@@ -672,19 +591,6 @@ def test_between_backward_and_step(way: str, between: Callable[[Contender], Any]
 
 
 @in_undo
-@in_between
-def test_between_backward_and_the_very_first_step(way: str, between: Callable[[Contender], Any]) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        lane.backward(loss(lane.model, i))
-        result = between(lane) if i == 0 else None
-        lane.step()
-        lane.zero_grad()
-        return result
-
-    compare(way, step, steps=3)
-
-
-@in_undo
 def test_state_written_between_backward_and_step_is_refused_and_put_back(way: str) -> None:
     """It was the state after the update that was written: what the plain loop would have now nobody knows."""
     model, optimizer = fresh()
@@ -743,46 +649,6 @@ def test_steps_that_are_left_out(way: str, clear: bool) -> None:
 
 
 @in_undo
-def test_a_loop_that_leaves_out_steps_whose_loss_is_not_finite(way: str) -> None:
-    def step(lane: Contender, i: int) -> None:
-        found = loss(lane.model, i) * (math.nan if i in (0, 3) else 1.0)
-        lane.backward(found)
-        if found.isfinite():
-            lane.step()
-        lane.zero_grad()
-
-    compare(way, step)
-
-
-@in_undo
-def test_a_loop_that_leaves_out_steps_whose_gradients_are_not_finite(way: str) -> None:
-    def step(lane: Contender, i: int) -> None:
-        lane.backward(loss(lane.model, i) * (math.inf if i in (0, 3) else 1.0))
-        if all(p.grad.isfinite().all() for p in lane.model.parameters()):
-            lane.step()
-        lane.zero_grad()
-
-    compare(way, step)
-
-
-@in_undo
-def test_a_weight_that_another_model_reads(way: str) -> None:
-    """Shared with a model that is not attached."""
-
-    def step(lane: Contender, i: int) -> Any:
-        if lane.extra is None:
-            lane.extra = nn.Linear(24, 10)
-            lane.extra.weight = lane.model.outer.weight
-        lane.backward(loss(lane.model, i))
-        seen = lane.extra(torch.ones(1, 24)).detach()
-        lane.step()
-        lane.zero_grad()
-        return seen
-
-    compare(way, step)
-
-
-@in_undo
 def test_detach_between_backward_and_step_leaves_the_step_to_the_optimizer(way: str) -> None:
     """The gradients are all there: ``optimizer.step()`` does the plain step."""
     model, optimizer = fresh()
@@ -807,139 +673,6 @@ def test_copies_are_freed_by_the_step(way: str) -> None:
         assert not writes._rollback.copies._saved
         assert not writes._kept
         assert all(type(p) is nn.Parameter for p in model.parameters())
-
-
-def _function_that_remembers() -> Callable[[torch.Tensor], Any]:
-    return functools.lru_cache(None)(torch.zeros_like)
-
-
-MEMORIES: dict[str, Callable[[Any], Any]] = {
-    "attribute": lambda optimizer: optimizer.memory.setdefault,
-    "object": lambda optimizer: optimizer.settings.memory.setdefault,
-    "class": lambda optimizer: optimizer.of_all.setdefault,
-    "parameter": lambda optimizer: lambda p, made: p.__dict__.setdefault("memory", made),
-    "function": lambda optimizer: lambda p, made: optimizer.remembering(p),
-}
-
-
-class Remembers(torch.optim.Optimizer):
-    """Keeps its momentum outside of its state, from a step of each parameter on."""
-
-    of_all: dict[Any, Any] = {}  # noqa: RUF012  # as somebody may write it
-
-    def __init__(self, params: Any, place: str, since: int) -> None:
-        super().__init__(params, {})
-        self.place, self.since = place, since
-        self.memory: dict[Any, Any] = {}
-        self.settings = SimpleNamespace(memory={})
-        self.remembering = _function_that_remembers()
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for p in self.param_groups[0]["params"]:
-            if p.grad is not None:
-                state = self.state[p]
-                state["step"] = state.get("step", 0) + 1
-                if state["step"] >= self.since:
-                    p.sub_(MEMORIES[self.place](self)(p, torch.zeros_like(p)).mul_(0.9).add_(p.grad), alpha=0.1)
-                else:
-                    p.sub_(p.grad, alpha=0.1)
-
-
-@pytest.mark.parametrize("since", [1, 4])
-@pytest.mark.parametrize("place", ["attribute", "object", "parameter"])
-@in_undo
-def test_what_is_kept_of_parameters_outside_of_state_is_put_back(way: str, place: str, since: int) -> None:
-    """Of a step that clips: it is done again."""
-    plain, attached = Blocks(depth=2), Blocks(depth=2)
-    attached.load_state_dict(plain.state_dict())
-    optimizers = [Remembers(model.parameters(), place, since) for model in (plain, attached)]
-    with instep.attach(attached, optimizers[1], bucket_bytes=SMALL, **UNDO[way]) as overlap:
-        for i in range(6):
-            for model, optimizer in zip((plain, attached), optimizers, strict=True):
-                loss(model, i).backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-                if i != 4:
-                    optimizer.step()
-                optimizer.zero_grad()
-            states = training_state(plain, optimizers[0]), training_state(attached, optimizers[1])
-            assert first_difference(*states) is None, i
-        assert overlap.redo_count == 6
-        kept = list(map(MEMORIES[place], optimizers))
-        for one, other in zip(plain.parameters(), attached.parameters(), strict=True):
-            assert torch.equal(kept[0](one, None), kept[1](other, None))
-
-
-@pytest.mark.parametrize("since", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"undo": True}], ids=["backward", "undo"])
-@pytest.mark.parametrize("place", ["class", "function"])
-def test_what_nobody_finds_is_told_before_anything_is_written(place: str, options: dict[str, Any], since: int) -> None:
-    """It is seen in an update that is taken twice, parameter by parameter or, later on, bucket by bucket."""
-    Remembers.of_all.clear()
-    model = Blocks(depth=2)
-    optimizer = Remembers(model.parameters(), place, since)
-    with own_steps_are_judged():
-        overlap = instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward", **options)
-    with overlap:
-        train(model, optimizer, range(since - 1))
-        old = list(state(model, optimizer))
-        loss(model, 9).backward()
-        with pytest.raises(
-            UnsupportedOptimizerError, match=r"step\(\) gives '.*' other values when the same step is taken"
-        ):
-            optimizer.step()
-        assert_same(model, optimizer, old)
-        optimizer.zero_grad()
-    Remembers.of_all.clear()
-
-
-class Entwined(torch.optim.Optimizer):
-    """Of state that refers to itself, to the parameter, and from two entries to one object; and that grows."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for p in self.param_groups[0]["params"]:
-            if p.grad is None:
-                continue
-            state = self.state[p]
-            if not state:
-                momentum = torch.zeros_like(p)
-                state.update(
-                    momentum=momentum, seen=torch.zeros(0), origin=SimpleNamespace(parameter=p, momentum=momentum)
-                )
-                state.update(queue=deque([momentum.view(-1)], maxlen=3), view=p.detach().view(-1), pair=(momentum, [0]))
-                state["add"] = lambda gradient, kept=momentum: kept.mul_(0.9).add_(gradient)
-            state["add"](p.grad)
-            state["queue"].append(state["origin"].momentum.clone().view(-1))
-            state["pair"][1][0] += 1
-            state["seen"].resize_(state["seen"].numel() + 1).fill_(state["pair"][1][0])
-            state["origin"].parameter.sub_(sum(state["queue"]).view_as(p), alpha=0.1 * len(state["seen"]))
-
-
-@pytest.mark.parametrize("put_back", ["clipped", "left out"])
-@in_undo
-def test_state_that_is_entwined(put_back: str, way: str) -> None:
-    """The same objects come back, with what they held."""
-    models = [Blocks(depth=2), Blocks(depth=2)]
-    models[1].load_state_dict(models[0].state_dict())
-    optimizers = [Entwined(model.parameters()) for model in models]
-    with instep.attach(models[1], optimizers[1], bucket_bytes=SMALL, **UNDO[way]) as overlap:
-        for i in range(6):
-            for model, optimizer in zip(models, optimizers, strict=True):
-                loss(model, i).backward()
-                if put_back == "clipped":
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-                if put_back == "clipped" or i % 2:
-                    optimizer.step()
-                optimizer.zero_grad()
-            overlap.synchronize()
-            assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
-        for parameter, state in optimizers[1].state.items():
-            assert state["origin"].parameter is parameter
-            assert state["origin"].momentum is state["pair"][0] is state["momentum"]
 
 
 class Curvature(torch.optim.Optimizer):

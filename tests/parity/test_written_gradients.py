@@ -9,12 +9,11 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-import instep
-from instep import ClipNorm, ClipValue
+from instep import ClipNorm
 from instep.errors import SpentGradientError
 from tests.cases import Blocks, batch, optimizer_cases, two_groups
 from tests.parity.changes import Decays, Replaces, Writes
-from tests.parity.lockstep import SMALL, UNDO, Contender, Refused, Step, lockstep, loss_of
+from tests.parity.lockstep import UNDO, Contender, Refused, Step, lockstep, loss_of
 
 WAYS: dict[str, dict[str, Any]] = {"forward": {}, "late": {}, **UNDO}
 in_exact_ways = pytest.mark.parametrize("way", WAYS)
@@ -134,67 +133,8 @@ def test_clipped_by_norm(way: str, kind: Any, limit: float) -> None:
 
 @each_writer
 @in_exact_ways
-def test_clipped_by_value(way: str, kind: Any) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        loss_of(lane.model(batch(i)[0]), batch(i)[1]).backward()
-        if lane.overlap is None:
-            nn.utils.clip_grad_value_(lane.model.parameters(), 0.01)
-        for optimizer in lane.optimizers:
-            optimizer.step()
-        after = gradients(lane)
-        lane.zero_grad()
-        return after
-
-    compare(way, kind, step, clip=ClipValue(0.01))
-
-
-@each_writer
-@in_exact_ways
 def test_micro_batches(way: str, kind: Any) -> None:
     compare(way, kind, iteration(micro=2))
-
-
-@pytest.mark.parametrize("given", [True, False])
-@pytest.mark.parametrize("clips", [True, False])
-@each_writer
-@in_exact_ways
-def test_a_scaled_loss(way: str, kind: Any, clips: bool, given: bool) -> None:
-    scalers = [GradScaler("cpu", init_scale=2.0**10, growth_interval=2) for _ in range(2)]
-
-    def step(lane: Contender, i: int) -> Any:
-        scaler = scalers[lane.overlap is not None]
-        scaler.scale(loss_of(lane.model(batch(i)[0]), batch(i)[1])).backward()
-        if clips:
-            scaler.unscale_(lane.optimizer)
-            clip(lane)
-        scaler.step(lane.optimizer)
-        scaler.update()
-        after = gradients(lane)
-        lane.zero_grad()
-        return after
-
-    compare(way, kind, step, **({"scaler": scalers[1]} if given and way in UNDO else {}))
-
-
-@pytest.mark.parametrize("way", UNDO)
-def test_a_gradient_that_is_held_elsewhere_is_written_in_place(way: str) -> None:
-    def step(lane: Contender, i: int) -> Any:
-        loss_of(lane.model(batch(i)[0]), batch(i)[1]).backward()
-        held = [p.grad for p in lane.model.parameters()] if i == 0 else lane.extra
-        lane.extra = held
-        lane.step()
-        lane.model.zero_grad(set_to_none=False)
-        return [g.clone() for g in held]
-
-    compare(way, Decays, step)
-
-
-@pytest.mark.parametrize("way", UNDO)
-@each_writer
-def test_a_step_that_is_redone_reads_the_loops_gradient(way: str, kind: Any) -> None:
-    redone = compare(way, kind, iteration(clip))
-    stood = compare(way, kind, iteration())
-    assert (redone.overlap.redo_count, stood.overlap.redo_count) == (3, 0)
 
 
 @each_writer
@@ -262,11 +202,3 @@ class ReplacesLater(Writes):
 @pytest.mark.parametrize("way", ["forward", "late"])
 def test_a_gradient_replaced_for_the_first_time_after_many_steps(way: str) -> None:
     lockstep(way, building(ReplacesLater), iteration(), 17)
-
-
-def test_an_optimizer_that_replaces_gradients_is_stepped_at_once() -> None:
-    model, optimizer = building(Replaces)()
-    with instep.attach(model, optimizer, schedule="forward", defer=True, bucket_bytes=SMALL) as overlap:
-        loss_of(model(batch(0)[0]), batch(0)[1]).backward()
-        optimizer.step()
-        assert "pending" not in repr(overlap)

@@ -2,7 +2,6 @@
 
 import gc
 import re
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -171,23 +170,6 @@ def test_parameters_are_of_their_own_class_whenever_the_loop_looks_at_weights() 
         loop.optimizer.step()
         assert all(type(p) is nn.Parameter for p in loop.model.parameters())
         loop.optimizer.zero_grad()
-
-
-def test_a_model_that_is_dropped_while_it_is_looked_at_is_freed() -> None:
-    def life() -> "weakref.ref[nn.Module]":
-        loop = Loop()
-        for i in range(observed.FIRST + 1):
-            loop.model(batch(i)[0]).sum().backward()
-            if i < observed.FIRST:
-                loop.optimizer.step()
-        return weakref.ref(loop.model)
-
-    gc.collect()
-    gc.disable()
-    try:
-        assert life()() is None
-    finally:
-        gc.enable()
 
 
 def test_a_compiled_model_does_not_warn_of_hooks() -> None:

@@ -11,7 +11,6 @@ from torch.nn.utils import prune
 
 import instep
 from instep.errors import AttachError, StaleAttachmentError, UnsupportedOptimizerError
-from tests.judged import own_steps_are_judged
 
 WAYS: dict[str, dict[str, Any]] = {
     "backward": {"schedule": "backward"},
@@ -64,13 +63,6 @@ def resizes_the_vocabulary(loop: Loop) -> None:
     replaces_in_both(loop)
     loop.optimizer.state[loop.model.get_parameter("0.weight")] = loop.optimizer.state.pop(old)
     del old
-    gc.collect()
-
-
-def drops_the_module_s(loop: Loop) -> None:
-    del loop.optimizer.param_groups[0]["params"][0]
-    loop.optimizer.state.clear()
-    replaces(loop)
     gc.collect()
 
 
@@ -129,21 +121,6 @@ def test_a_stale_attachment(way: str, wrong: Callable[[Loop], None]) -> None:
     followed(loop)
     loop.step()
     loop.overlap.synchronize()
-    loop.overlap.detach()
-
-
-@pytest.mark.parametrize("way", ["backward", "undo"])
-def test_a_parameter_that_is_gone(way: str) -> None:
-    """It stays while it is attached, and is gone from both: torch, too, would go on with what the optimizer has."""
-    loop = Loop(WAYS[way])
-    drops_the_module_s(loop)
-    with pytest.raises(StaleAttachmentError, match=r"'0.weight' was replaced after attach or taken out"):
-        loop.step()
-    attached = loop.overlap._parts.schedule.parameters[0]
-    build_anew(loop)
-    with pytest.raises(StaleAttachmentError, match=r"'0.weight' is not attached any more: its model was detached"):
-        attached.get()
-    loop.step()
     loop.overlap.detach()
 
 
@@ -309,20 +286,6 @@ def test_what_nobody_can_split_is_no_matter_of_defer(make: Callable[[Any], torch
     """Its ``step()`` runs where the loop calls it."""
     plain, found = trained(make, None), trained(make, {"defer": True})
     assert all(torch.equal(plain[name], found[name]) for name in plain)
-
-
-@pytest.mark.parametrize("make", JUDGED, ids=lambda make: make.__name__)
-def test_what_cannot_be_split_is_left_to_step(
-    make: Callable[[Any], torch.optim.Optimizer], caplog: pytest.LogCaptureFixture
-) -> None:
-    plain = trained(make, None)
-    with own_steps_are_judged():
-        found = trained(make, {"schedule": "backward"})
-    assert all(torch.equal(plain[name], found[name]) for name in plain)
-    (said,) = caplog.messages
-    assert said.startswith(f"{make.__name__}: ")
-    assert JUDGED[make] in said
-    assert "Every step is left to optimizer.step(), as in the plain loop" in said
 
 
 def test_what_cannot_be_put_back_is_refused_with_the_way_out() -> None:

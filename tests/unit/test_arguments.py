@@ -78,7 +78,6 @@ NOTHING: dict[str, Value] = {
     "a fraction": lambda g: 1.5,
     "a flag": lambda g: True,
 }
-NUMBERS = {"a number", "a huge number", "a fraction"}
 FLAGS = {"a flag"}
 Verb = Callable[[Given, Any], Any]
 # The argument as messages name it, the error, the verb, and the values that are right.

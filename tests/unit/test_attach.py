@@ -1,6 +1,5 @@
 """What attach refuses: a typed error that names the parameter and the cure, and no hook left behind."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -8,10 +7,8 @@ import torch
 from torch import nn
 
 import instep
-from instep._optim.kinds import read_by_update
-from instep.errors import AttachError, HyperparameterChangedError, UnsupportedOptimizerError
-from tests.cases import Blocks, batch, weights
-from tests.judged import own_steps_are_judged
+from instep.errors import AttachError, HyperparameterChangedError
+from tests.cases import Blocks, batch
 
 # Not by a thread: while one that has just been started runs, it may be that one that draws.
 pytestmark = pytest.mark.timeout(600, method="signal")
@@ -23,25 +20,6 @@ def hooks_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> list[int]:
     counts += [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]
     counts += [len(o._optimizer_step_pre_hooks) + len(o._optimizer_step_post_hooks) for o in optimizers]
     return counts
-
-
-class Coupled(torch.optim.Optimizer):
-    """Scales every update by the norm of all gradients together, from step ``after`` on."""
-
-    def __init__(self, params: Any, after: int = 0) -> None:
-        super().__init__(params, {"lr": 0.1, "scale": 1.0})
-        self.after = after
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        self.after -= 1
-        for group in self.param_groups:
-            grads = [p.grad for p in group["params"] if p.grad is not None]
-            if grads and self.after < 0:
-                group["scale"] = torch.stack([g.norm() for g in grads]).norm().item()
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad, alpha=group["lr"] / group["scale"])
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -119,25 +97,6 @@ def test_nothing_but_frozen_parameters() -> None:
         instep.attach(FROZEN, sgd(FROZEN.parameters()), schedule="backward")
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"schedule": "sideways"}, "schedule='sideways'"),
-        ({"bucket_bytes": 0}, "bucket_bytes"),
-        ({"bucket_bytes": 1.5}, "bucket_bytes"),
-        ({"bucket_bytes": True}, "bucket_bytes"),
-    ],
-)
-def test_bad_options(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(AttachError, match=words):
-        instep.attach(MODEL, sgd(MODEL.parameters()), **{"schedule": "backward", **options})
-
-
-def test_a_model_that_is_no_module() -> None:
-    with pytest.raises(AttachError, match="Module"):
-        instep.attach(MODEL.forward, sgd(MODEL.parameters()), schedule="backward")  # type: ignore[arg-type]
-
-
 def test_a_lazy_module() -> None:
     model = nn.Sequential(nn.LazyLinear(4))
     with pytest.raises(AttachError, match="lazy"):
@@ -171,130 +130,6 @@ def test_a_failure_in_the_middle_of_registration_leaves_nothing(monkeypatch: pyt
         instep.attach(model, optimizer, schedule="backward")
     assert hooks_of(model, optimizer) == before
     assert instep.attached(model) is None
-
-
-class Clipped(torch.optim.SGD):
-    """Couples parameters without leaving a trace."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        nn.utils.clip_grad_norm_(params, 0.1)
-        return super().step()
-
-
-class Noisy(torch.optim.SGD):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad.add_(torch.randn_like(p))
-        return super().step()
-
-
-class NeedsGradients(torch.optim.SGD):
-    def step(self, closure: Any = None) -> Any:
-        torch.stack([p.grad.norm() for group in self.param_groups for p in group["params"] if p.grad is not None])
-        return super().step()
-
-
-class CountsInPlace(torch.optim.SGD):
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr=lr)
-        self.seen = {"steps": 0}
-
-    def step(self, closure: Any = None) -> Any:
-        self.seen["steps"] += 1
-        return super().step()
-
-
-@pytest.mark.parametrize(
-    ("cls", "words"),
-    [
-        (Clipped, "gets other values when it is stepped without the others"),
-        (Noisy, "draws random numbers in step()"),
-        (NeedsGradients, "raises when no parameter has a gradient"),
-        (CountsInPlace, None),
-    ],
-)
-def test_an_optimizer_of_unknown_make_is_judged_by_its_first_steps(cls: Any, words: str | None) -> None:
-    found = []
-    for attached in (False, True):
-        torch.manual_seed(0)
-        model = Blocks()
-        optimizer = cls(model.parameters(), lr=0.1)
-        before, random = copy.deepcopy(read_by_update(optimizer)), torch.get_rng_state()
-        with own_steps_are_judged():
-            overlap = instep.attach(model, optimizer, schedule="backward", bucket_bytes=2_000) if attached else None
-        # Nothing is tried at attach.
-        assert read_by_update(optimizer) == before
-        assert torch.equal(torch.get_rng_state(), random)
-        assert not optimizer.state
-        for i in range(4):
-            model(batch(i)[0]).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        steps = getattr(optimizer, "seen", {"steps": 4})["steps"]
-        found.append([*weights(model), torch.get_rng_state(), torch.tensor(steps)])
-        if overlap is not None:
-            said = " ".join(overlap.plan.judged)
-            assert bool(said) == (words is not None)
-            assert words is None or f"left to optimizer.step(): {cls.__name__}: " in said
-            assert words is None or words in said
-            overlap.detach()
-    assert all(map(torch.equal, *found))
-
-
-@pytest.mark.parametrize("after", [0, 1])
-def test_an_update_that_couples_parameters_is_left_to_step(after: int) -> None:
-    """From its first update on, which is compared parameter by parameter, or from the second one on."""
-    found = []
-    for attached in (False, True):
-        torch.manual_seed(0)
-        model = Blocks()
-        optimizer = Coupled(model.parameters(), after=after)
-        with own_steps_are_judged():
-            overlap = instep.attach(model, optimizer, schedule="backward", bucket_bytes=2_000) if attached else None
-        for i in range(4):
-            model(batch(i)[0]).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append([*weights(model), torch.tensor(optimizer.param_groups[0]["scale"]), torch.tensor(optimizer.after)])
-        if overlap is not None:
-            assert "Coupled: updates param_groups[0]['scale'] in a way" in str(overlap.plan.judged)
-            overlap.detach()
-    assert all(map(torch.equal, *found))
-
-
-def test_an_update_that_couples_parameters_later_is_refused_at_the_first_disagreement() -> None:
-    model = Blocks()
-    optimizer = Coupled(model.parameters(), after=20)
-    with instep.attach(model, optimizer, bucket_bytes=500, schedule="backward"):
-        for i in range(20):
-            model(batch(i)[0]).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        with pytest.raises(UnsupportedOptimizerError, match=r"Coupled.*'scale'"):
-            model(batch(0)[0]).sum().backward()
-        with pytest.raises(instep.errors.TornStepError):
-            optimizer.step()
-
-
-def test_parts_of_one_model_are_attached_separately() -> None:
-    model = Blocks()
-    optimizers = [sgd(model.blocks.parameters()), sgd([*model.inner.parameters(), *model.outer.parameters()])]
-    with (
-        instep.attach(model.blocks, optimizers[0], schedule="backward"),
-        instep.attach(model, optimizers[1], schedule="backward") as overlap,
-    ):
-        assert instep.attached(model) is overlap
-        for i in range(2):
-            model(batch(i)[0]).sum().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        assert overlap.step_count == 2
 
 
 def test_the_state_of_a_step() -> None:

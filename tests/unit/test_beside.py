@@ -1,6 +1,5 @@
 """Updates that run beside the loop, on a thread of their own: Muon's, and what is asked for first is done first."""
 
-import gc
 import threading
 from functools import partial
 from heapq import heappush
@@ -207,24 +206,3 @@ def test_a_task_that_is_given_to_a_thread_that_has_just_ended_is_run(monkeypatch
     task.wait()
     worker.stop()
     assert runs == [1]
-
-
-@needs_muon
-def test_what_was_left_undone_is_done_when_the_optimizers_are_gone() -> None:
-    """Its switch was another when its turn came, and nobody waits for it any more."""
-    plain, other = Loop(), Loop()
-    plain.step(0)
-    overlap = instep.attach(other.model, other.optimizers, defer=True)
-    worker = schedule_of(overlap)._deferred.worker
-    before, gate = bool(torch.backends.mkldnn.enabled), threading.Event()
-    worker.run(partial(waits, gate), float("-inf"))
-    other.step(0)
-    switch(not before)
-    gate.set()
-    worker_is_through(worker)
-    switch(before)
-    other.optimizers.clear()
-    gc.collect()
-    worker_is_through(worker)
-    weights = zip(plain.model.parameters(), other.model.parameters(), strict=True)
-    assert all(torch.equal(a, b) for a, b in weights)

@@ -13,7 +13,7 @@ from torch._dynamo import compiled_autograd
 from torch.nn.parallel import DistributedDataParallel
 
 from instep._optim.kinds import undecorated_step
-from instep._torch.engine import Backward, EndOfBackward, Phase, call_at_end, current, graph_task, is_compiled, runs
+from instep._torch.engine import Backward, Phase, call_at_end, current, graph_task, is_compiled, runs
 
 
 def test_graph_task_numbers_the_running_backward() -> None:
@@ -268,12 +268,6 @@ def test_runs_tells_which_parameters_backward_comes_to() -> None:
     assert found(lambda loss: loss.backward(inputs=[used.bias])) == [False, True, False]
     assert found(lambda loss: torch.autograd.grad(loss, x)) == [False] * 3
     assert found(lambda loss: torch.autograd.grad(loss, [used.weight, x])) == [False] * 3
-
-
-def test_what_was_interrupted_while_it_was_made_can_be_dropped() -> None:
-    half = object.__new__(EndOfBackward)
-    del half  # warnings are errors: one that is ignored in __del__, too
-    gc.collect()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])

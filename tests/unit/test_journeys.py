@@ -19,7 +19,7 @@ from tests.journeys import WAYS, Loop, Road, of_a_bucket, of_an_iteration
 BOUNDS = {
     # Files, calls.
     "bucket": (16, 86),
-    "backward": (27, 384),
+    "backward": (27, 387),
     "forward": (30, 729),
     "default": (10, 30),
     "undo": (31, 861),

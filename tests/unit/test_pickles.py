@@ -61,10 +61,6 @@ def saved(what: object) -> tuple[bytes, bytes]:
     return file.getvalue(), archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
 
 
-def loaded(file: bytes) -> Any:
-    return torch.load(io.BytesIO(file), weights_only=False)
-
-
 @pytest.mark.parametrize("what", WHAT)
 @pytest.mark.parametrize("point", ["attached", "stepped", "backward"])
 @pytest.mark.parametrize("way", OPTIONS)

@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pipeline_model import WAYS, Action, Kind, Pipeline, Stage, Steady, WayName, steady
 
 ONE = Stage(1.0, 1.0, 1.0, 1.0)
@@ -141,47 +139,3 @@ def test_what_cannot_be(ranks: Sequence[str], stages: Sequence[Stage], options: 
 def test_no_time_is_negative() -> None:
     with pytest.raises(ValueError, match="negative"):
         Stage(1.0, 1.0, 1.0, -1.0)
-
-
-def one_forward_one_backward(ranks: int, micro_batches: int, *, halved: bool) -> dict[int, list[Action]]:
-    found: dict[int, list[Action]] = {rank: [] for rank in range(ranks)}
-    for rank, actions in found.items():
-        ahead = min(micro_batches, ranks - rank)
-        actions += [Action(rank, "F", number) for number in range(ahead)]
-        for number in range(micro_batches):
-            kinds: list[Kind] = ["I", "W"] if halved else ["B"]
-            actions += [Action(rank, kind, number) for kind in kinds]
-            if number + ahead < micro_batches:
-                actions.append(Action(rank, "F", number + ahead))
-    return found
-
-
-# In quarters of a second, which floats add up exactly.
-quarters = st.integers(0, 16).map(lambda number: number / 4)
-
-
-@st.composite
-def pipelines(draw: st.DrawFn) -> Pipeline:
-    ranks, micro_batches = draw(st.integers(1, 4)), draw(st.integers(1, 5))
-    actions = one_forward_one_backward(ranks, micro_batches, halved=draw(st.booleans()))
-    stages = [Stage(*draw(st.tuples(quarters, quarters, quarters, quarters))) for _ in range(ranks)]
-    return Pipeline(actions, stages, draw(quarters), draw(quarters))
-
-
-@settings(deadline=None)
-@given(pipelines())
-def test_what_holds_of_every_pipeline(pipeline: Pipeline) -> None:
-    found = {way: steady(way, pipeline) for way in WAYS}
-    least, steps = found["no optimizer"].seconds, sum(stage.step for stage in pipeline.stages)
-    assert found["plain"].seconds <= least + steps + 1e-9
-    for one in found.values():
-        assert one.seconds >= least - 1e-9
-        for stage, seconds in one.exposed.items():
-            assert 0 <= seconds <= pipeline.stages[stage].step
-    # One stage a rank: its last action is its last backward, whichever way it is stepped.
-    assert found["backward"] == found["plain"]
-    assert found["plain, clipped"].seconds >= found["plain"].seconds - 1e-9
-    busiest = max(
-        sum(pipeline.stages[action.stage].of(action.kind) for action in actions) for actions in pipeline.order.values()
-    )
-    assert least >= busiest - 1e-9

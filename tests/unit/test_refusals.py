@@ -1,7 +1,6 @@
 """Loops that would silently train wrong raise instead, before anything more is written."""
 
 import copy
-import io
 import pickle
 import sys
 from typing import Any
@@ -9,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.parametrize import register_parametrization
-from torch.nn.utils.prune import l1_unstructured
 from torch.utils.checkpoint import checkpoint
 
 import instep
@@ -52,15 +49,6 @@ def loss_of(model: nn.Module, seed: int = 0) -> torch.Tensor:
 
 def assert_untouched(model: nn.Module, before: list[torch.Tensor]) -> None:
     assert all(map(torch.equal, weights(model), before))
-
-
-def test_a_second_backward_without_accumulate(model: nn.Module, overlap: Any) -> None:
-    first, second = loss_of(model, 0), loss_of(model, 1)
-    first.backward()
-    before = weights(model)
-    with pytest.raises(AccumulationError, match=r"accumulate\(\)"):
-        second.backward()
-    assert_untouched(model, before)
 
 
 def test_a_second_backward_that_reaches_fresh_parameters_first(overlap: Any, model: nn.Module) -> None:
@@ -118,25 +106,6 @@ def test_outputs_deep_in_the_graph_are_no_second_backward(reentrant: bool) -> No
         assert overlap.step_count == 3
 
 
-def test_a_forward_before_the_step_was_committed(model: nn.Module, overlap: Any) -> None:
-    loss_of(model).backward()
-    with pytest.raises(UncommittedStepError, match=r"optimizer.step\(\)"):
-        model(batch(1)[0])
-    assert issubclass(UncommittedStepError, AccumulationError)
-
-
-def test_a_graph_that_is_used_twice(model: nn.Module, optimizer: Any, overlap: Any) -> None:
-    loss = loss_of(model)
-    loss.backward(retain_graph=True)
-    before = weights(model)
-    with pytest.raises(AccumulationError):
-        loss.backward()
-    assert all(map(torch.equal, before, weights(model)))
-    with pytest.raises(TornStepError):  # the plain loop steps by both
-        optimizer.step()
-    assert overlap.step_count == 0
-
-
 @pytest.mark.parametrize(
     "touch",
     [
@@ -170,20 +139,6 @@ def test_a_spent_gradient_can_be_looked_at_but_not_read(model: Any, overlap: Any
     assert grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("form", [{}, {"fused": True}, {"foreach": True}])
-def test_gradscaler(model: nn.Module, form: dict[str, Any]) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **form)
-    with instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward"):
-        scaler = torch.amp.GradScaler("cpu")
-        scaler.scale(loss_of(model)).backward()
-        with pytest.raises(SpentGradientError, match="GradScaler"):
-            scaler.step(optimizer)
-        with pytest.raises(TornStepError, match="scaled"):
-            optimizer.step()
-        with pytest.raises(TornStepError):
-            model(batch(0)[0])
-
-
 def test_a_clip_in_a_step_pre_hook_sees_spent_gradients_whenever_it_was_registered(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
@@ -198,17 +153,6 @@ def test_a_clip_in_a_step_pre_hook_sees_spent_gradients_whenever_it_was_register
             optimizer.step()
 
 
-def test_a_clip_inside_a_closure(model: nn.Module, optimizer: torch.optim.Optimizer, overlap: Any) -> None:
-    def closure() -> Any:
-        loss = loss_of(model)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        return loss
-
-    with pytest.raises(SpentGradientError):
-        optimizer.step(closure)
-
-
 def test_a_hyperparameter_changed_between_backward_and_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, overlap: Any
 ) -> None:
@@ -218,35 +162,6 @@ def test_a_hyperparameter_changed_between_backward_and_step(
         optimizer.step()
     with pytest.raises(TornStepError):
         model(batch(0)[0])
-
-
-def test_a_hyperparameter_that_holds_much_is_named_in_short(
-    model: nn.Module, optimizer: torch.optim.Optimizer, overlap: Any
-) -> None:
-    loss_of(model).backward()
-    optimizer.param_groups[0]["extra"] = [torch.ones(30, 30) for _ in range(30)]
-    with pytest.raises(HyperparameterChangedError, match=r"param_groups\[0\]\['extra'\] changed to \[tensor") as raised:
-        optimizer.step()
-    assert len(str(raised.value)) < 1000
-
-
-def test_a_tensor_hyperparameter_changed_in_place(model: nn.Module) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), foreach=False)
-    with instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward"):
-        loss_of(model).backward()
-        optimizer.param_groups[0]["lr"].fill_(0.5)
-        with pytest.raises(HyperparameterChangedError):
-            optimizer.step()
-
-
-def test_gradients_cleared_between_backward_and_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, overlap: Any
-) -> None:
-    """The plain loop would not step at all."""
-    loss_of(model).backward()
-    optimizer.zero_grad()
-    with pytest.raises(SpentGradientError, match=r"cleared or replaced.*zero_grad"):
-        optimizer.step()
 
 
 def write_in_place(model: nn.Module) -> None:
@@ -285,13 +200,6 @@ def test_weights_used_between_backward_and_step(
     model.inner.weight.norm()
 
 
-def test_what_is_known_of_weights_between_backward_and_step(model: Any, overlap: Any) -> None:
-    loss_of(model).backward()
-    assert model.inner.weight.shape == (24, 16)
-    assert sum(p.numel() for p in model.parameters() if p.requires_grad) > 0
-    assert isinstance(model.inner.weight, nn.Parameter)
-
-
 def test_a_weight_written_through_an_alias_between_backward_and_step(
     model: Any, optimizer: torch.optim.Optimizer, overlap: Any
 ) -> None:
@@ -303,23 +211,6 @@ def test_a_weight_written_through_an_alias_between_backward_and_step(
         optimizer.step()
     with pytest.raises(TornStepError):
         model(batch(0)[0])
-
-
-def test_state_loaded_between_backward_and_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, overlap: Any
-) -> None:
-    before = copy.deepcopy(optimizer.state_dict())
-    loss_of(model).backward()
-    with pytest.raises(UncommittedStepError, match=r"load_state_dict\(\) of AdamW was called between"):
-        optimizer.load_state_dict(before)
-
-
-def test_a_part_of_the_model_called_by_itself(model: Any, optimizer: torch.optim.Optimizer, overlap: Any) -> None:
-    loss_of(model).backward()
-    with pytest.raises(UncommittedStepError):
-        model.inner(batch(0)[0])
-    optimizer.step()
-    model.inner(batch(0)[0])
 
 
 @pytest.mark.parametrize(
@@ -460,94 +351,6 @@ def test_another_optimizer_of_the_same_parameters_that_is_not_attached(way: dict
     assert all(map(torch.equal, *found))
 
 
-def prune(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    l1_unstructured(model.get_submodule("inner"), "weight", 0.3)
-
-
-def give_another_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    register_parametrization(model.get_submodule("inner"), "weight", nn.Identity())
-
-
-def give_both_another(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    inner: Any = model.get_submodule("inner")
-    old, new = inner.weight, nn.Parameter(inner.weight.detach() * 0.5)
-    inner.weight = new
-    for group in optimizer.param_groups:
-        group["params"] = [new if p is old else p for p in group["params"]]
-
-
-@pytest.mark.parametrize(
-    "way",
-    [{"schedule": "backward"}, {"schedule": "backward", "undo": True}, {"schedule": "forward", "defer": True}],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (prune, "another name"),
-        (give_another_name, "another name"),
-        (give_both_another, "the optimizer holds the new one"),
-    ],
-)
-def test_what_to_do_where_the_optimizer_holds_what_trains(change: Any, said: str, way: dict[str, Any]) -> None:
-    """The advice is followed: what comes is the plain loop's."""
-    found = []
-    for options in (None, way):
-        torch.manual_seed(0)
-        model = Blocks()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        overlap = None if options is None else instep.attach(model, optimizer, **options)
-        for i in range(4):
-            if i == 2:
-                if overlap is not None:
-                    overlap.synchronize()  # register_parametrization sets parameters past the watch (docs/forward.md)
-                change(model, optimizer)
-            if i == 2 and overlap is not None:
-                with pytest.raises(StaleAttachmentError, match=f"{said}.*attach again, with the same optimizer"):
-                    model(batch(i)[0])
-                overlap.detach()
-                overlap = instep.attach(model, optimizer, **way)
-            nn.functional.cross_entropy(model(batch(i)[0]), batch(i)[1]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        if overlap is not None:
-            overlap.detach()
-        found.append([p.detach() for p in model.parameters()])
-    assert all(map(torch.equal, *found))
-
-
-@pytest.mark.parametrize(
-    "duplicate",
-    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), lambda m: torch_save_and_load(m)],
-    ids=["deepcopy", "pickle", "torch.save"],
-)
-def test_a_copy_is_not_attached_and_does_not_drive_the_original(
-    model: nn.Module, optimizer: torch.optim.Optimizer, overlap: Any, duplicate: Any
-) -> None:
-    twin = duplicate(model)
-    before = weights(model)
-    assert instep.attached(twin) is None
-    loss_of(twin).backward()
-    loss_of(twin).backward()
-    assert all(type(p.grad) is torch.Tensor for p in twin.parameters())
-    assert_untouched(model, before)
-    assert overlap.step_count == 0
-    twin_optimizer = copy.deepcopy(optimizer)
-    twin_optimizer.step()
-    loss_of(model).backward()
-    twin(batch(0)[0])  # the original is in the middle of a step, the copy is not
-    optimizer.step()
-    assert overlap.step_count == 1
-
-
-def torch_save_and_load(model: nn.Module) -> nn.Module:
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    loaded: nn.Module = torch.load(buffer, weights_only=False)
-    return loaded
-
-
 def test_reentrant_checkpointing_that_visits_a_parameter_twice(
     model: Any, optimizer: torch.optim.Optimizer, overlap: Any
 ) -> None:
@@ -606,21 +409,6 @@ def test_a_backward_that_raises_after_a_bucket_was_stepped_is_torn(
     assert overlap.step_count == 2  # the torn one counts
 
 
-def test_a_backward_that_raises_before_anything_was_stepped_leaves_the_plain_loop(
-    model: Any, optimizer: torch.optim.Optimizer
-) -> None:
-    with instep.attach(model, optimizer, schedule="backward") as overlap:  # one bucket: never full
-        x = Boom.apply(model.inner(batch(0)[0]))
-        before = weights(model)
-        with pytest.raises(ValueError, match="boom"):
-            model.outer(x).sum().backward()
-        assert_untouched(model, before)
-        optimizer.zero_grad()
-        loss_of(model).backward()
-        optimizer.step()
-        assert overlap.step_count == 1
-
-
 class Fails(torch.optim.SGD):
     """Raises when it is about to step a parameter of the given shape."""
 
@@ -633,18 +421,6 @@ class Fails(torch.optim.SGD):
             if any(tuple(p.shape) == self.shape and p.grad is not None for p in group["params"]):
                 raise ZeroDivisionError("the update")
         return super().step(closure)
-
-
-def test_an_error_in_the_update_surfaces_from_backward_with_its_own_type(model: Any) -> None:
-    optimizer = Fails(model.parameters(), (24, 16))
-    with instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward") as overlap:
-        with pytest.raises(ZeroDivisionError, match="the update"):
-            loss_of(model).backward()
-        with pytest.raises(TornStepError, match="ZeroDivisionError: the update") as torn:
-            model(batch(0)[0])
-        assert isinstance(torn.value.__cause__, ZeroDivisionError)
-        assert "inner.weight" in torn.value.unsure
-        overlap.accept_torn()
 
 
 def test_an_error_in_the_flush_is_torn(model: Any) -> None:
