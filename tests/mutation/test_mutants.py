@@ -14,6 +14,12 @@ ZERO = "tests/distributed/test_zero.py"
 
 MUTANTS = [
     Mutant(
+        "interrupts: an exception that is kept tells a later backward",
+        "_run",
+        "            _drop_ends()\n",
+        "            pass\n",
+    ),
+    Mutant(
         "beside backward: a graph that has saved an old weight is not told",
         "UpdatesBeside.hand_over",
         "        torch.autograd.graph.increment_version(bucket.tensors())\n",
@@ -3729,7 +3735,7 @@ MUTANTS = [
     Mutant(
         "signals: one that comes while handlers are exchanged leaves some",
         "_Waiting.__init__",
-        "            self.release()\n",
+        "            self._put_back()\n",
         "",
     ),
     Mutant(

@@ -1,5 +1,6 @@
 """Handlers of signals wait while a step is changed, and what ends that nevertheless is told."""
 
+import gc
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -204,7 +205,12 @@ def test_an_exception_that_is_kept_tells_no_later_backward() -> None:
         optimizer.zero_grad()
         overlap.accept_torn()
         iterate()
-        model.get_parameter("0.weight").register_hook(lambda _: kept.clear())
+
+        def frees(_: torch.Tensor) -> None:
+            kept.clear()
+            gc.collect()
+
+        model.get_parameter("0.weight").register_hook(frees)
         iterate()
         overlap.require_committed()
 

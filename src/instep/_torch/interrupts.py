@@ -52,7 +52,8 @@ class _Waiting:
                 self._before[number] = _handler_of(number)
                 _set_handler(number, self._note)
         except BaseException:  # of a handler that is not among them yet
-            self.release()
+            self._waits = False
+            self._put_back()
             raise
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -60,6 +61,12 @@ class _Waiting:
             self._came.append(number)
         else:
             self._before[number](number, frame)
+
+    def _put_back(self) -> None:
+        """Where ``release`` was ended. Once: where the interpreter ends there are no handlers any more."""
+        for number, handler in self._before.items():
+            if _handler_of(number) == self._note:
+                _set_handler(number, handler)
 
     def release(self) -> None:
         """Put the handlers back, and run those whose signal has come. Raises what they raise."""
@@ -69,7 +76,7 @@ class _Waiting:
                 if _handler_of(number) == self._note:  # else somebody has set another one meanwhile
                     _set_handler(number, handler)
         except BaseException:  # of one that came meanwhile
-            self.release()
+            self._put_back()
             raise
         if self._came:
             with ExitStack() as stack:  # each is run, also where one before it has raised
