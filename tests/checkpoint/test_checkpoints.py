@@ -191,6 +191,7 @@ def test_what_is_no_state_is_refused() -> None:
         ({}, "has no 'step_count'"),
         ({key: value for key, value in good.items() if key != "whole"}, "has no 'whole'"),
         ({**good, "whole": False}, "was saved in the middle of step 3"),
+        *(({**good, "step_count": count}, "is no number of steps") for count in (-1, "3", 3.5, True)),
         ({**good, "seed": 3}, "random='keyed', seed=3, and this model is attached with no random='keyed'"),
     ]:
         with pytest.raises(CheckpointError, match=said):

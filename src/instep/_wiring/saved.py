@@ -51,6 +51,8 @@ def load_state(parts: Parts, state: Mapping[str, Any], stages: int) -> None:
     for key in _KEYS:
         if key not in state:
             raise CheckpointError(f"state_dict has no {key!r}: give what overlap.state_dict() has returned")
+    if type(state[STEPS]) is not int or state[STEPS] < 0:
+        raise CheckpointError(f"state_dict has {STEPS!r}: {state[STEPS]!r}, which is no number of steps")
     schedule, clipping, draws = parts.schedule, parts.clipping, parts.draws
     if not state[WHOLE]:
         raise CheckpointError(
