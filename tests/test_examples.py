@@ -69,5 +69,5 @@ def test_the_notebook_ends_in_a_report(tmp_path: Path) -> None:
     assert not [output.text for output in outputs if output.get("name") == "stderr" and "wrote" not in output.text]
     page = outputs[-1].data["text/html"]
     assert page.startswith("<iframe srcdoc=")
-    for words in ("gradients at once", "exposed step", "MiB"):
+    for words in ("gradients at once", "step, exposed", "MiB"):
         assert words in page
