@@ -19,10 +19,10 @@ from tests.journeys import WAYS, Loop, Road, of_a_bucket, of_an_iteration
 BOUNDS = {
     # Files, calls.
     "bucket": (16, 86),
-    "backward": (27, 387),
-    "forward": (30, 729),
+    "backward": (27, 390),
+    "forward": (30, 733),
     "default": (10, 30),
-    "undo": (31, 861),
+    "undo": (31, 863),
 }
 ATTACH = {"backward": 40, "forward": 42, "default": 42, "undo": 41}
 
