@@ -467,7 +467,7 @@ class ForwardSchedule(Schedule):
         deferring: Deferring,
     ) -> None:
         super().__init__(step)
-        step.lock.torn_by = step.calling.torn_by = weakly(self._ended_anywhere)
+        step.lock.torn_by = step.round.lock.torn_by = weakly(self._ended_anywhere)
         self.measuring = MeasuringSink(step.accumulation, step.passes.clipping, step.times)
         self._deferred = DeferredBuckets(self._step, self)
         self._reading = reading

@@ -373,7 +373,7 @@ class BackwardSchedule(BucketSink):
         else:
             writes = TrialWrites(step, undo, scale, self)
         super().__init__(step, writes, deferring)
-        step.lock.torn_by = step.calling.torn_by = weakly(self._ended_anywhere)
+        step.lock.torn_by = step.round.lock.torn_by = weakly(self._ended_anywhere)
         step.ledger.votes.follows_writes = True
         self.calls: BackwardCalls = BackwardCalls(step, writes, WeakMethod(self._note_updates))
 

@@ -47,6 +47,7 @@ from instep._optim.stepper import Stepper
 from instep._optim.undo import keep_all, keep_beside
 from instep._ranks.votes import StepVotes
 from instep._torch.engine import graph_task
+from instep._torch.interrupts import StepLock
 from instep._torch.placeholders import HeldGradient, Placeholder
 from instep._torch.versions import versions_of
 from instep._torch.watch import SET_GRAD
@@ -381,6 +382,8 @@ class Round:
     """The calls of ``optimizer.step()``, one for each optimizer with gradients, that make up one step.
 
     Attributes:
+        lock: held in place of the step's where ``step()`` is prepared, and the optimizer's own code runs: that may run a
+            backward, whose hooks take the step's, on an accelerator on the engine's own threads.
         steppers_left: the optimizers with gradients of this step whose ``step()`` has not returned.
         stepper: of the optimizer whose ``step()`` runs, or was ended by an error that nobody has noticed yet.
         takes_step: whether the step is taken; ``None``: not known yet.
@@ -389,6 +392,7 @@ class Round:
     """
 
     def __init__(self) -> None:
+        self.lock = StepLock()
         self.steppers_left: set[Stepper] = set()
         self.stepper: Stepper | None = None
         self.takes_step: bool | None = None

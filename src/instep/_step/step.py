@@ -47,8 +47,6 @@ class RunningStep:
             backward was seen to begin.
         gather: with ``shard_state``, where each rank steps its own shard of parameters: gets the others' shards.
         lock: held by whoever changes any of this.
-        calling: held in its place where ``optimizer.step()`` is prepared, and the optimizer's own code runs: it may run
-            a backward, whose hooks take ``lock``, on an accelerator on the engine's own threads.
     """
 
     def __init__(
@@ -74,7 +72,6 @@ class RunningStep:
         self.has_gradients = False
         self.gather: Gather | None = None
         self.lock = StepLock()
-        self.calling = StepLock()
 
     @property
     def number(self) -> int:

@@ -62,7 +62,7 @@ class StepCalls:
             self._note_at_rest(raised=True)
         step.backwards.drain_failed()  # which waits for threads of the engine, that may wait for the lock
         step.lock.look_for_handlers()
-        step.calling.look_for_handlers()
+        step.round.lock.look_for_handlers()
         if step.round.stepper is not None:
             with step.lock:
                 self._end_raised(step.round.stepper)  # another call
@@ -73,7 +73,7 @@ class StepCalls:
 
     def before_update(self, stepper: Stepper) -> None:
         """``optimizer.step()`` is about to update, after its closure."""
-        with self._step.calling:
+        with self._step.round.lock:
             if self._step.round.stepper is stepper:
                 return  # a closure that is called more than once
             if stepper.keyed is not None:
