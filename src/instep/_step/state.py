@@ -382,8 +382,8 @@ class Round:
     """The calls of ``optimizer.step()``, one for each optimizer with gradients, that make up one step.
 
     Attributes:
-        lock: held in place of the step's where ``step()`` is prepared, and the optimizer's own code runs: that may run a
-            backward, whose hooks take the step's, on an accelerator on the engine's own threads.
+        lock: held in place of the step's where ``step()`` is prepared, and the optimizer's own code runs: that may run
+            a backward, whose hooks take the step's, on an accelerator on the engine's own threads.
         steppers_left: the optimizers with gradients of this step whose ``step()`` has not returned.
         stepper: of the optimizer whose ``step()`` runs, or was ended by an error that nobody has noticed yet.
         takes_step: whether the step is taken; ``None``: not known yet.
