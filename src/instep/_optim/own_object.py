@@ -194,7 +194,7 @@ class OwnObject:
         try:
             for parameter, _, gradient in lent:
                 parameter.grad = gradient
-            with self._lock:  # and handlers of signals wait for that of the step
+            with self._lock:  # and handlers of signals wait for that of the step, or of its calls
                 if not self.belongings.rests:
                     # By a hook of this backward, between two buckets: taken back after this one, it would be lost.
                     self.beside.require_unchanged()

@@ -489,7 +489,7 @@ class PartsOfUpdate:
         """Each part, while all others are disturbed."""
         self._put_around_back()
         others = _Others(self._by_optimizer())
-        # Handlers of signals wait for the lock of the step: one that reads weights would find them disturbed.
+        # Handlers of signals wait for the lock of the call: one that reads weights would find them disturbed.
         try:
             for part in self._parts if self.reason is None else ():
                 others.set_apart(part.tensors())

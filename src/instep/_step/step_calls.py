@@ -7,7 +7,8 @@
                        optimizer that has gradients the step is committed (``_committed``).
     ``end_stopped``    An error has ended ``step()``, and somebody uses what it has left.
 
-Each of them holds the step's lock. In between runs the optimizer's own ``step()``, which any error may end.
+Each of them holds a lock: ``before_update``, in which the optimizer's own code may run, that of the round, and the
+others that of the step. In between runs the optimizer's own ``step()``, which any error may end.
 
 Where the schedule rests, a call is ``begin_at_rest`` and ``returned`` alone: torch takes it, and it is counted.
 """

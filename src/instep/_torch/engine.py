@@ -449,9 +449,10 @@ def _run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     try:
         return _engine_run(outputs, *args, **kwargs)
     except BaseException as error:
+        instead = None
         if graph_task() is None:
             _drop_ends()
-        instead = None if graph_task() is not None else _tell_of_error(error, outputs, args, kwargs)
+            instead = _tell_of_error(error, outputs, args, kwargs)
         try:
             if instead is not None:
                 raise instead from error

@@ -6,8 +6,9 @@ of instep's, with a bucket half stepped.
 
 - *In the loop's own code* (its hooks, its modules, its closure, what it does between two calls) it is an error like any
   other: of that backward, forward or ``step()``.
-- *While a thread holds the lock of a step*, which it does wherever it changes the step, handlers wait until it lets go:
-  there every bucket is stepped or is not, and noted. What the handler raises is then an error of the hook.
+- *While a thread holds the lock of a step*, which it does wherever it changes the step, or that of its calls
+  (``Round.lock``), handlers wait until it lets go: there every bucket is stepped or is not, and noted. What the handler
+  raises is then an error of the hook.
 - *What ends these lines nevertheless* tears the step, and every use says so: a second Ctrl-C, which does not wait (the
   first may wait for another thread, or for another rank), and an exception that another thread has sent.
 
@@ -23,8 +24,8 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
-# ``signal.signal`` is this function, and makes an enum of what it returns: 3.5 µs, where this one takes 0.3. It is
-# called four times for each bucket.
+# ``signal.signal`` and ``getsignal`` are these functions, and make enums of what they return, which takes ten times as
+# long. Both are called twice for each signal where a lock is taken and given back.
 _set_handler: Callable[[int, object], object] = _signal.signal
 _handler_of: Callable[[int], Any] = _signal.getsignal
 
