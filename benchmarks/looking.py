@@ -11,6 +11,7 @@ processor, as ratios to the plain loop's; above 1 is faster.
 """
 
 import argparse
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -170,6 +171,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="timed steps of each loop; by default the case's own number")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # no worker has a core of its own
     print("| | by hand | instep | plain again |\n|---|---|---|---|")
     for name, case in CASES.items():
         if arguments.cases not in name:

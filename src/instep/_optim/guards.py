@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import chain, repeat
+from itertools import accumulate, chain, repeat
 from operator import is_, length_hint, methodcaller
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from instep._optim.values import (
     ABSENT,
     PER_PARAMETER,
     SHORT,
+    address_of,
     alike,
     bytes_of,
     fingerprint,
@@ -53,19 +54,15 @@ class SettingsGuard(Stage):
         self.layout = layout
         self._switches = switches()
 
-    def look(self, optimizer: Optimizer, members_of: Sequence[Members]) -> None:
-        """Raise ``HyperparameterChangedError`` if a group was changed since the step's first update; or this is that of
-        the group.
-
-        Args:
-            members_of: each group, as ``GroupLayout.members_of`` has it.
-        """
-        for index, (members, _) in enumerate(members_of):
+    def look(self, optimizer: Optimizer, numbers: Iterable[int]) -> None:
+        """Raise ``HyperparameterChangedError`` if one of these groups was changed since the step's first update; or
+        this is that of the group."""
+        for index in numbers:
             live, used = optimizer.param_groups[index], self._groups.get(index)
             if used is not None:
                 if not used.is_of(live):
                     require_same(self._name, f"param_groups[{index}]", used, live)
-            elif members:
+            else:
                 snapshot = self._known.get(index)
                 if snapshot is None or not snapshot.is_of(live):
                     snapshot = Snapshot(live)
@@ -75,7 +72,7 @@ class SettingsGuard(Stage):
 
     @contextmanager
     def around(self, update: Update) -> Iterator[None]:
-        self.look(update.optimizer, update.members)
+        self.look(update.optimizer, numbers_of(update.members))
         yield
 
     def require_unchanged(self, optimizer: Optimizer) -> None:
@@ -105,6 +102,11 @@ class SettingsGuard(Stage):
 
     def end_step(self) -> None:
         self._groups = {}
+
+
+def numbers_of(members: Iterable[Members]) -> list[int]:
+    """The numbers of the groups that have some of a bucket."""
+    return [number for number, (mine, _) in enumerate(members) if mine]
 
 
 class Snapshot:
@@ -207,19 +209,6 @@ class Entries(NamedTuple):
             [*parameters], entries, list(map(length_hint, entries)), _names_of(entries), values, are_plain(values)
         )
 
-    def columns(self, names: Sequence[str]) -> list[list[torch.Tensor]] | None:
-        """One list for each of the ``names``, with a plain tensor of each entry. ``None``: an entry lacks one of them,
-        as before the first step, or holds something else too; or entries are not all alike, as some may be in a state
-        that was loaded."""
-        order = list(self.entries[0] or ())
-        count = len(order)
-        if not self.are_plain or self.names != order * len(self.entries) or {*self.sizes} != {count}:
-            return None
-        try:
-            return [self.values[order.index(name) :: count] for name in names]
-        except ValueError:
-            return None
-
 
 class EntriesAsLeft(NamedTuple):
     """Entries as an update has left them, to find out later whether somebody has written them.
@@ -296,32 +285,152 @@ _VALUES: Callable[[Any], Iterable[Any]] = methodcaller("values")
 _NONE = EntriesAsLeft([], [], [], [], [], [], [], [])
 
 
+class StateLayout:
+    """Which value of which entry stands where in a whole state. Kept from step to step while that has the same keys and
+    names: it refers to no tensor.
+
+    Attributes:
+        keys: by ``id``.
+        sizes: of each entry, how many values it has.
+        names: of all values, one entry after the other.
+    """
+
+    def __init__(self, keys: list[int], sizes: list[int], names: list[Any]) -> None:
+        self.keys, self.sizes, self.names = keys, sizes, names
+        self._shared: tuple[list[int], bool] = [], False
+        self._entry = {key: number for number, key in enumerate(keys)}
+        self._first = [0, *accumulate(sizes)]
+
+    def entries_of(self, parameters: Iterable[torch.Tensor]) -> list[int | None]:
+        """Which entries are theirs. ``None``: it has none."""
+        return list(map(self._entry.get, map(id, parameters)))
+
+    def column(self, entries: Iterable[int | None], name: str) -> list[int] | None:
+        """Where each of these entries has its value of this name. ``None``: one has none."""
+        try:
+            return [self.names.index(name, *self._place_of(number)) for number in entries]
+        except ValueError:
+            return None
+
+    def values_of(self, entry: int | None) -> slice:
+        """Where all values of an entry are."""
+        return slice(*self._place_of(entry))
+
+    def _place_of(self, entry: int | None) -> tuple[int, int]:
+        return (0, 0) if entry is None else (self._first[entry], self._first[entry + 1])
+
+    def share(self, values: Sequence[Any]) -> bool:
+        """Whether two of the ``values`` have the same memory. Asked of their objects once: as long as these are the
+        same, so is the answer."""
+        ids = list(map(id, values))
+        if ids != self._shared[0]:
+            tensors = [value for value in values if isinstance(value, torch.Tensor)]
+            self._shared = ids, len({address_of(t) or -id(t) for t in tensors}) < len(tensors)
+        return self._shared[1]
+
+
+class FoundState(NamedTuple):
+    """The whole state as a step has found it, before its first update: each question is one pass over all entries, for
+    which no parameter is hashed.
+
+    Attributes:
+        values: of all entries, in the order of the state.
+        are_plain: whether all values are tensors of torch's own two classes.
+        share: whether two of the values have the same memory: what one bucket writes is another's then, too.
+    """
+
+    layout: StateLayout
+    entries: list[Entry]
+    values: list[Any]
+    are_plain: bool
+    share: bool
+
+    @classmethod
+    def of(cls, state: Mapping[Any, Any], known: StateLayout | None) -> "FoundState":
+        """``known``: the layout of the step before."""
+        entries: list[Entry] = list(state.values())
+        keys, sizes, names = list(map(id, state)), list(map(length_hint, entries)), _names_of(entries)
+        if known is None or keys != known.keys or sizes != known.sizes or not _are(names, known.names):
+            known = StateLayout(keys, sizes, names)
+        values = _values_of(entries)
+        return cls(known, entries, values, are_plain(values), known.share(values))
+
+    def is_of(self, state: Mapping[Any, Any]) -> bool:
+        """Whether ``state`` has the same entries, with the same values."""
+        entries = list(state.values())
+        return (
+            _are(entries, self.entries)
+            and list(map(id, state)) == self.layout.keys
+            and _are(_names_of(entries), self.layout.names)
+            and list(map(length_hint, entries)) == self.layout.sizes
+            and _are(_values_of(entries), self.values)
+        )
+
+
+def _are(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether these are the very same objects."""
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
 class StateGuard(Stage):
     """The state of the parameters is, at ``optimizer.step()``, as their updates have left it.
 
     Attributes:
-        left: the entries of each bucket of this step, as its update has left them.
+        found: the whole state, as kernels find it in this step; ``None``: none is called.
+        left: the entries of each bucket of this step that no kernel has stepped, as its update has left them.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self.found: FoundState | None = None
         self.left: list[EntriesAsLeft] = []
+        # Of buckets that a kernel has stepped: parameters, which entries are theirs, and the versions of the tensors
+        # that it has read or written there.
+        self._stepped: list[tuple[Sequence[torch.Tensor], Sequence[int | None]]] = []
+        self._tensors: list[torch.Tensor] = []
+        self._versions: list[int] = []
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
-        self.left = []
+        self.end_step()
 
     @contextmanager
     def around(self, update: Update) -> Iterator[None]:
         yield
-        self.note(Entries.of(update.owned, update.optimizer.state))
+        self.left.append(EntriesAsLeft.of(Entries.of(update.owned, update.optimizer.state)))
 
-    def note(self, read: Entries) -> None:
-        """An update has left these entries as they are now."""
-        self.left.append(EntriesAsLeft.of(read))
+    def note(
+        self, parameters: Sequence[torch.Tensor], entries: Sequence[int | None], tensors: list[torch.Tensor]
+    ) -> None:
+        """A kernel has stepped ``parameters`` by these ``tensors`` of their ``entries``, of which ``found`` tells."""
+        self._stepped.append((parameters, entries))
+        self._tensors += tensors
+        self._versions += versions_of(tensors)
 
     def is_as_left(self, optimizer: Optimizer) -> bool:
         # Of all buckets together: each question is one pass.
-        return EntriesAsLeft.of_all(self.left).are_as_left(optimizer.state)
+        state, found = optimizer.state, self.found
+        if self._stepped and versions_of(self._tensors) != self._versions:
+            return False
+        if found is None or not self._stepped or (not self.left and found.is_of(state)):
+            return EntriesAsLeft.of_all(self.left).are_as_left(state)
+        return EntriesAsLeft.of_all([*self.left, *self._kernels_left()]).are_as_left(state)
+
+    def _kernels_left(self) -> Iterator[EntriesAsLeft]:
+        """The entries of the buckets that a kernel has stepped."""
+        assert self.found is not None
+        layout, entries, values, *_ = self.found
+        for parameters, numbers in self._stepped:
+            places = [layout.values_of(number) for number in numbers]
+            yield EntriesAsLeft(
+                [*parameters],
+                [None if number is None else entries[number] for number in numbers],
+                [place.stop - place.start for place in places],
+                [name for place in places for name in layout.names[place]],
+                [value for place in places for value in values[place]],
+                [],
+                [],
+                [],
+            )
 
     def require_unchanged(self, optimizer: Optimizer) -> None:
         if not self.is_as_left(optimizer):
@@ -334,10 +443,18 @@ class StateGuard(Stage):
 
     def was_written(self, optimizer: Optimizer) -> bool:
         """Whether a parameter's state was written since its update, or replaced by one that holds something."""
-        return any(one.written for one in self.left) or any(one.are_replaced_in(optimizer.state) for one in self.left)
+        left = [*self.left, *self._kernels_left()] if self._stepped else self.left
+        return (
+            versions_of(self._tensors) != self._versions
+            or any(one.written for one in left)
+            or any(one.are_replaced_in(optimizer.state) for one in left)
+        )
 
     def end_step(self) -> None:
+        self.found = None
         self.left = []
+        self._stepped = []
+        self._tensors, self._versions = [], []
 
 
 # Switches of torch, for the whole process, that an update may read: it needs those of ``optimizer.step()``.

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.guards import Entries
+from instep._optim.guards import FoundState, StateLayout
 from instep._optim.kinds import replaced_step
-from instep._optim.shadow import Members
+from instep._optim.shadow import GroupLayout
 from instep._optim.values import is_immutable
 from instep._torch.engine import is_captured
 from instep._torch.versions import are_plain
@@ -75,14 +75,14 @@ class KernelCall(NamedTuple):
         lists: of tensors, each with one for each parameter.
         counters: of steps, one for each parameter, that ``step()`` adds 1 to before the kernel runs.
         options: the kernel's numbers.
-        written: those of the lists that are state, which the kernel writes without counting it.
+        state: those of the lists that are state: the kernel writes them without counting it.
     """
 
     function: Callable[..., None]
     lists: Sequence[Tensors]
     counters: Tensors
     options: Settings
-    written: Sequence[Tensors]
+    state: Sequence[Tensors]
 
     @property
     def is_one_group(self) -> bool:
@@ -111,6 +111,48 @@ def _one(dtype: torch.dtype) -> torch.Tensor:
 
 _Asked = tuple[Settings, Sequence[str]]
 """What a group asks for: the kernel's numbers, and what it reads of each entry of state."""
+
+
+class Part(NamedTuple):
+    """Those of a bucket that one group has.
+
+    Attributes:
+        group: its number.
+        names: what is read of each entry.
+        in_bucket: where they stand there; ``None``: they are all of it, and the order does not matter: a kernel takes
+            one after the other.
+        columns: for each of the names, where the values stand in the state.
+    """
+
+    group: int
+    names: Sequence[str]
+    in_bucket: list[int] | None
+    columns: Sequence[list[int]]
+
+
+class Placed(NamedTuple):
+    """Where a bucket's parameters stand in the groups and in the state. It refers to no tensor.
+
+    Attributes:
+        groups: as long as they are laid out like this,
+        state: and this too, it is so.
+        entries: which of the state are theirs; ``None``: it has none.
+        parts: by group.
+    """
+
+    groups: GroupLayout
+    state: StateLayout
+    entries: list[int | None]
+    parts: list[Part]
+
+
+class Placing:
+    """Keeps, for one bucket, what was found out about its places by an earlier step."""
+
+    __slots__ = ("placed",)
+
+    def __init__(self) -> None:
+        self.placed: Placed | None = None
 
 
 class Kernel:
@@ -146,45 +188,71 @@ class Kernel:
         self,
         optimizer: Optimizer,
         tensors: Sequence[torch.Tensor],
-        entries: Entries,
-        members: Sequence[Members],
+        owned: Sequence[torch.Tensor],
+        groups: GroupLayout,
+        found: FoundState,
+        placing: Placing,
     ) -> list[KernelCall] | None:
         """What to call in place of the update of ``tensors``; ``None``: the optimizer's own ``step()``.
 
         Args:
-            entries: of their state.
-            members: by group, where they stand.
+            owned: the optimizer's own parameter for each.
         """
-        device = tensors[0].device
-        on_cpu = device.type == "cpu"
+        gradients: Tensors = list(map(_GRADIENT, tensors))
         if (
             # GradScaler says there what the kernel is to do with its scale.
             getattr(optimizer, "grad_scale", None) is not None
             or getattr(optimizer, "found_inf", None) is not None
-            or (not on_cpu and is_captured(device))  # step() asks whether it may be recorded
+            or not (are_plain(chain(tensors, gradients)) and _STRIDED.issuperset(map(_LAYOUT, gradients)))
+            or list(map(_DTYPE, gradients)) != list(map(_DTYPE, tensors))
         ):
             return None
-        gradients: Tensors = list(map(_GRADIENT, tensors))
-        if not (are_plain(chain(tensors, gradients)) and _STRIDED.issuperset(map(_LAYOUT, gradients))):
+        on_cpu = tensors[0].is_cpu
+        if not on_cpu and is_captured(tensors[0].device):  # step() asks whether it may be recorded
             return None
-        if list(map(_DTYPE, gradients)) != list(map(_DTYPE, tensors)):
-            return None
+        placed = placing.placed
+        if placed is None or placed.groups is not groups or placed.state is not found.layout:
+            placed = placing.placed = self._place(optimizer, owned, groups, found.layout)
+            if placed is None:
+                return None
         calls: list[KernelCall] = []
-        for number, (mine, _) in enumerate(members):
-            if not mine:
-                continue
+        for number, names, mine, columns in placed.parts:
             group = optimizer.param_groups[number]
             asked = self._asked_of(number, group)
-            if asked is None or (columns := entries.columns(asked[1])) is None:
+            if asked is None or asked[1] != names:
+                placing.placed = None  # as it is asked now
+                return None if asked is None else self.calls(optimizer, tensors, owned, groups, found, placing)
+            lists = [list(map(found.values.__getitem__, column)) for column in columns]
+            if not found.are_plain and not are_plain(chain.from_iterable(lists)):
                 return None
-            lists = [[*tensors], gradients, *columns]
-            if len(mine) < len(tensors):  # else the order does not matter: a kernel takes one after the other
-                lists = [[column[i] for i in mine] for column in lists]
+            if mine is not None:
+                lists[:0] = [tensors[i] for i in mine], [gradients[i] for i in mine]
+            else:
+                lists[:0] = [*tensors], gradients
             call = self._call(lists, asked[0], group)
             if call is None or not (on_cpu or call.is_one_group):
                 return None
             calls.append(call)
         return calls
+
+    def _place(
+        self, optimizer: Optimizer, owned: Sequence[torch.Tensor], groups: GroupLayout, state: StateLayout
+    ) -> Placed | None:
+        """``None``: a kernel is not asked for, or an entry lacks what it reads, as before the first step."""
+        entries = state.entries_of(owned)
+        parts: list[Part] = []
+        for number, (mine, _) in enumerate(groups.members_of(owned)):
+            if not mine:
+                continue
+            asked, is_all = self._asked_of(number, optimizer.param_groups[number]), len(mine) == len(owned)
+            if asked is None:
+                return None
+            own = entries if is_all else [entries[i] for i in mine]
+            columns = [at for name in asked[1] if (at := state.column(own, name)) is not None]
+            if len(columns) < len(asked[1]):
+                return None
+            parts.append(Part(number, asked[1], None if is_all else mine, columns))
+        return Placed(groups, state, entries, parts)
 
     def _asked_of(self, number: int, group: Settings) -> _Asked | None:
         """``None``: the kernel is not asked for, or a setting is no plain number: tensors are read, or sent to a

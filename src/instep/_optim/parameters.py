@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import repeat
+from itertools import compress, repeat
 from operator import attrgetter, is_, is_not
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from instep._optim.dtensor import is_sharded, may_be_gathered
+from instep._optim.kernels import Placing
 from instep._optim.local_shard import LocalShard
 from instep._optim.shadow import alias_of
 from instep._optim.stages import Begins
@@ -181,6 +182,17 @@ class AttachedParameters(tuple[AttachedParameter, ...]):
         return all(attached.shard is None and attached.mesh is None for attached in self)
 
     @cached_property
+    def placing(self) -> Placing:
+        """Of a bucket of one optimizer: where its parameters stand, as an earlier step has found out."""
+        return Placing()
+
+    @cached_property
+    def parts(self) -> "list[tuple[AttachedParameters, list[bool]]]":
+        """By optimizer: those of it, and for each of all of them whether it is one."""
+        where = [[attached.stepper is stepper for attached in self] for stepper in self.steppers]
+        return [(AttachedParameters(compress(self, mine)), mine) for mine in where]
+
+    @cached_property
     def homes(self) -> Homes:
         return Homes([attached.places for attached in self])
 
@@ -214,6 +226,7 @@ class AttachedParameters(tuple[AttachedParameter, ...]):
         return tuple(attached.spent for attached in self)
 
 
+NONE = AttachedParameters()
 GRADIENT: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
 
 

@@ -4,15 +4,15 @@ import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.guards import Entries, SettingsGuard, StateGuard
-from instep._optim.kernels import Kernel, kernel_of
+from instep._optim.guards import FoundState, SettingsGuard, StateGuard, StateLayout, numbers_of
+from instep._optim.kernels import Kernel, Placing, kernel_of
 from instep._optim.kinds import SCALES, STEPPED_WHOLE, has_usual_parameters, is_elementwise, is_torchs_own
 from instep._optim.local_shard import LocalShard
 from instep._optim.offload import OffloadedState
@@ -102,6 +102,7 @@ class Stepper:
         self.own_object: OwnObject | None = None  # of a foreign optimizer, once it was stepped
         self._alike_in: set[torch.dtype] = set()  # autocast blocks in which step() came out as outside
         self._state_guard = StateGuard(self.name)
+        self._state_layout: StateLayout | None = None  # as the step before has found it
         self._kind = kind or _kind_of(optimizer)
         self._running: _RunningStep | None = None
 
@@ -140,6 +141,7 @@ class Stepper:
         in_place_of: Sequence[torch.Tensor] | None = None,
         shards: Sequence[LocalShard | None] | None = None,
         begins: Begins | None = None,
+        placing: Placing | None = None,
     ) -> None:
         """Update ``parameters`` from their ``.grad``, as the optimizer's ``step()`` would, and nothing else.
 
@@ -152,6 +154,7 @@ class Stepper:
             begins: ``None`` inside of ``optimizer.step()``: the stages of options are skipped then, for the caller has
                 kept what they would keep (``Writes._keep_for_check``, ``TrialWrites._save_rest``). Otherwise they are
                 entered first, and then this is called, right before the update.
+            placing: of a bucket that comes in each step.
 
         Raises:
             HyperparameterChangedError: a group was changed since another bucket of this step.
@@ -163,12 +166,12 @@ class Stepper:
         owned = parameters if in_place_of is None else in_place_of
         if begins is not None and self.options:
             update = Update(optimizer, parameters, owned, shards)
-            _through(iter(self.options), update, partial(self._run, running, update, begins))
+            _through(iter(self.options), update, partial(self._run, running, update, begins, placing or Placing()))
             return
         if begins is not None:
             begins()
         # Mostly it is the kernel that is to be called, and then nothing else is made for a bucket.
-        if shards is not None or not self._call_kernel(running, optimizer, parameters, owned):
+        if shards is not None or not self._call_kernel(running, optimizer, parameters, owned, placing or Placing()):
             self._update(running, Update(optimizer, parameters, owned, shards))
 
     def begin_parts(self) -> str | None:
@@ -220,7 +223,7 @@ class Stepper:
         optimizer = self.optimizer()
         if self._running is None:
             self._begin(optimizer)
-        self._settings.look(optimizer, self._layout.members_of(parameters))
+        self._settings.look(optimizer, numbers_of(self._layout.members_of(parameters)))
 
     @property
     def is_foreign(self) -> bool:
@@ -268,13 +271,18 @@ class Stepper:
         if kernel is not None and not kernel.is_called_by(optimizer):
             kernel = None
         state = optimizer.state
+        if kernel is not None:
+            self._state_guard.found = FoundState.of(state, self._state_layout)
+            self._state_layout = self._state_guard.found.layout
         scales = _scales_of(optimizer)
         self._running = _RunningStep(state, len(state), kernel, known, own, guards, stages, divides, scales, in_parts)
         return self._running
 
-    def _run(self, running: _RunningStep, update: Update, begins: Begins) -> None:
+    def _run(self, running: _RunningStep, update: Update, begins: Begins, placing: Placing) -> None:
         begins()
-        if update.shards is not None or not self._call_kernel(running, update.optimizer, update.tensors, update.owned):
+        if update.shards is not None or not self._call_kernel(
+            running, update.optimizer, update.tensors, update.owned, placing
+        ):
             self._update(running, update)
 
     def _update(self, running: _RunningStep, update: Update) -> None:
@@ -309,28 +317,29 @@ class Stepper:
         optimizer: Optimizer,
         tensors: Sequence[torch.Tensor],
         owned: Sequence[torch.Tensor],
+        placing: Placing,
     ) -> bool:
         """The update by the very kernel that ``step()`` would call (``kernels.py``), which writes nothing but its
         lists: of the stages only the two guards have anything to do. ``False``: it is to be run otherwise."""
-        if running.kernel is None:
+        kernel, found = running.kernel, self._state_guard.found
+        if kernel is None or found is None:
             return False
-        entries, members = Entries.of(owned, optimizer.state), self._layout.members_of(owned)
-        calls = running.kernel.calls(optimizer, tensors, entries, members)
+        calls = kernel.calls(optimizer, tensors, owned, self._layout, found, placing)
         if calls is None:
             return False
-        self._settings.look(optimizer, members)
+        placed = placing.placed
+        assert placed is not None
+        self._settings.look(optimizer, [part.group for part in placed.parts])
+        read = list(chain.from_iterable(chain.from_iterable(call.state for call in calls)))
         try:
             for call in calls:
                 call.run()
         finally:
             if self._looks_back:  # also of an update that raised: what it has written is written
-                written = [*tensors]
-                for call in calls:
-                    for column in call.written:
-                        written += column
-                torch.autograd.graph.increment_version(written)
+                # What is read by this bucket alone is looked at as it was left, and need not be counted.
+                torch.autograd.graph.increment_version([*tensors, *read] if found.share else tensors)
         if self._looks_back:
-            self._state_guard.note(entries)
+            self._state_guard.note(owned, placed.entries, read)
         return True
 
     # What the updates of the running step have done.

@@ -2,14 +2,16 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from itertools import compress
+from contextlib import AbstractContextManager, ExitStack
+from itertools import compress, repeat
+from operator import is_not
 from time import perf_counter
 from typing import Any
 
 import torch
 
 from instep._gradients.scaling import LossScale
-from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, all_there, require_in_place
+from instep._optim.parameters import GRADIENT, NONE, AttachedParameter, AttachedParameters, require_in_place
 from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo
 from instep._ranks.vote import error_of
@@ -21,11 +23,12 @@ from instep._step.norms import Losses
 from instep._step.on_trial import TrialWrites
 from instep._step.remedies import KEEP_ALL, after_update, never_cleared, several_backwards, while_measuring
 from instep._step.schedule import Schedule
-from instep._step.state import Event, FirstError, gradient_of
+from instep._step.state import Event, FirstError, State, gradient_of
 from instep._step.step import RunningStep
 from instep._step.step_calls import StepCalls
 from instep._step.writes import FinalWrites, Writes, owed_steps
 from instep._torch.engine import (
+    AS_IT_IS,
     Run,
     as_default_device,
     default_device,
@@ -61,6 +64,9 @@ class BucketSink(Schedule):
         self._writes = writes
         self._deferring = deferring
         self._beside: UpdatesBeside | None = None
+        # The backward, and the device, whose gradients are taken: for as long as the step is open nothing of what
+        # ``arrive`` asks changes within one backward.
+        self._takes: tuple[int | None, torch.device] | None = None
         self._failure = FirstError()  # raised where the running backward ends
         # The loop's, when its last forward with gradients returned: a hook of backward finds none.
         self._default_device: torch.device | None = None
@@ -72,7 +78,11 @@ class BucketSink(Schedule):
         Raises ``AccumulationError`` when one of them was offered before in this step: before anything more is
         written.
         """
-        step = self._step
+        step, task = self._step, graph_task()
+        if task is not None and self._takes == (task, parameters[0].spec.device) and step.ledger.state is State.OPEN:
+            with step.lock:
+                self._offer(parameters)
+                return True
         if step.passes.running != "measuring":
             # Before the step is looked at: a gradient that only adds up opens none. Where several of the engine's
             # threads may count, they are in hooks of ``LocalSource``, which hold the lock already.
@@ -86,7 +96,7 @@ class BucketSink(Schedule):
                 return False
         with step.lock:
             if step.ledger.torn is not None:
-                if step.ledger.torn.task == graph_task():
+                if step.ledger.torn.task == task:
                     return False  # the backward in which it tore still has to unwind
                 raise step.ledger.torn.error()
             if self._clips:
@@ -96,10 +106,14 @@ class BucketSink(Schedule):
                     return False
             if not step.members.offered:
                 self._open()
-            step.backwards.gives_gradients(parameters[0].spec.device)
+            device = parameters[0].spec.device
+            step.backwards.gives_gradients(device)
             self._offer(parameters)
             seen = step.backwards.running is not None or step.accumulation.runs_stages is not None
-            return self._writes.accepts_update(seen=seen)
+            accepts = self._writes.accepts_update(seen=seen)
+            if accepts and self.frees_gradients and not self._clips and step.judge is None:
+                self._takes = task, device
+            return accepts
 
     def _open(self) -> None:
         if self._clips and self._step.passes.running is None:
@@ -114,7 +128,11 @@ class BucketSink(Schedule):
 
     def _offer(self, parameters: AttachedParameters) -> None:
         offered, round_ = self._step.members.offered, self._step.round
-        for attached in parameters if not offered.isdisjoint(parameters.indices) else ():
+        if offered.isdisjoint(parameters.indices):  # as mostly
+            offered.update(parameters.indices)
+            round_.steppers_left.update(parameters.steppers)
+            return
+        for attached in parameters:
             if attached.spec.index in offered and (error := self._writes.second_gradient(attached)) is not None:
                 try:
                     self._stop(error)
@@ -123,8 +141,6 @@ class BucketSink(Schedule):
                     del error  # or it would refer to itself, by way of this frame
             offered.add(attached.spec.index)
             round_.steppers_left.add(attached.stepper)
-        offered.update(parameters.indices)
-        round_.steppers_left.update(parameters.steppers)
 
     def apply(self, bucket: AttachedParameters, fetch: Callable[[], None] | None = None, *, final: bool = True) -> bool:
         """Step the parameters of ``bucket`` from their ``.grad``. ``False`` if that failed, or is not to be done.
@@ -145,17 +161,15 @@ class BucketSink(Schedule):
                     return False
                 if step.judge is not None and step.judge.leaves(bucket):
                     return False
-                writes.begun = AttachedParameters()
+                writes.begun = NONE
                 try:
-                    for stepper in step.members.steppers:
-                        stepper.optimizer()  # raises, before anything is written, if one is gone
-                    device = bucket[0].spec.device
-                    default = self._default_device if self._has_default_device else set_default_device()
-                    with step.streams.on(device), as_default_device(default):
+                    if not step.members.applied:
+                        for stepper in step.members.steppers:
+                            stepper.optimizer()  # raises, before anything is written, if one is gone
+                    with self._around(bucket):
                         if fetch is not None:
                             fetch()
-                        with profiled("update", bucket[0].spec.name):
-                            return self._update(bucket, final=final)
+                        return self._update(bucket, final=final)
                 except BaseException as error:
                     if not (isinstance(error, Exception) and writes.takes_back(error)):
                         begun = (a for a in writes.begun if a.shard is None or not a.shard.is_empty)
@@ -165,29 +179,48 @@ class BucketSink(Schedule):
             self.fail(error)
             return False
 
+    def _around(self, bucket: AttachedParameters) -> AbstractContextManager[Any]:
+        """The step's stream, the loop's default device, and a range in a profile: around the update of a bucket."""
+        spec = bucket[0].spec
+        default = self._default_device if self._has_default_device else set_default_device()
+        contexts = self._step.streams.on(spec.device), as_default_device(default), profiled("update", spec.name)
+        some = [context for context in contexts if context is not AS_IT_IS]
+        if not some:  # as mostly, on a CPU
+            return AS_IT_IS
+        with ExitStack() as stack:
+            for context in some:
+                stack.enter_context(context)
+            return stack.pop_all()
+
     def _update(self, bucket: AttachedParameters, *, final: bool) -> bool:
         """Step those of ``bucket`` that have a gradient, on the stream that is current."""
         step, writes = self._step, self._writes
-        members, parameters, gradients = _with_gradient(bucket)
-        if not members:
-            return True
-        require_in_place(members, parameters)
-        device = members[0].spec.device
-        writes.in_graph = device.type != "cpu" and is_captured(device)
+        parameters = bucket.tensors()
+        gradients: list[Any] = list(map(GRADIENT, parameters))
+        if not all(map(is_not, gradients, repeat(None))):
+            # A parameter that was frozen after the forward is offered, and has none.
+            there = [gradient is not None for gradient in gradients]
+            bucket = AttachedParameters(compress(bucket, there))
+            parameters, gradients = bucket.tensors(), list(compress(gradients, there))
+            if not bucket:
+                return True
+        require_in_place(bucket, parameters)
+        writes.in_graph = not parameters[0].is_cpu and is_captured(bucket[0].spec.device)
         started = perf_counter()
-        if not writes.update(members, parameters, gradients, final=final):
+        if not writes.update(bucket, parameters, gradients, final=final):
             return False
-        step.members.apply(members, parameters)
-        writes.begun = AttachedParameters()
-        writes.updated(members, gradients)
-        step.times.ran(members, started)
+        step.members.apply(bucket, parameters)
+        writes.begun = NONE
+        writes.updated(bucket, gradients)
+        step.times.ran(bucket, started)
         return True
 
     def apply_and_free(self, bucket: AttachedParameters) -> bool:
         beside = self._beside
         done = (beside is not None and beside.takes_some and self._hand_over(beside, bucket)) or self.apply(bucket)
         self._writes.retire(bucket)
-        self.count_freed(bucket)
+        if self.frees_gradients:
+            self.count_freed(bucket)
         return done
 
     def _hand_over(self, beside: UpdatesBeside, bucket: AttachedParameters) -> bool:
@@ -334,20 +367,6 @@ class BucketSink(Schedule):
         self._note_updates()  # what has become of them is a part of what is said
         if self._step.ledger.torn is None:
             self._writes.stopped(cause, begun)
-
-
-def _with_gradient(
-    bucket: AttachedParameters,
-) -> tuple[AttachedParameters, list[torch.Tensor], list[torch.Tensor]]:
-    """Those of ``bucket`` that have a gradient, with parameters and gradients: a parameter that was frozen after the
-    forward is offered, and has none."""
-    parameters = bucket.tensors()
-    gradients: list[Any] = list(map(GRADIENT, parameters))
-    if not all_there(gradients):
-        there = [gradient is not None for gradient in gradients]
-        bucket = AttachedParameters(compress(bucket, there))
-        parameters, gradients = bucket.tensors(), list(compress(gradients, there))
-    return bucket, parameters, gradients
 
 
 # ``schedule="backward"``: buckets are stepped in backward, as soon as their gradients are final.

@@ -388,8 +388,7 @@ class TrialWrites(Writes):
         lent = self._lend(bucket, parameters, made)
         try:
             given = [lent[a].given if a in lent else gradient for a, gradient in zip(bucket, made, strict=True)]
-            for stepper in bucket.steppers:
-                self._call(stepper, bucket, parameters, given)
+            self._call(bucket, parameters, given)
         finally:
             self._let_go_of_memory(parameters[0].device)
             for attached, one in lent.items():

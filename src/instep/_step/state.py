@@ -42,7 +42,7 @@ from typing import Protocol
 import torch
 
 from instep._gradients.scaling import Named, Policy, ask_if_finite, nonfinite_error
-from instep._optim.parameters import AttachedParameter, AttachedParameters
+from instep._optim.parameters import NONE, AttachedParameter, AttachedParameters
 from instep._optim.stepper import Stepper
 from instep._optim.undo import keep_all, keep_beside
 from instep._ranks.votes import StepVotes
@@ -313,7 +313,7 @@ class StepMembers:
         """Those of one optimizer that backward has updated."""
         applied, mine = self.applied, self._of[stepper]
         if not applied:
-            return _NONE
+            return NONE
         return mine if applied.issuperset(mine.indices) else AttachedParameters(filter(self.is_applied, mine))
 
     def left_by(self, stepper: Stepper) -> AttachedParameters:
@@ -322,7 +322,7 @@ class StepMembers:
         if not applied:
             return mine
         if applied.issuperset(mine.indices):
-            return _NONE
+            return NONE
         return AttachedParameters(a for a in mine if a.spec.index not in applied)
 
     def is_applied(self, attached: AttachedParameter) -> bool:
@@ -356,7 +356,6 @@ class StepMembers:
         self._versions.clear()
 
 
-_NONE = AttachedParameters()
 GradientOf = Callable[[AttachedParameter], torch.Tensor | None]
 
 

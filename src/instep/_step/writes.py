@@ -298,20 +298,16 @@ class Writes(ABC):
         self._at_rest = (applied, versions_of(applied.tensors())) if applied and stepper.is_foreign else _NONE
 
     def _call(
-        self,
-        stepper: Stepper,
-        bucket: AttachedParameters,
-        parameters: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor],
+        self, bucket: AttachedParameters, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
     ) -> None:
-        """Step those of ``bucket`` that belong to this optimizer."""
-        if bucket.steppers != (stepper,):
-            mine = [(a, g) for a, g in zip(bucket, gradients, strict=True) if a.stepper is stepper]
-            bucket, gradients = AttachedParameters(a for a, _ in mine), [g for _, g in mine]
-            parameters = bucket.tensors()
-        begins = partial(self._begins, bucket)
+        """Step ``bucket``, those of each optimizer by a call of its own."""
+        if len(bucket.steppers) > 1:
+            for part, mine in bucket.parts:
+                self._call(part, list(compress(parameters, mine)), list(compress(gradients, mine)))
+            return
+        (stepper,), begins = bucket.steppers, partial(self._begins, bucket)
         if bucket.are_plain:  # as mostly: there is nothing to divide
-            stepper.step(parameters, begins=begins)
+            stepper.step(parameters, begins=begins, placing=bucket.placing)
             return
         for call in calls_of(bucket, gradients, alias=False):
             call.step(stepper, begins)
@@ -406,8 +402,7 @@ class FinalWrites(Writes):
                 passes.clipping.measure(bucket, gradients)
             passes.clipping.clip(parameters)
         try:
-            for stepper in bucket.steppers:
-                self._call(stepper, bucket, parameters, gradients)
+            self._call(bucket, parameters, gradients)
         finally:
             if parameters[0].device.type != "cpu":
                 self._let_go_of_memory(parameters[0].device)
@@ -425,7 +420,7 @@ class FinalWrites(Writes):
         parameters = bucket.tensors()
         for parameter, spent in zip(parameters, bucket.spent, strict=True):
             parameter.grad = spent
-        self._watch.start(compress(parameters, bucket.leave_spent))
+        self._watch.start(parameters if all(bucket.leave_spent) else compress(parameters, bucket.leave_spent))
 
     def take_back(self, bucket: AttachedParameters, gradients: Sequence[torch.Tensor]) -> None:
         self._watch.stop(bucket.tensors())

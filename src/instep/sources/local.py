@@ -14,14 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import compress
-from operator import attrgetter, eq
+from itertools import compress, repeat
+from operator import attrgetter, eq, is_not
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, all_there, none_there
+from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, none_there
 from instep._step.state import gradient_of
 from instep._torch.engine import Phase, current, graph_task
 from instep._torch.hooks import UntracedHook
@@ -212,33 +212,33 @@ class LocalSource:
     def _bucket_accumulated(self, number: int, last: int, parameter: torch.Tensor) -> None:
         """The last gradient of a bucket has been accumulated. In order, all of the bucket are final: offer and step
         them. Otherwise offer this one alone; the end of backward looks for the others (``_offer_rest``)."""
-        with self._sink.lock:  # the gradients of another device arrive on a thread of their own
-            if (device := parameter.device).type != "cpu":
-                self._sink.streams.producers.note_current(device)
-            self._count_bucket(self._layout.members[number], last)
-
-    def _count_bucket(self, members: AttachedParameters, last: int) -> None:
-        task = graph_task()
-        if self._adds_up and self._began == task:
-            self._offered.update(members.indices)
-            return
-        gradients: list[Any] = list(map(GRADIENT, members.tensors()))
-        if (
-            self._began != task
-            or not all_there(gradients)
-            or (self._earlier.versions and not self._earlier.have_come(last, members, gradients))
-        ):
-            self._in_order = False
-        if not self._in_order:
-            members = AttachedParameters((self._hooks.parameters[last],))
-            if not self._takes_gradient(members[0]):
+        sink = self._sink
+        with sink.lock:  # the gradients of another device arrive on a thread of their own
+            if not parameter.is_cpu:
+                sink.streams.producers.note_current(parameter.device)
+            members, task = self._layout.members[number], graph_task()
+            if self._adds_up and self._began == task:
+                self._offered.update(members.indices)
                 return
-        self._offered.update(members.indices)
-        if not self._sink.arrive(members):
-            self._in_order &= self._leaves_all
-            self._adds_up = self._sink.only_adds
-        elif self._backwards.accepts_update(task) and self._in_order:
-            self._sink.apply_and_free(members)
+            if self._began != task or not self._have_come(members, last):
+                self._in_order = False
+            if not self._in_order:
+                members = AttachedParameters((self._hooks.parameters[last],))
+                if not self._takes_gradient(members[0]):
+                    return
+            self._offered.update(members.indices)
+            if not sink.arrive(members):
+                self._in_order &= self._leaves_all
+                self._adds_up = sink.only_adds
+            elif self._backwards.accepts_update(task) and self._in_order:
+                sink.apply_and_free(members)
+
+    def _have_come(self, members: AttachedParameters, last: int) -> bool:
+        """Whether this backward has given all of a bucket their gradients. ``last``: whose hook is called."""
+        gradients: list[Any] = list(map(GRADIENT, members.tensors()))
+        if not all(map(is_not, gradients, repeat(None))):
+            return False
+        return not self._earlier.versions or self._earlier.have_come(last, members, gradients)
 
     @property
     def _leaves_all(self) -> bool:
