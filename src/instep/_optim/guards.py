@@ -399,12 +399,17 @@ class StateGuard(Stage):
         self.left.append(EntriesAsLeft.of(Entries.of(update.owned, update.optimizer.state)))
 
     def note(
-        self, parameters: Sequence[torch.Tensor], entries: Sequence[int | None], tensors: list[torch.Tensor]
+        self,
+        parameters: Sequence[torch.Tensor],
+        entries: Sequence[int | None],
+        tensors: list[torch.Tensor],
+        versions: list[int] | None,
     ) -> None:
-        """A kernel has stepped ``parameters`` by these ``tensors`` of their ``entries``, of which ``found`` tells."""
+        """A kernel has stepped ``parameters`` by these ``tensors`` of their ``entries``, of which ``found`` tells, and
+        has left them with these ``versions``; ``None``: those that they have now."""
         self._stepped.append((parameters, entries))
         self._tensors += tensors
-        self._versions += versions_of(tensors)
+        self._versions += versions_of(tensors) if versions is None else versions
 
     def is_as_left(self, optimizer: Optimizer) -> bool:
         # Of all buckets together: each question is one pass.

@@ -33,8 +33,9 @@ from instep._torch.engine import is_captured
 from instep._torch.versions import are_plain
 
 Tensors = list[torch.Tensor]
+GRADIENT: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
 Settings = Mapping[str, Any]
-_GRADIENT, _DEVICE, _DTYPE, _LAYOUT = map(attrgetter, ("grad", "device", "dtype", "layout"))
+_DEVICE, _DTYPE, _LAYOUT = map(attrgetter, ("device", "dtype", "layout"))
 _STRIDED = frozenset({torch.strided})
 _NUMBERS = frozenset({bool, int, float})
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -68,38 +69,51 @@ _TORCH = Path(torch.__file__).parent
 
 
 class KernelCall(NamedTuple):
-    """One call of a kernel, over what one group holds of a bucket.
+    """One call of a kernel, over what one group holds of a bucket. It waits for the gradients.
 
     Attributes:
-        function: the kernel.
-        lists: of tensors, each with one for each parameter.
-        counters: of steps, one for each parameter, that ``step()`` adds 1 to before the kernel runs.
+        function: the kernel, which takes parameters, gradients, and then these:
+        lists: of the state, each with one tensor for each parameter; an empty one where it needs none.
         options: the kernel's numbers.
-        state: those of the lists that are state: the kernel writes them without counting it.
+        tensors: the parameters.
+        in_bucket: where they stand in the bucket; ``None``: they are all of it, in its order.
+        counters: those of ``lists`` that count steps: ``step()`` adds 1 to each before the kernel runs.
     """
 
     function: Callable[..., None]
     lists: Sequence[Tensors]
-    counters: Tensors
     options: Settings
-    state: Sequence[Tensors]
+    tensors: Tensors
+    in_bucket: list[int] | None
+    counters: Tensors
 
     @property
     def is_one_group(self) -> bool:
         """Whether ``step()`` would call the kernel once, with these lists: on an accelerator it takes no others."""
         counted = self.lists[:-1] if self.counters else self.lists  # a counter has a dtype of its own
-        every, alike = chain.from_iterable(self.lists), chain.from_iterable(counted)
+        every, alike = chain(self.tensors, *self.lists), chain(self.tensors, *counted)
         return len(set(map(_DEVICE, every))) == 1 and len(set(map(_DTYPE, alike))) == 1
 
-    def run(self) -> None:
+    def run(self, gradients: Tensors) -> None:
+        """``gradients``: of the bucket."""
         # A kernel has no derivative: autograd records nothing of it, in a backward with create_graph either.
         counters = self.counters
-        if counters and counters[0].device.type == "cpu":
+        if counters and counters[0].is_cpu:
             # A list: torch goes through one a quarter as long as through the counters with a single number or tensor.
             torch._foreach_add_(counters, [_one(counters[0].dtype)] * len(counters))
         elif counters:
             torch._foreach_add_(counters, 1)
-        self.function(*self.lists, **self.options)
+        mine = gradients if self.in_bucket is None else [gradients[i] for i in self.in_bucket]
+        self.function(self.tensors, mine, *self.lists, **self.options)
+
+
+def are_usual(tensors: Sequence[torch.Tensor], gradients: Tensors) -> bool:
+    """Whether a kernel can be called with these: plain tensors, dense gradients of the parameters' dtypes."""
+    return (
+        are_plain(chain(tensors, gradients))
+        and _STRIDED.issuperset(map(_LAYOUT, gradients))
+        and list(map(_DTYPE, gradients)) == list(map(_DTYPE, tensors))
+    )
 
 
 @cache
@@ -198,17 +212,13 @@ class Kernel:
         Args:
             owned: the optimizer's own parameter for each.
         """
-        gradients: Tensors = list(map(_GRADIENT, tensors))
+        on_cpu = tensors[0].is_cpu
         if (
             # GradScaler says there what the kernel is to do with its scale.
             getattr(optimizer, "grad_scale", None) is not None
             or getattr(optimizer, "found_inf", None) is not None
-            or not (are_plain(chain(tensors, gradients)) and _STRIDED.issuperset(map(_LAYOUT, gradients)))
-            or list(map(_DTYPE, gradients)) != list(map(_DTYPE, tensors))
+            or (not on_cpu and is_captured(tensors[0].device))  # step() asks whether it may be recorded
         ):
-            return None
-        on_cpu = tensors[0].is_cpu
-        if not on_cpu and is_captured(tensors[0].device):  # step() asks whether it may be recorded
             return None
         placed = placing.placed
         if placed is None or placed.groups is not groups or placed.state is not found.layout:
@@ -225,11 +235,7 @@ class Kernel:
             lists = [list(map(found.values.__getitem__, column)) for column in columns]
             if not found.are_plain and not are_plain(chain.from_iterable(lists)):
                 return None
-            if mine is not None:
-                lists[:0] = [tensors[i] for i in mine], [gradients[i] for i in mine]
-            else:
-                lists[:0] = [*tensors], gradients
-            call = self._call(lists, asked[0], group)
+            call = self._call([*tensors] if mine is None else [tensors[i] for i in mine], mine, lists, asked[0], group)
             if call is None or not (on_cpu or call.is_one_group):
                 return None
             calls.append(call)
@@ -278,8 +284,10 @@ class Kernel:
         """What it reads of each entry."""
         raise NotImplementedError
 
-    def _call(self, lists: list[Tensors], options: Settings, group: Settings) -> KernelCall | None:
-        """``lists``: of parameters, of gradients, and one for each of ``_columns``."""
+    def _call(
+        self, tensors: Tensors, in_bucket: list[int] | None, columns: list[Tensors], options: Settings, group: Settings
+    ) -> KernelCall | None:
+        """``columns``: one for each of ``_columns``."""
         raise NotImplementedError
 
 
@@ -296,15 +304,17 @@ class _Adam(Kernel):
     def _columns(self, options: Settings) -> Sequence[str]:
         return (*_MOMENTS, "max_exp_avg_sq", "step") if options["amsgrad"] else (*_MOMENTS, "step")
 
-    def _call(self, lists: list[Tensors], options: Settings, group: Settings) -> KernelCall | None:
+    def _call(
+        self, tensors: Tensors, in_bucket: list[int] | None, columns: list[Tensors], options: Settings, group: Settings
+    ) -> KernelCall | None:
         decoupled = group.get(_DECOUPLED, self.is_decoupled) if _READS_DECOUPLED else self.is_decoupled
-        tensors, gradients, first, second, *largest, counters = lists
+        first, second, *largest, counters = columns
         dtypes = set(map(_DTYPE, counters))
         # step() refuses some dtypes of counters, and adds to those that require a gradient all the same.
         if len(dtypes) != 1 or not _OF_COUNTERS.issuperset(dtypes) or any(map(_REQUIRES_GRAD, counters)):
             return None
-        given = (tensors, gradients, first, second, *(largest or [[]]), counters)
-        return KernelCall(torch._fused_adamw_ if decoupled else torch._fused_adam_, given, counters, options, lists[2:])
+        lists, function = (first, second, *(largest or [[]]), counters), torch._fused_adam_
+        return KernelCall(torch._fused_adamw_ if decoupled else function, lists, options, tensors, in_bucket, counters)
 
 
 class _AdamW(_Adam):
@@ -324,12 +334,12 @@ class _SGD(Kernel):
     def _columns(self, options: Settings) -> Sequence[str]:
         return ("momentum_buffer",) if options["momentum"] != 0 else ()
 
-    def _call(self, lists: list[Tensors], options: Settings, group: Settings) -> KernelCall | None:
+    def _call(
+        self, tensors: Tensors, in_bucket: list[int] | None, columns: list[Tensors], options: Settings, group: Settings
+    ) -> KernelCall | None:
         if group.get("foreach"):  # which torch asks first, and of Adam last
             return None
-        tensors, gradients, *buffers = lists
-        given = (tensors, gradients, *(buffers or [[]]))
-        return KernelCall(torch._fused_sgd_, given, [], options, buffers)
+        return KernelCall(torch._fused_sgd_, columns or [[]], options, tensors, in_bucket, [])
 
 
 _KERNELS: dict[type[Optimizer], type[Kernel]] = {

@@ -227,9 +227,6 @@ class AttachedParameters(tuple[AttachedParameter, ...]):
 
 
 NONE = AttachedParameters()
-GRADIENT: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
-
-
 _PARAMETER: Callable[[AttachedParameter], Any] = attrgetter("_parameter")
 
 

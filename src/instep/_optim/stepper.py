@@ -4,15 +4,15 @@ import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import chain, repeat
-from operator import is_
+from itertools import repeat
+from operator import add, is_
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 from instep._optim.guards import FoundState, SettingsGuard, StateGuard, StateLayout, numbers_of
-from instep._optim.kernels import Kernel, Placing, kernel_of
+from instep._optim.kernels import GRADIENT, Kernel, KernelCall, Placing, are_usual, kernel_of
 from instep._optim.kinds import SCALES, STEPPED_WHOLE, has_usual_parameters, is_elementwise, is_torchs_own
 from instep._optim.local_shard import LocalShard
 from instep._optim.offload import OffloadedState
@@ -22,7 +22,7 @@ from instep._optim.random_numbers import KeyedDraws
 from instep._optim.shadow import CallUpdate, GroupLayout, autocast_here, how_to_step, parameters_of
 from instep._optim.stages import Begins, CopiedEntries, Stage, Update, step_shadow
 from instep._torch.hooks import is_in_step
-from instep._torch.versions import version_of
+from instep._torch.versions import are_counted, version_of, versions_of
 from instep.errors import HyperparameterChangedError, StaleAttachmentError, UnsupportedOptimizerError
 
 
@@ -74,6 +74,53 @@ class _RunningStep(NamedTuple):
     divides: OffloadedState | KeyedDraws | None
     scales: tuple[Any, ...]
     in_parts: bool
+
+
+class PreparedUpdate:
+    """The update of some parameters of one optimizer, made before their gradients are there.
+
+    A kernel writes nothing but its lists. So of all stages only the two guards have anything to do: the settings were
+    looked at when this was made, and the state is noted as the kernel leaves it.
+
+    Args:
+        guard: of the state; ``None``: nobody looks back, and nothing is counted.
+    """
+
+    __slots__ = ("_calls", "_counts_all", "_entries", "_guard", "_owned", "_read", "_tensors", "_versions")
+
+    def __init__(
+        self,
+        calls: Sequence[KernelCall],
+        tensors: Sequence[torch.Tensor],
+        guard: StateGuard | None,
+        owned: Sequence[torch.Tensor],
+        entries: Sequence[int | None],
+    ) -> None:
+        self._calls, self._tensors, self._guard = calls, tensors, guard
+        self._owned, self._entries = owned, entries
+        self._read: list[torch.Tensor] = []
+        self._counts_all = guard is not None and guard.found is not None and guard.found.share
+        # Of ``_read``, as the kernel is going to leave them; ``None``: that is looked at afterwards.
+        self._versions: list[int] | None = None
+        if guard is not None:
+            columns = [(column, column is call.counters) for call in calls for column in call.lists]
+            self._read = [tensor for column, _ in columns for tensor in column]
+            if not self._counts_all and are_counted(self._read):
+                # A kernel counts no write, but ``step()`` counts that of a counter.
+                counted = [is_counter for column, is_counter in columns for _ in column]
+                self._versions = list(map(add, versions_of(self._read), counted))
+
+    def run(self, gradients: list[torch.Tensor]) -> None:
+        try:
+            for call in self._calls:
+                call.run(gradients)
+        finally:
+            if self._guard is not None:  # also of an update that raised: what it has written is written
+                # What is read by this bucket alone is looked at as it was left, and need not be counted.
+                written = [*self._tensors, *self._read] if self._counts_all else self._tensors
+                torch.autograd.graph.increment_version(written)
+        if self._guard is not None:
+            self._guard.note(self._owned, self._entries, self._read, self._versions)
 
 
 class Stepper:
@@ -171,7 +218,7 @@ class Stepper:
         if begins is not None:
             begins()
         # Mostly it is the kernel that is to be called, and then nothing else is made for a bucket.
-        if shards is not None or not self._call_kernel(running, optimizer, parameters, owned, placing or Placing()):
+        if shards is not None or not self._call_kernel(parameters, owned, placing or Placing()):
             self._update(running, Update(optimizer, parameters, owned, shards))
 
     def begin_parts(self) -> str | None:
@@ -280,10 +327,16 @@ class Stepper:
 
     def _run(self, running: _RunningStep, update: Update, begins: Begins, placing: Placing) -> None:
         begins()
-        if update.shards is not None or not self._call_kernel(
-            running, update.optimizer, update.tensors, update.owned, placing
-        ):
+        if update.shards is not None or not self._call_kernel(update.tensors, update.owned, placing):
             self._update(running, update)
+
+    def _call_kernel(self, tensors: Sequence[torch.Tensor], owned: Sequence[torch.Tensor], placing: Placing) -> bool:
+        prepared = self.prepare(tensors, owned, placing)
+        gradients: list[Any] = [] if prepared is None else list(map(GRADIENT, tensors))
+        if prepared is None or not are_usual(tensors, gradients):
+            return False
+        prepared.run(gradients)
+        return True
 
     def _update(self, running: _RunningStep, update: Update) -> None:
         """The update by a shadow, or by the optimizer itself, whole or in portions."""
@@ -311,36 +364,25 @@ class Stepper:
             step = partial(self.own_object.step, call=self._kind.call)
         _through(iter(stages), update, partial(update.run, step, counts_writes=self._looks_back))
 
-    def _call_kernel(
+    def prepare(
         self,
-        running: _RunningStep,
-        optimizer: Optimizer,
         tensors: Sequence[torch.Tensor],
         owned: Sequence[torch.Tensor],
         placing: Placing,
-    ) -> bool:
-        """The update by the very kernel that ``step()`` would call (``kernels.py``), which writes nothing but its
-        lists: of the stages only the two guards have anything to do. ``False``: it is to be run otherwise."""
-        kernel, found = running.kernel, self._state_guard.found
-        if kernel is None or found is None:
-            return False
-        calls = kernel.calls(optimizer, tensors, owned, self._layout, found, placing)
+    ) -> PreparedUpdate | None:
+        """The update of a bucket by the very kernel that ``step()`` would call (``kernels.py``), as long as nothing
+        changes that it has found. ``None``: it is to be run otherwise, in its turn."""
+        optimizer = self._optimizer() or self.optimizer()
+        running, found = self._running or self._begin(optimizer), self._state_guard.found
+        if running.kernel is None or found is None:
+            return None
+        calls = running.kernel.calls(optimizer, tensors, owned, self._layout, found, placing)
         if calls is None:
-            return False
+            return None
         placed = placing.placed
         assert placed is not None
         self._settings.look(optimizer, [part.group for part in placed.parts])
-        read = list(chain.from_iterable(chain.from_iterable(call.state for call in calls)))
-        try:
-            for call in calls:
-                call.run()
-        finally:
-            if self._looks_back:  # also of an update that raised: what it has written is written
-                # What is read by this bucket alone is looked at as it was left, and need not be counted.
-                torch.autograd.graph.increment_version([*tensors, *read] if found.share else tensors)
-        if self._looks_back:
-            self._state_guard.note(owned, placed.entries, read)
-        return True
+        return PreparedUpdate(calls, tensors, self._state_guard if self._looks_back else None, owned, placed.entries)
 
     # What the updates of the running step have done.
 

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from instep._optim.kernels import GRADIENT
 from instep._optim.kinds import runs_beside
 from instep._optim.owners import have_other_owners
-from instep._optim.parameters import GRADIENT, AttachedParameters, all_there
+from instep._optim.parameters import AttachedParameters, all_there
 from instep._optim.stepper import Stepper
 from instep._step.deferrable import are_usual
 from instep._step.deferral import BESIDE_BACKWARD, Deferring

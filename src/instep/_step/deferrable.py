@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from instep._optim.guards import DEFAULT_DTYPE, switched, switches
+from instep._optim.kernels import GRADIENT
 from instep._optim.owners import (
     OwnerCount,
     are_kept,
@@ -22,7 +23,7 @@ from instep._optim.owners import (
     in_shards_of_fsdp2,
     state_is_kept,
 )
-from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, shard_of_gradient
+from instep._optim.parameters import AttachedParameter, AttachedParameters, shard_of_gradient
 from instep._optim.stepper import Stepper
 from instep._step.deferred_buckets import gradients_in, in_grad
 from instep._torch.engine import graph_task

@@ -8,9 +8,10 @@ from torch import nn
 
 from instep._gradients.clipping import Clip
 from instep._gradients.scaling import found_inf, take_off_here
+from instep._optim.kernels import GRADIENT
 from instep._optim.kinds import runs_beside, steps_as_known
 from instep._optim.owners import OwnerCount
-from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, all_there, calls_of, none_there
+from instep._optim.parameters import AttachedParameter, AttachedParameters, all_there, calls_of, none_there
 from instep._optim.shadow import begin_state, is_copied_whole
 from instep._optim.stepper import Stepper
 from instep._ranks.vote import Vote, error_of

@@ -23,8 +23,9 @@ from instep._optim.guards import (
     switched,
     switches,
 )
+from instep._optim.kernels import GRADIENT
 from instep._optim.kinds import fused_counts_writes, is_fused, multiplies_matrices
-from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, OptimizerCall, calls_of
+from instep._optim.parameters import AttachedParameter, AttachedParameters, OptimizerCall, calls_of
 from instep._optim.shadow import end_state, order_added, snapshot_of
 from instep._optim.stepper import Stepper
 from instep._ranks.vote import Vote, error_of

@@ -4,15 +4,16 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from itertools import compress, repeat
-from operator import is_not
+from operator import attrgetter, is_not
 from time import perf_counter
 from typing import Any
 
 import torch
 
 from instep._gradients.scaling import LossScale
-from instep._optim.parameters import GRADIENT, NONE, AttachedParameter, AttachedParameters, require_in_place
-from instep._optim.stepper import Stepper
+from instep._optim.kernels import GRADIENT, are_usual
+from instep._optim.parameters import NONE, AttachedParameter, AttachedParameters, require_in_place
+from instep._optim.stepper import PreparedUpdate, Stepper
 from instep._optim.undo import Undo
 from instep._ranks.vote import error_of
 from instep._step.beside_backward import MOST, UpdatesBeside
@@ -35,6 +36,7 @@ from instep._torch.engine import (
     graph_task,
     is_captured,
     is_of_written,
+    is_profiled,
     profiled,
     set_default_device,
 )
@@ -42,6 +44,8 @@ from instep._torch.lifetime import WeakMethod, owe, settled, weakly
 from instep._torch.placeholders import ACCUMULATE, CONVERSION, DETACH, NEW_LIKE, ZERO, ZeroedGradient
 from instep.buckets import ParameterSpec
 from instep.errors import AccumulationError, InstepError, UncommittedStepError
+
+_DEVICE = attrgetter("device")
 
 
 class BucketSink(Schedule):
@@ -64,9 +68,6 @@ class BucketSink(Schedule):
         self._writes = writes
         self._deferring = deferring
         self._beside: UpdatesBeside | None = None
-        # The backward, and the device, whose gradients are taken: for as long as the step is open nothing of what
-        # ``arrive`` asks changes within one backward.
-        self._takes: tuple[int | None, torch.device] | None = None
         self._failure = FirstError()  # raised where the running backward ends
         # The loop's, when its last forward with gradients returned: a hook of backward finds none.
         self._default_device: torch.device | None = None
@@ -78,11 +79,7 @@ class BucketSink(Schedule):
         Raises ``AccumulationError`` when one of them was offered before in this step: before anything more is
         written.
         """
-        step, task = self._step, graph_task()
-        if task is not None and self._takes == (task, parameters[0].spec.device) and step.ledger.state is State.OPEN:
-            with step.lock:
-                self._offer(parameters)
-                return True
+        step = self._step
         if step.passes.running != "measuring":
             # Before the step is looked at: a gradient that only adds up opens none. Where several of the engine's
             # threads may count, they are in hooks of ``LocalSource``, which hold the lock already.
@@ -96,7 +93,7 @@ class BucketSink(Schedule):
                 return False
         with step.lock:
             if step.ledger.torn is not None:
-                if step.ledger.torn.task == task:
+                if step.ledger.torn.task == graph_task():
                     return False  # the backward in which it tore still has to unwind
                 raise step.ledger.torn.error()
             if self._clips:
@@ -106,14 +103,10 @@ class BucketSink(Schedule):
                     return False
             if not step.members.offered:
                 self._open()
-            device = parameters[0].spec.device
-            step.backwards.gives_gradients(device)
+            step.backwards.gives_gradients(parameters[0].spec.device)
             self._offer(parameters)
             seen = step.backwards.running is not None or step.accumulation.runs_stages is not None
-            accepts = self._writes.accepts_update(seen=seen)
-            if accepts and self.frees_gradients and not self._clips and step.judge is None:
-                self._takes = task, device
-            return accepts
+            return self._writes.accepts_update(seen=seen)
 
     def _open(self) -> None:
         if self._clips and self._step.passes.running is None:
@@ -222,6 +215,56 @@ class BucketSink(Schedule):
         if self.frees_gradients:
             self.count_freed(bucket)
         return done
+
+    def prepare(self, buckets: Sequence[AttachedParameters]) -> "list[PreparedBucket | None]":
+        """The running backward has been found to give a step its gradients. Its ``buckets``, as far as nothing is left
+        to be asked when their gradients are there but whether these are what they should be."""
+        step, stopped = self._step, self._step.ledger.state is not State.OPEN or self._failure.error is not None
+        beside = self._beside is not None and self._beside.takes_some
+        if stopped or beside or step.judge is not None or not self._writes.are_prepared or is_profiled():
+            return [None] * len(buckets)
+        with step.lock:
+            return [self._prepared(bucket) for bucket in buckets]
+
+    def _prepared(self, bucket: AttachedParameters) -> "PreparedBucket | None":
+        members, tensors = self._step.members, bucket.tensors()
+        if not members.applied.isdisjoint(bucket.indices):
+            return None
+        update = self._writes.prepare(bucket, tensors)
+        if update is None:
+            return None
+        members.prepare(bucket, tensors)
+        return PreparedBucket(self, bucket, tensors, update)
+
+    def step_prepared(self, prepared: "PreparedBucket") -> bool:
+        """The gradients of a prepared bucket are final. ``False``: it is not what it was, and is to be offered and
+        applied as others are. The caller holds the lock."""
+        step, bucket = self._step, prepared.bucket
+        gradients: list[Any] = list(map(GRADIENT, prepared.tensors))
+        if (
+            step.ledger.state is not State.OPEN
+            or self._failure.error is not None
+            or not step.members.offered.isdisjoint(bucket.indices)
+            or list(map(_DEVICE, prepared.tensors)) != bucket.devices
+            or not are_usual(prepared.tensors, gradients)
+        ):
+            return False
+        started = perf_counter()
+        step.members.offered.update(bucket.indices)
+        step.round.steppers_left.update(bucket.steppers)
+        try:
+            self._writes.begun = bucket
+            prepared.update.run(gradients)
+            step.members.applied.update(bucket.indices)
+            self._writes.begun = NONE
+        except BaseException as error:
+            self.fail(error, bucket.names)
+            return True
+        del gradients
+        step.times.ran(bucket, started)
+        self._writes.retire(bucket)
+        step.freed_bytes += bucket.nbytes
+        return True
 
     def _hand_over(self, beside: UpdatesBeside, bucket: AttachedParameters) -> bool:
         """Have the worker update ``bucket`` while backward goes on. ``False``: it is to be updated here."""
@@ -367,6 +410,28 @@ class BucketSink(Schedule):
         self._note_updates()  # what has become of them is a part of what is said
         if self._step.ledger.torn is None:
             self._writes.stopped(cause, begun)
+
+
+class PreparedBucket:
+    """A bucket that only steps: all but its gradients was looked at before the first one of the step.
+
+    Attributes:
+        update: runs the kernel, given the gradients.
+    """
+
+    __slots__ = ("_sink", "bucket", "tensors", "update")
+
+    def __init__(
+        self, sink: BucketSink, bucket: AttachedParameters, tensors: list[torch.Tensor], update: PreparedUpdate
+    ) -> None:
+        self._sink = sink
+        self.bucket = bucket
+        self.tensors = tensors
+        self.update = update
+
+    def step(self) -> bool:
+        """See ``BucketSink.step_prepared``."""
+        return self._sink.step_prepared(self)
 
 
 # ``schedule="backward"``: buckets are stepped in backward, as soon as their gradients are final.

@@ -218,6 +218,9 @@ class MeasuringSink:
         self.retire(bucket)
         return done
 
+    def prepare(self, buckets: Sequence[AttachedParameters]) -> Sequence[None]:
+        return [None] * len(buckets)
+
     def join(self) -> None:
         self.streams.join()
 

@@ -10,8 +10,9 @@ from typing import NoReturn
 import torch
 
 from instep._gradients.scaling import all_finite, kernel_scale, nonfinite_error
-from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, calls_of
-from instep._optim.stepper import Stepper, writes_state_without_gradient, writes_without_gradient
+from instep._optim.kernels import GRADIENT
+from instep._optim.parameters import AttachedParameter, AttachedParameters, calls_of
+from instep._optim.stepper import PreparedUpdate, Stepper, writes_state_without_gradient, writes_without_gradient
 from instep._step.judging import in_buckets
 from instep._step.norms import changed_after_measuring
 from instep._step.remedies import ANY_LOOP, KEEP_ALL, WRITE_LATER, never_cleared, several_backwards, several_losses
@@ -90,6 +91,16 @@ class Writes(ABC):
         Args:
             final: whether these are the very tensors that ``.grad`` will hold.
         """
+
+    are_prepared = False
+    """Whether a bucket may be prepared: nothing is to be done for it but the update itself."""
+
+    def prepare(self, bucket: AttachedParameters, parameters: Sequence[torch.Tensor]) -> PreparedUpdate | None:
+        """The update of ``bucket``. ``None``: it cannot be made before the gradients are there."""
+        if len(bucket.steppers) > 1 or not bucket.are_plain or not parameters[0].is_cpu:
+            return None
+        (stepper,) = bucket.steppers
+        return None if stepper.options else stepper.prepare(parameters, parameters, bucket.placing)
 
     def takes_back(self, error: Exception) -> bool:
         """``update`` has raised: whether nothing is left of it."""
@@ -357,6 +368,7 @@ class FinalWrites(Writes):
     def __init__(self, step: RunningStep) -> None:
         super().__init__(step)
         self._raises_nonfinite = step.ledger.nonfinite == "raise"
+        self.are_prepared = not self._raises_nonfinite and step.passes.clipping.policy is None
         self._watch = Watch(values=self._used)
         # Of each optimizer one parameter that was left with a spent gradient when the last step was committed.
         self._left_spent: dict[Stepper, AttachedParameter] = {}

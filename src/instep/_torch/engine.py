@@ -606,15 +606,19 @@ def current() -> Backward:
 # What torch's profiler shows of instep: ranges named ``instep::…``, on the thread that the work runs on.
 
 
+def is_profiled() -> bool:
+    """Whether any profiler is on. Private, as torch's own code asks: tests/unit/test_profile.py fails if torch renames
+    it."""
+    return profiler._is_profiler_enabled
+
+
 def profiled(part: str, first: str = "") -> AbstractContextManager[Any]:
     """Around a part of a step: a range in the trace of a running profiler, else nothing.
 
     Args:
         first: the first parameter that it is about, which the trace has as the range's input.
     """
-    # Private: whether any profiler is on, as torch's own code asks. Without that question each range would cost some
-    # microseconds. tests/unit/test_profile.py fails if torch renames it.
-    if not profiler._is_profiler_enabled:
+    if not is_profiled():  # else each range would cost some microseconds
         return AS_IT_IS
     return profiler.record_function(f"instep::{part}", first or None)
 

@@ -47,6 +47,13 @@ class Source(Protocol):
         """Take the hooks off again. Safe to call twice."""
 
 
+class PreparedBucket(Protocol):
+    """A bucket of which all but the gradients was looked at."""
+
+    def step(self) -> bool:
+        """Step it. ``False``: it is not as it was found, and is to be offered. Whoever calls this holds the lock."""
+
+
 class Sink(Protocol):
     """The step, as a source sees it: ``BucketSink`` steps what it is given, ``MeasuringSink`` takes norms alone.
 
@@ -101,6 +108,10 @@ class Sink(Protocol):
 
     def apply_and_free(self, bucket: AttachedParameters) -> bool:
         """``apply`` gradients that nothing but instep needs any more, free those that were stepped, and count them."""
+
+    def prepare(self, buckets: Sequence[AttachedParameters]) -> Sequence[PreparedBucket | None]:
+        """Once ``arrive`` has taken gradients of a backward. The ``buckets`` that only step, if their gradients come in
+        this backward; ``None``: one that is to be offered."""
 
     def retire(self, bucket: AttachedParameters) -> None:
         """Nobody but instep needs ``.grad`` of these any more: free the gradients of those that were applied."""

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from instep._optim.parameters import GRADIENT, AttachedParameter, AttachedParameters, none_there
+from instep._optim.kernels import GRADIENT
+from instep._optim.parameters import AttachedParameter, AttachedParameters, none_there
 from instep._step.state import gradient_of
 from instep._torch.engine import Phase, current, graph_task
 from instep._torch.hooks import UntracedHook
@@ -30,7 +31,7 @@ from instep._torch.placeholders import HeldGradient, Placeholder, ZeroedGradient
 from instep._torch.versions import is_pinned, versions_of
 from instep.buckets import Bucket, default_buckets, fill_buckets
 from instep.errors import InstepError
-from instep.sources import Sink, deliver
+from instep.sources import PreparedBucket, Sink, deliver
 
 
 class LocalSource:
@@ -74,6 +75,8 @@ class LocalSource:
         self._began: int | None = None
         self._adds_up = False
         self._earlier = EarlierGradients()
+        # By number of the bucket, from the first one on: those that only step. While that backward runs.
+        self._prepared: Sequence[PreparedBucket | None] = ()
         self._offered: set[int] = set()
 
     @property
@@ -217,6 +220,10 @@ class LocalSource:
             if not parameter.is_cpu:
                 sink.streams.producers.note_current(parameter.device)
             members, task = self._layout.members[number], graph_task()
+            if self._prepared and task == self._began and (bucket := self._prepared[number]) is not None:
+                if bucket.step():
+                    self._offered.update(members.indices)
+                    return
             if self._adds_up and self._began == task:
                 self._offered.update(members.indices)
                 return
@@ -231,6 +238,9 @@ class LocalSource:
                 self._in_order &= self._leaves_all
                 self._adds_up = sink.only_adds
             elif self._backwards.accepts_update(task) and self._in_order:
+                if not (self._prepared or self._earlier.versions or self._earlier.zeroed):
+                    # The first one of this backward. All others are found as they should be, or are looked at anew.
+                    self._prepared = sink.prepare(self._layout.members)
                 sink.apply_and_free(members)
 
     def _have_come(self, members: AttachedParameters, last: int) -> bool:
@@ -273,6 +283,7 @@ class LocalSource:
     def _forget(self) -> None:
         self._began = None
         self._adds_up = False
+        self._prepared = ()
         self._offered.clear()
         self._earlier.end_backward()
 
