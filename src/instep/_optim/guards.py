@@ -24,7 +24,7 @@ from instep._optim.values import (
     waits_for_host,
 )
 from instep._torch.engine import as_default_device, default_device
-from instep._torch.versions import are_plain, versions_of
+from instep._torch.versions import are_plain, counted_versions, versions_of
 from instep.errors import HyperparameterChangedError
 
 
@@ -293,11 +293,14 @@ class StateLayout:
         keys: by ``id``.
         sizes: of each entry, how many values it has.
         names: of all values, one entry after the other.
+        values: by ``id``, as they were found last.
+        share: whether two of them have the same memory: what one bucket writes is another's then, too.
     """
 
     def __init__(self, keys: list[int], sizes: list[int], names: list[Any]) -> None:
         self.keys, self.sizes, self.names = keys, sizes, names
-        self._shared: tuple[list[int], bool] = [], False
+        self.values: list[int] = []
+        self.share = False
         self._entry = {key: number for number, key in enumerate(keys)}
         self._first = [0, *accumulate(sizes)]
 
@@ -319,14 +322,10 @@ class StateLayout:
     def _place_of(self, entry: int | None) -> tuple[int, int]:
         return (0, 0) if entry is None else (self._first[entry], self._first[entry + 1])
 
-    def share(self, values: Sequence[Any]) -> bool:
-        """Whether two of the ``values`` have the same memory. Asked of their objects once: as long as these are the
-        same, so is the answer."""
-        ids = list(map(id, values))
-        if ids != self._shared[0]:
-            tensors = [value for value in values if isinstance(value, torch.Tensor)]
-            self._shared = ids, len({address_of(t) or -id(t) for t in tensors}) < len(tensors)
-        return self._shared[1]
+    def look_at(self, values: Sequence[Any], ids: list[int]) -> None:
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        self.share = len({address_of(t) or -id(t) for t in tensors}) < len(tensors)
+        self.values = ids
 
 
 class FoundState(NamedTuple):
@@ -336,24 +335,28 @@ class FoundState(NamedTuple):
     Attributes:
         values: of all entries, in the order of the state.
         are_plain: whether all values are tensors of torch's own two classes.
-        share: whether two of the values have the same memory: what one bucket writes is another's then, too.
+        versions: of the values, where writes of all of them are counted, and of each for itself.
     """
 
     layout: StateLayout
     entries: list[Entry]
     values: list[Any]
     are_plain: bool
-    share: bool
+    versions: list[int] | None
 
     @classmethod
     def of(cls, state: Mapping[Any, Any], known: StateLayout | None) -> "FoundState":
         """``known``: the layout of the step before."""
         entries: list[Entry] = list(state.values())
-        keys, sizes, names = list(map(id, state)), list(map(length_hint, entries)), _names_of(entries)
-        if known is None or keys != known.keys or sizes != known.sizes or not _are(names, known.names):
-            known = StateLayout(keys, sizes, names)
-        values = _values_of(entries)
-        return cls(known, entries, values, are_plain(values), known.share(values))
+        values, keys = _values_of(entries), list(map(id, state))
+        ids = list(map(id, values))
+        if known is None or ids != known.values or keys != known.keys:
+            sizes, names = list(map(length_hint, entries)), _names_of(entries)
+            if known is None or keys != known.keys or sizes != known.sizes or not _are(names, known.names):
+                known = StateLayout(keys, sizes, names)
+            known.look_at(values, ids)
+        plain = are_plain(values)
+        return cls(known, entries, values, plain, None if known.share or not plain else counted_versions(values))
 
     def is_of(self, state: Mapping[Any, Any]) -> bool:
         """Whether ``state`` has the same entries, with the same values."""
@@ -361,8 +364,6 @@ class FoundState(NamedTuple):
         return (
             _are(entries, self.entries)
             and list(map(id, state)) == self.layout.keys
-            and _are(_names_of(entries), self.layout.names)
-            and list(map(length_hint, entries)) == self.layout.sizes
             and _are(_values_of(entries), self.values)
         )
 
@@ -370,6 +371,20 @@ class FoundState(NamedTuple):
 def _are(some: Sequence[object], others: Sequence[object]) -> bool:
     """Whether these are the very same objects."""
     return len(some) == len(others) and all(map(is_, some, others))
+
+
+class Places(NamedTuple):
+    """Where the state of a bucket's parameters stands in a whole state.
+
+    Attributes:
+        entries: ``None``: a parameter has none.
+        read: of all values those that its update reads or writes.
+        counters: of these those that it adds to, as autograd counts it.
+    """
+
+    entries: list[int | None]
+    read: list[int]
+    counters: list[int]
 
 
 class StateGuard(Stage):
@@ -384,11 +399,9 @@ class StateGuard(Stage):
         self._name = name
         self.found: FoundState | None = None
         self.left: list[EntriesAsLeft] = []
-        # Of buckets that a kernel has stepped: parameters, which entries are theirs, and the versions of the tensors
-        # that it has read or written there.
-        self._stepped: list[tuple[Sequence[torch.Tensor], Sequence[int | None]]] = []
-        self._tensors: list[torch.Tensor] = []
-        self._versions: list[int] = []
+        # Of buckets that a kernel has stepped: parameters, which entries are theirs, which of all values the kernel has
+        # read or written, and which of these are counters; and where versions say nothing of that, those that it left.
+        self._stepped: list[tuple[Sequence[torch.Tensor], Places, list[int] | None]] = []
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
         self.end_step()
@@ -398,40 +411,50 @@ class StateGuard(Stage):
         yield
         self.left.append(EntriesAsLeft.of(Entries.of(update.owned, update.optimizer.state)))
 
-    def note(
-        self,
-        parameters: Sequence[torch.Tensor],
-        entries: Sequence[int | None],
-        tensors: list[torch.Tensor],
-        versions: list[int] | None,
-    ) -> None:
-        """A kernel has stepped ``parameters`` by these ``tensors`` of their ``entries``, of which ``found`` tells, and
-        has left them with these ``versions``; ``None``: those that they have now."""
-        self._stepped.append((parameters, entries))
-        self._tensors += tensors
-        self._versions += versions_of(tensors) if versions is None else versions
+    def note(self, parameters: Sequence[torch.Tensor], places: Places) -> None:
+        """A kernel has stepped ``parameters``, whose state has these ``places`` in ``found``."""
+        found = self.found
+        assert found is not None
+        versions = versions_of([found.values[i] for i in places.read]) if found.versions is None else None
+        self._stepped.append((parameters, places, versions))
 
     def is_as_left(self, optimizer: Optimizer) -> bool:
         # Of all buckets together: each question is one pass.
         state, found = optimizer.state, self.found
-        if self._stepped and versions_of(self._tensors) != self._versions:
-            return False
-        if found is None or not self._stepped or (not self.left and found.is_of(state)):
+        if found is None or not self._stepped:
             return EntriesAsLeft.of_all(self.left).are_as_left(state)
+        if self._kernels_were_written():
+            return False
+        if not self.left and found.is_of(state):
+            return True
         return EntriesAsLeft.of_all([*self.left, *self._kernels_left()]).are_as_left(state)
+
+    def _kernels_were_written(self) -> bool:
+        """Whether a tensor that a kernel has read or written in this step was written since."""
+        found = self.found
+        if found is None or not self._stepped:
+            return False
+        now = versions_of(found.values)
+        if found.versions is None:
+            return any([now[i] for i in places.read] != versions for _, places, versions in self._stepped)
+        left = [*found.versions]
+        for _, places, _ in self._stepped:
+            for i in places.counters:  # a kernel counts no write, but ``step()`` counts that of a counter
+                left[i] += 1
+        return left != now and any([now[i] for i in p.read] != [left[i] for i in p.read] for _, p, _ in self._stepped)
 
     def _kernels_left(self) -> Iterator[EntriesAsLeft]:
         """The entries of the buckets that a kernel has stepped."""
         assert self.found is not None
         layout, entries, values, *_ = self.found
-        for parameters, numbers in self._stepped:
-            places = [layout.values_of(number) for number in numbers]
+        for parameters, places, _ in self._stepped:
+            slices = [layout.values_of(number) for number in places.entries]
             yield EntriesAsLeft(
                 [*parameters],
-                [None if number is None else entries[number] for number in numbers],
-                [place.stop - place.start for place in places],
-                [name for place in places for name in layout.names[place]],
-                [value for place in places for value in values[place]],
+                [None if number is None else entries[number] for number in places.entries],
+                [one.stop - one.start for one in slices],
+                [name for one in slices for name in layout.names[one]],
+                [value for one in slices for value in values[one]],
                 [],
                 [],
                 [],
@@ -450,7 +473,7 @@ class StateGuard(Stage):
         """Whether a parameter's state was written since its update, or replaced by one that holds something."""
         left = [*self.left, *self._kernels_left()] if self._stepped else self.left
         return (
-            versions_of(self._tensors) != self._versions
+            self._kernels_were_written()
             or any(one.written for one in left)
             or any(one.are_replaced_in(optimizer.state) for one in left)
         )
@@ -459,7 +482,6 @@ class StateGuard(Stage):
         self.found = None
         self.left = []
         self._stepped = []
-        self._tensors, self._versions = [], []
 
 
 # Switches of torch, for the whole process, that an update may read: it needs those of ``optimizer.step()``.

@@ -4,14 +4,14 @@ import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import repeat
-from operator import add, is_
+from itertools import chain, repeat
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.guards import FoundState, SettingsGuard, StateGuard, StateLayout, numbers_of
+from instep._optim.guards import FoundState, Places, SettingsGuard, StateGuard, StateLayout, numbers_of
 from instep._optim.kernels import GRADIENT, Kernel, KernelCall, Placing, are_usual, kernel_of
 from instep._optim.kinds import SCALES, STEPPED_WHOLE, has_usual_parameters, is_elementwise, is_torchs_own
 from instep._optim.local_shard import LocalShard
@@ -22,7 +22,7 @@ from instep._optim.random_numbers import KeyedDraws
 from instep._optim.shadow import CallUpdate, GroupLayout, autocast_here, how_to_step, parameters_of
 from instep._optim.stages import Begins, CopiedEntries, Stage, Update, step_shadow
 from instep._torch.hooks import is_in_step
-from instep._torch.versions import are_counted, version_of, versions_of
+from instep._torch.versions import version_of
 from instep.errors import HyperparameterChangedError, StaleAttachmentError, UnsupportedOptimizerError
 
 
@@ -86,41 +86,32 @@ class PreparedUpdate:
         guard: of the state; ``None``: nobody looks back, and nothing is counted.
     """
 
-    __slots__ = ("_calls", "_counts_all", "_entries", "_guard", "_owned", "_read", "_tensors", "_versions")
+    __slots__ = ("_calls", "_guard", "_owned", "_places", "_tensors")
 
     def __init__(
         self,
         calls: Sequence[KernelCall],
         tensors: Sequence[torch.Tensor],
-        guard: StateGuard | None,
         owned: Sequence[torch.Tensor],
-        entries: Sequence[int | None],
+        guard: StateGuard | None,
+        places: Places,
     ) -> None:
-        self._calls, self._tensors, self._guard = calls, tensors, guard
-        self._owned, self._entries = owned, entries
-        self._read: list[torch.Tensor] = []
-        self._counts_all = guard is not None and guard.found is not None and guard.found.share
-        # Of ``_read``, as the kernel is going to leave them; ``None``: that is looked at afterwards.
-        self._versions: list[int] | None = None
-        if guard is not None:
-            columns = [(column, column is call.counters) for call in calls for column in call.lists]
-            self._read = [tensor for column, _ in columns for tensor in column]
-            if not self._counts_all and are_counted(self._read):
-                # A kernel counts no write, but ``step()`` counts that of a counter.
-                counted = [is_counter for column, is_counter in columns for _ in column]
-                self._versions = list(map(add, versions_of(self._read), counted))
+        self._calls, self._tensors, self._owned, self._guard, self._places = calls, tensors, owned, guard, places
 
     def run(self, gradients: list[torch.Tensor]) -> None:
+        guard = self._guard
         try:
             for call in self._calls:
                 call.run(gradients)
         finally:
-            if self._guard is not None:  # also of an update that raised: what it has written is written
-                # What is read by this bucket alone is looked at as it was left, and need not be counted.
-                written = [*self._tensors, *self._read] if self._counts_all else self._tensors
+            if guard is not None:  # also of an update that raised: what it has written is written
+                written = self._tensors
+                if guard.found is not None and guard.found.layout.share:  # else nobody asks for another bucket's
+                    state = (column for call in self._calls for column in call.lists)
+                    written = [*written, *chain.from_iterable(state)]
                 torch.autograd.graph.increment_version(written)
-        if self._guard is not None:
-            self._guard.note(self._owned, self._entries, self._read, self._versions)
+        if guard is not None:
+            guard.note(self._owned, self._places)
 
 
 class Stepper:
@@ -382,7 +373,7 @@ class Stepper:
         placed = placing.placed
         assert placed is not None
         self._settings.look(optimizer, [part.group for part in placed.parts])
-        return PreparedUpdate(calls, tensors, self._state_guard if self._looks_back else None, owned, placed.entries)
+        return PreparedUpdate(calls, tensors, owned, self._state_guard if self._looks_back else None, placed.places)
 
     # What the updates of the running step have done.
 

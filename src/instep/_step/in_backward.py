@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from itertools import compress, repeat
+from itertools import chain, compress, repeat
 from operator import attrgetter, is_not
 from time import perf_counter
 from typing import Any
@@ -224,17 +224,20 @@ class BucketSink(Schedule):
         if stopped or beside or step.judge is not None or not self._writes.are_prepared or is_profiled():
             return [None] * len(buckets)
         with step.lock:
-            return [self._prepared(bucket) for bucket in buckets]
+            found = [self._prepared(bucket) for bucket in buckets]
+            mine = [bucket for bucket in found if bucket is not None]
+            step.members.expect_writes(
+                AttachedParameters(chain.from_iterable(one.bucket for one in mine)),
+                list(chain.from_iterable(one.tensors for one in mine)),
+            )
+            return found
 
     def _prepared(self, bucket: AttachedParameters) -> "PreparedBucket | None":
-        members, tensors = self._step.members, bucket.tensors()
-        if not members.applied.isdisjoint(bucket.indices):
+        if not self._step.members.applied.isdisjoint(bucket.indices):
             return None
+        tensors = bucket.tensors()
         update = self._writes.prepare(bucket, tensors)
-        if update is None:
-            return None
-        members.prepare(bucket, tensors)
-        return PreparedBucket(self, bucket, tensors, update)
+        return None if update is None else PreparedBucket(self, bucket, tensors, update)
 
     def step_prepared(self, prepared: "PreparedBucket") -> bool:
         """The gradients of a prepared bucket are final. ``False``: it is not what it was, and is to be offered and
@@ -262,7 +265,7 @@ class BucketSink(Schedule):
             return True
         del gradients
         step.times.ran(bucket, started)
-        self._writes.retire(bucket)
+        self._writes.retire(bucket, prepared.tensors)
         step.freed_bytes += bucket.nbytes
         return True
 

@@ -430,7 +430,7 @@ class TrialWrites(Writes):
         if (owner := self._owner()) is not None:
             owe(owner)  # gradients stay until the step is committed: nobody need hold them
 
-    def retire(self, bucket: AttachedParameters) -> None:
+    def retire(self, bucket: AttachedParameters, applied: Sequence[torch.Tensor] | None = None) -> None:
         for attached in filter(self._step.members.is_applied, bucket):
             parameter = attached.get()
             gradient = parameter.grad

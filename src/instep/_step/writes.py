@@ -111,9 +111,13 @@ class Writes(ABC):
         """``update`` has stepped ``bucket``, on the side stream that is still current."""
 
     @abstractmethod
-    def retire(self, bucket: AttachedParameters) -> None:
+    def retire(self, bucket: AttachedParameters, applied: Sequence[torch.Tensor] | None = None) -> None:
         """Nobody but instep needs ``.grad`` of applied parameters any more. Until ``optimizer.step()`` the plain loop
-        would find the old weights: whoever uses one is noticed."""
+        would find the old weights: whoever uses one is noticed.
+
+        Args:
+            applied: the parameters of ``bucket``, where all were applied; ``None``: that is not known.
+        """
 
     def take_back(self, bucket: AttachedParameters, gradients: Sequence[torch.Tensor]) -> None:
         """``bucket``, whose gradients were taken off, has not been updated after all: the opposite of ``retire``."""
@@ -426,10 +430,10 @@ class FinalWrites(Writes):
         if gradients[0].device.type != "cpu":
             self._step.streams.hold(gradients)
 
-    def retire(self, bucket: AttachedParameters) -> None:
-        if not self._step.members.applied.issuperset(bucket.indices):
+    def retire(self, bucket: AttachedParameters, applied: Sequence[torch.Tensor] | None = None) -> None:
+        if applied is None and not self._step.members.applied.issuperset(bucket.indices):
             bucket = AttachedParameters(filter(self._step.members.is_applied, bucket))
-        parameters = bucket.tensors()
+        parameters = bucket.tensors() if applied is None else applied
         for parameter, spent in zip(parameters, bucket.spent, strict=True):
             parameter.grad = spent
         self._watch.start(parameters if all(bucket.leave_spent) else compress(parameters, bucket.leave_spent))

@@ -220,28 +220,32 @@ class LocalSource:
             if not parameter.is_cpu:
                 sink.streams.producers.note_current(parameter.device)
             members, task = self._layout.members[number], graph_task()
-            if self._prepared and task == self._began and (bucket := self._prepared[number]) is not None:
-                if bucket.step():
-                    self._offered.update(members.indices)
-                    return
+            prepared = self._prepared[number] if self._prepared and task == self._began else None
+            if prepared is not None and prepared.step():
+                self._offered.update(members.indices)
+                return
             if self._adds_up and self._began == task:
                 self._offered.update(members.indices)
                 return
-            if self._began != task or not self._have_come(members, last):
-                self._in_order = False
-            if not self._in_order:
-                members = AttachedParameters((self._hooks.parameters[last],))
-                if not self._takes_gradient(members[0]):
-                    return
-            self._offered.update(members.indices)
-            if not sink.arrive(members):
-                self._in_order &= self._leaves_all
-                self._adds_up = sink.only_adds
-            elif self._backwards.accepts_update(task) and self._in_order:
-                if not (self._prepared or self._earlier.versions or self._earlier.zeroed):
-                    # The first one of this backward. All others are found as they should be, or are looked at anew.
-                    self._prepared = sink.prepare(self._layout.members)
-                sink.apply_and_free(members)
+            self._count_bucket(members, last, task)
+
+    def _count_bucket(self, members: AttachedParameters, last: int, task: int | None) -> None:
+        sink = self._sink
+        if self._began != task or not self._have_come(members, last):
+            self._in_order = False
+        if not self._in_order:
+            members = AttachedParameters((self._hooks.parameters[last],))
+            if not self._takes_gradient(members[0]):
+                return
+        self._offered.update(members.indices)
+        if not sink.arrive(members):
+            self._in_order &= self._leaves_all
+            self._adds_up = sink.only_adds
+        elif self._backwards.accepts_update(task) and self._in_order:
+            if not (self._prepared or self._earlier.versions or self._earlier.zeroed):
+                # The first one of this backward. All others are found as they should be, or are looked at anew.
+                self._prepared = sink.prepare(self._layout.members)
+            sink.apply_and_free(members)
 
     def _have_come(self, members: AttachedParameters, last: int) -> bool:
         """Whether this backward has given all of a bucket their gradients. ``last``: whose hook is called."""
