@@ -110,7 +110,7 @@ def test_a_step_outside_of_the_graph_of_its_backward(monkeypatch: pytest.MonkeyP
 def test_torch_is_asked_whether_the_step_may_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that is called directly would not ask for ``capturable=True``."""
     called: list[Any] = []
-    monkeypatch.setattr(kernels.KernelCall, "run", lambda self: called.append(self))
+    monkeypatch.setattr(kernels.KernelCall, "run", lambda self, gradients: called.append(self))
     monkeypatch.setattr(kernels, "is_captured", lambda device: True)
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

@@ -150,9 +150,9 @@ def test_fused_kernels_are_called_as_step_calls_them(
     called: list[Any] = []
     run = KernelCall.run
 
-    def counted(self: KernelCall) -> None:
+    def counted(self: KernelCall, gradients: list[torch.Tensor]) -> None:
         called.append(self.function)
-        run(self)
+        run(self, gradients)
 
     monkeypatch.setattr(KernelCall, "run", counted)
 

@@ -243,11 +243,11 @@ def failing(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """The ``number``-th update from now on raises, when it has begun."""
     run, left = KernelCall.run, [number]
 
-    def fails(self: KernelCall) -> None:
+    def fails(self: KernelCall, gradients: list[torch.Tensor]) -> None:
         left[0] -= 1
         if left[0] == 0:
             raise ZeroDivisionError("the kernel")
-        run(self)
+        run(self, gradients)
 
     monkeypatch.setattr(KernelCall, "run", fails)
 
@@ -395,7 +395,7 @@ def test_a_step_is_torn_where_a_handler_has_raised_before_backward_could_wait(
             failing(patch, 1)
         run = KernelCall.run
         patch.setattr(WritingBackwards, "no_more", alarm)
-        patch.setattr(KernelCall, "run", lambda self: (threading.Event().wait(0.05), run(self))[1])
+        patch.setattr(KernelCall, "run", lambda *of: (threading.Event().wait(0.05), run(*of))[1])
         with pytest.raises(TimeoutError):
             loop.backward(2)
         with pytest.raises(TornStepError) as raised:
@@ -444,9 +444,9 @@ def test_code_that_the_worker_comes_to_does_not_wait_for_it(monkeypatch: pytest.
     schedule = loop.overlap._parts.schedule
     run, wait = KernelCall.run, Task.wait
 
-    def asks(self: KernelCall) -> None:
+    def asks(self: KernelCall, gradients: list[torch.Tensor]) -> None:
         schedule.settle()
-        run(self)
+        run(self, gradients)
 
     def waits(task: Task) -> None:
         assert threading.current_thread().name != NAME, "it waits for itself"
@@ -491,7 +491,7 @@ def test_state_that_a_hook_writes_beside_its_update_is_noticed(monkeypatch: pyte
     loop = beside()
     loop.train(2)
     run = KernelCall.run
-    monkeypatch.setattr(KernelCall, "run", lambda self: (threading.Event().wait(0.02), run(self))[1])
+    monkeypatch.setattr(KernelCall, "run", lambda *of: (threading.Event().wait(0.02), run(*of))[1])
     last = loop.model.get_parameter("blocks.0.1.weight")
 
     def write() -> None:
@@ -714,7 +714,7 @@ def test_it_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = beside()
     loop.train(2)
     run = KernelCall.run
-    monkeypatch.setattr(KernelCall, "run", lambda self: (threading.Event().wait(0.01), run(self))[1])
+    monkeypatch.setattr(KernelCall, "run", lambda *of: (threading.Event().wait(0.01), run(*of))[1])
     done = threading.Thread(target=loop.train, args=(1, 2), daemon=True)
     done.start()
     done.join(net.SECONDS)

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import instep
-from instep._optim.guards import Entries
-from instep._optim.kernels import KernelCall, kernel_of
-from instep._optim.shadow import Members
+from instep._optim.guards import FoundState
+from instep._optim.kernels import KernelCall, Placing, kernel_of
+from instep._optim.shadow import GroupLayout
 from instep.errors import HyperparameterChangedError
 from instep_tools.harness import first_difference, training_state
 from tests.late import late_updates
@@ -75,9 +75,9 @@ class Counted:
     def __enter__(self) -> "Counted":
         run = KernelCall.run
 
-        def counted(call: KernelCall) -> None:
+        def counted(call: KernelCall, gradients: list[torch.Tensor]) -> None:
             self.calls += 1
-            run(call)
+            run(call, gradients)
 
         self._patch = patch(CALLS, counted)
         self._patch.start()
@@ -261,8 +261,9 @@ def test_a_scale_that_the_class_has() -> None:
     plain, scaled = torch.optim.Adam([weight], fused=True), Scaled([weight], fused=True)
     kernel = kernel_of(plain)
     assert kernel is not None
-    assert kernel.calls(plain, [weight], Entries.of([weight], {weight: entry}), [Members([0], [0])]) is not None
-    assert kernel.calls(scaled, [weight], Entries.of([weight], {weight: entry}), [Members([0], [0])]) is None
+    found, groups = FoundState.of({weight: entry}, None), GroupLayout("Adam", plain.param_groups)
+    assert kernel.calls(plain, [weight], [weight], groups, found, Placing()) is not None
+    assert kernel.calls(scaled, [weight], [weight], groups, found, Placing()) is None
 
 
 def test_momentum_in_groups_of_which_one_is_fused() -> None:

@@ -348,12 +348,12 @@ class FoundState(NamedTuple):
     def of(cls, state: Mapping[Any, Any], known: StateLayout | None) -> "FoundState":
         """``known``: the layout of the step before."""
         entries: list[Entry] = list(state.values())
-        values, keys = _values_of(entries), list(map(id, state))
+        keys, sizes, names = list(map(id, state)), list(map(length_hint, entries)), _names_of(entries)
+        if known is None or keys != known.keys or sizes != known.sizes or not _are(names, known.names):
+            known = StateLayout(keys, sizes, names)
+        values = _values_of(entries)
         ids = list(map(id, values))
-        if known is None or ids != known.values or keys != known.keys:
-            sizes, names = list(map(length_hint, entries)), _names_of(entries)
-            if known is None or keys != known.keys or sizes != known.sizes or not _are(names, known.names):
-                known = StateLayout(keys, sizes, names)
+        if ids != known.values:  # as long as these are the same objects, their memory is taken for the same
             known.look_at(values, ids)
         plain = are_plain(values)
         return cls(known, entries, values, plain, None if known.share or not plain else counted_versions(values))
@@ -364,6 +364,8 @@ class FoundState(NamedTuple):
         return (
             _are(entries, self.entries)
             and list(map(id, state)) == self.layout.keys
+            and list(map(length_hint, entries)) == self.layout.sizes
+            and _are(_names_of(entries), self.layout.names)
             and _are(_values_of(entries), self.values)
         )
 
