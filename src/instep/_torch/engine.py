@@ -618,7 +618,7 @@ def profiled(part: str, first: str = "") -> AbstractContextManager[Any]:
     Args:
         first: the first parameter that it is about, which the trace has as the range's input.
     """
-    if not is_profiled():  # else each range would cost some microseconds
+    if not profiler._is_profiler_enabled:  # as ``is_profiled``: each range would cost some microseconds
         return AS_IT_IS
     return profiler.record_function(f"instep::{part}", first or None)
 
