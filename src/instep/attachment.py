@@ -4,6 +4,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +17,7 @@ from instep._arguments import models_of, optimizers_of, require_model
 from instep._micro_batches.run import micro_batches
 from instep._micro_batches.waiting import Waiting
 from instep._optim.parameters import AttachedParameter
+from instep._refusals.rules import ask_rules, say_once
 from instep._step.state import Recorder
 from instep._torch.interrupts import heard, held
 from instep._torch.pipelining import Pipeline
@@ -58,12 +60,6 @@ def attached(model: nn.Module) -> "Attachment | None":
     """
     require_model(model, AttachError)
     return _attachments.get(model)
-
-
-def register(models: Iterable[nn.Module], attachment: "Attachment") -> None:
-    """Each of ``models`` has this attachment until that is detached."""
-    for model in models:
-        _attachments[model] = attachment
 
 
 def record(
@@ -131,6 +127,16 @@ def replaceable(optimizers: Iterable[Optimizer]) -> "list[Attachment]":
     return [one for one in earlier if one._options.asks_for_nothing]
 
 
+def _make_way(earlier: Iterable["Attachment"]) -> None:
+    for one in earlier:
+        one.detach()
+        say_once(
+            logging.WARNING,
+            "an earlier instep.attach() of these parameters is detached: this call takes its place. Several optimizers "
+            "go into one call: attach(model, [first, second])",
+        )
+
+
 class Attachment:
     """What ``attach`` returns. As a context manager it detaches on leaving.
 
@@ -147,8 +153,9 @@ class Attachment:
         ```
     """
 
-    def __init__(self, target: Target, options: Options) -> None:
-        self._options = options
+    def __init__(self, target: Target, options: Options, earlier: Sequence["Attachment"] = ()) -> None:
+        self._options = options = replace(options, left_to_torch=ask_rules(target, options))
+        _make_way(earlier)
         self._parts = build(target, options)
         self._waiting: Waiting | None = None
         try:
@@ -156,6 +163,7 @@ class Attachment:
         except BaseException:
             self.detach()
             raise
+        _attachments.update(dict.fromkeys(target.called, self))
 
     @property
     def plan(self) -> Plan:

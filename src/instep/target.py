@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from instep._optim.parameters import Attribute
 from instep.sources.ddp.instance import managed_by
-from instep.sources.fsdp.modules import ShardedGroup, fsdp1_in, fsdp2_in, sharded_groups
+from instep.sources.fsdp.modules import ShardedGroup, fsdp1_in, fsdp2_in, put_shards_in_place, sharded_groups
 from instep.sources.replicate.source import Replicated
 
 Wrapped = DistributedDataParallel | Replicated
@@ -48,17 +48,24 @@ class Target:
         fsdp2: its modules that ``fully_shard`` was applied to.
         taken: by ``id``: the parameters, of any model, that are attached already, with their attachments.
         unlike: the class of an optimizer beside these that is no ``torch.optim.Optimizer``; ``None``: there is none.
+
+    Args:
+        as_it_is: whether nothing is done to the model. Else the shards of ``fully_shard`` are put in their places.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         taken: Mapping[int, object],
         unlike: str | None = None,
+        *,
+        as_it_is: bool = False,
     ) -> None:
-        self.model = model
-        self.called = called_in(model)
+        self.called = models
+        self.model = model = as_one(models)
+        if not as_it_is:
+            put_shards_in_place(model)
         self.optimizers = optimizers
         self.wrapped: list[Wrapped] = [
             module for module in model.modules() if isinstance(module, (DistributedDataParallel, Replicated))
@@ -74,7 +81,7 @@ class Target:
 
     @cached_property
     def names(self) -> Names:
-        """The parameters of the model, once the shards of ``fully_shard`` are in their places."""
+        """The parameters of the model."""
         return name_parameters(self.model)
 
     @cached_property

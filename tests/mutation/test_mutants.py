@@ -232,7 +232,7 @@ MUTANTS = [
     ),
     Mutant(
         "log for each attach what was logged",
-        "_say_once",
+        "say_once",
         "if message not in _said:",
         "if True:",
     ),
@@ -3029,9 +3029,9 @@ MUTANTS = [
     ),
     Mutant(
         "of several models one is attached",
-        "register",
-        "for model in models:",
-        "for model in list(models)[:1]:",
+        "Attachment.__init__",
+        "dict.fromkeys(target.called, self)",
+        "dict.fromkeys(target.called[:1], self)",
     ),
     Mutant(
         "several models are detached in part",
