@@ -1,6 +1,6 @@
 """What is about to be attached: a model with its wrappers and parameters, and the optimizers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from instep._optim.parameters import Attribute
-from instep.sources.ddp.instance import managed_by
+from instep.sources.ddp.instance import bucket_parameters, managed_by
 from instep.sources.fsdp.modules import ShardedGroup, fsdp1_in, fsdp2_in, put_shards_in_place, sharded_groups
 from instep.sources.replicate.source import Replicated
 
@@ -44,8 +44,10 @@ class Target:
     Attributes:
         called: the modules that the loop calls: the model, or each of several.
         wrapped: the instances of ``DistributedDataParallel`` and ``Replicated`` in the model.
+        reduced: of each of these, by ``id``: the parameters whose gradients it may reduce.
         fsdp1: its instances of ``FullyShardedDataParallel``.
         fsdp2: its modules that ``fully_shard`` was applied to.
+        optimized: the parameters of the optimizers, in their order.
         taken: by ``id``: the parameters, of any model, that are attached already, with their attachments.
         unlike: the class of an optimizer beside these that is no ``torch.optim.Optimizer``; ``None``: there is none.
 
@@ -67,9 +69,16 @@ class Target:
         if not as_it_is:
             put_shards_in_place(model)
         self.optimizers = optimizers
+        self.optimized: list[torch.Tensor] = [
+            parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
+        ]
         self.wrapped: list[Wrapped] = [
             module for module in model.modules() if isinstance(module, (DistributedDataParallel, Replicated))
         ]
+        self.reduced = {
+            one: {id(p) for p in one.parameters()} if isinstance(one, Replicated) else managed_by(one)
+            for one in self.wrapped
+        }
         self.fsdp1 = fsdp1_in(model)
         self.fsdp2 = fsdp2_in(model)
         self.taken = taken
@@ -80,6 +89,11 @@ class Target:
         return [one for one in self.wrapped if isinstance(one, DistributedDataParallel)]
 
     @cached_property
+    def in_buckets(self) -> set[int]:
+        """By ``id``: the parameters in the buckets of the ``DistributedDataParallel`` instances."""
+        return set().union(*map(bucket_parameters, self.ddps))
+
+    @cached_property
     def names(self) -> Names:
         """The parameters of the model."""
         return name_parameters(self.model)
@@ -88,12 +102,6 @@ class Target:
     def groups(self) -> list[ShardedGroup]:
         """What FSDP gathers and reduces together."""
         return sharded_groups(self.model)
-
-    def optimized(self) -> Iterator[torch.Tensor]:
-        """The parameters of the optimizers, in their order."""
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                yield from group["params"]
 
 
 def name_parameters(model: nn.Module) -> Names:
@@ -108,10 +116,3 @@ def name_parameters(model: nn.Module) -> Names:
                 _, places = names.get(id(parameter), (parameter, ()))
                 names[id(parameter)] = (parameter, (*places, Attribute(module, attribute, name)))
     return names
-
-
-def reduced_by(wrapper: Wrapped) -> set[int]:
-    """By ``id``: the parameters whose gradients ``wrapper`` may reduce."""
-    if isinstance(wrapper, Replicated):
-        return {id(p) for p in wrapper.parameters()}
-    return managed_by(wrapper)

@@ -3017,15 +3017,15 @@ MUTANTS = [
     ),
     Mutant(
         "of several models one is watched",
-        "_watch_forwards",
-        "for model in target.called:",
-        "for model in target.called[:1]:",
+        "_connect_model",
+        "for one in target.called if not",
+        "for one in target.called[:1] if not",
     ),
     Mutant(
         "nobody's forward is watched of several models",
-        "_watch_forwards",
-        "for model in target.called:",
-        "for model in [target.model]:",
+        "_connect_model",
+        "for one in target.called if not",
+        "for one in [target.model] if not",
     ),
     Mutant(
         "of several models one is attached",
@@ -3047,7 +3047,7 @@ MUTANTS = [
     ),
     Mutant(
         "the state of an attachment goes with the first of several models",
-        "connect",
+        "_connect_model",
         "Owners([*target.called, *target.optimizers]",
         "Owners([model, *target.optimizers]",
     ),
@@ -3384,13 +3384,13 @@ MUTANTS = [
     Mutant(
         "ranks that differ look for one another under names that their options make",
         "ranks_of",
-        "with_optimizers=False)",
-        "with_optimizers=meets)",
+        "digest_of(model)",
+        "digest_of(mine)",
     ),
     Mutant(
         "ranks that differ: FSDP2 gathers before a disabled rank has said what it trains",
-        "_connect_plainly",
-        "prepend=parts.sharding is not None)",
+        "_connect_model",
+        "prepend=sharding is not None)",
         "prepend=False)",
     ),
     Mutant(
@@ -3509,9 +3509,9 @@ MUTANTS = [
     ),
     Mutant(
         "the stages of FSDP only add up, as far as it says",
-        "_synced",
-        " and not in_pipeline",
-        "",
+        "build",
+        "is_sharded and options.communication.pipeline is None",
+        "is_sharded",
     ),
     Mutant(
         "a copy of a schedule does nothing",
