@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from instep._arguments import models_of, optimizers_of, require_model
@@ -225,9 +224,8 @@ class Attachment:
         gain by ``schedule="backward"``, and by how much DDP's communication outlasts backward. One sentence a line;
         empty where there is nothing to say."""
         refs = self._parts.refs
-        ddps = [one for one in refs.living_wrappers() if isinstance(one, DistributedDataParallel)]
         divided = bool(refs.wrapped) or self._parts.sharding is not None
-        return advice(self._parts.schedule, self._parts.step, self._options, ddps, divided=divided)
+        return advice(self._parts.schedule, self._parts.step, self._options, refs.ddps(), divided=divided)
 
     @property
     def recorder(self) -> Recorder | None:

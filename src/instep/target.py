@@ -18,14 +18,9 @@ Names = Mapping[int, tuple[torch.Tensor, tuple[Attribute, ...]]]
 """By ``id``: each parameter of a model, in order, with every place that holds it."""
 
 
-class Models(nn.Module):
+class Models(nn.ModuleDict):
     """Several models that are attached together, each of which the loop calls by itself. Nobody keeps this one: it is
     made of the models whenever it is asked for."""
-
-    def __init__(self, models: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        for name, model in models.items():
-            self.add_module(name, model)
 
 
 def as_one(models: Sequence[nn.Module]) -> nn.Module:

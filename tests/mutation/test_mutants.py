@@ -3372,8 +3372,8 @@ MUTANTS = [
     Mutant(
         "ranks that differ: FSDP is told to reduce where nobody has met",
         "Accumulation.begin",
-        "        if self._sharded:\n",
-        "        if self._sharded and False:\n",
+        "        if self.is_sharded:\n",
+        "        if self.is_sharded and False:\n",
     ),
     Mutant(
         "ranks that differ: one reduces a second micro-batch that the others do not have",
@@ -3510,8 +3510,8 @@ MUTANTS = [
     Mutant(
         "the stages of FSDP only add up, as far as it says",
         "build",
-        "is_sharded and options.communication.pipeline is None",
-        "is_sharded",
+        "if target.groups and pipeline is None:",
+        "if target.groups:",
     ),
     Mutant(
         "a copy of a schedule does nothing",

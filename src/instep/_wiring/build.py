@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -16,7 +15,6 @@ from instep._gradients.clipping import ClipNorm, Clipping
 from instep._gradients.scaling import LossScale
 from instep._optim.dtensor import is_sharded, local_numel, mesh_of, shard_of
 from instep._optim.kinds import ToldStep, can_be_put_off, steps_as_known, steps_one, takes_hooks
-from instep._optim.local_shard import LocalShard
 from instep._optim.offload import HostLoading, HostState, OffloadedState, Part
 from instep._optim.owners import in_views_of_ddp, in_views_of_replicate
 from instep._optim.parameters import AttachedParameter, Attribute
@@ -183,13 +181,10 @@ class ParametersOfModel:
             spent = SpentGradient(parameter, name, weakly(self._error_for_use, spec))
         # A sharded model puts other tensors in the parameters' places while it computes.
         held = () if self._in_fsdp1 or (group is not None and is_sharded(parameter)) else places
-        shard = self._shard(parameter, stepper)
+        zero = self._zero
+        find = zero.shards.shard_of if zero is not None and id(parameter) in zero.reduced else shard_of
+        shard = find(parameter, stepper.optimizer())
         return AttachedParameter(parameter, spec, held, stepper, spent, shard, mesh_of(parameter))
-
-    def _shard(self, parameter: torch.Tensor, stepper: Stepper) -> LocalShard | None:
-        if self._zero is not None and id(parameter) in self._zero.reduced:
-            return self._zero.shards.shard_of(parameter, stepper.optimizer())
-        return shard_of(parameter, stepper.optimizer())
 
 
 def make_sources(
@@ -331,16 +326,17 @@ def build(target: Target, options: Options) -> Parts:
         from instep.sources.zero.source import Zero  # imports DTensor, which takes a while
 
         zero = Zero(target.ddps[0], votes, target.in_buckets)
-    is_sharded = bool(target.groups)
-    sharded: list[Syncing] = []
-    if is_sharded and options.communication.pipeline is None:  # whose stages say it to FSDP, each by itself
-        sharded.append(FSDP1Sync(target.model) if target.fsdp1 else FSDP2Sync(target.model))
+    pipeline, fsdp = options.communication.pipeline, list[Syncing]()
+    if target.groups and pipeline is None:  # whose stages say it to FSDP, each by itself
+        fsdp.append(FSDP1Sync(target.model) if target.fsdp1 else FSDP2Sync(target.model))
     # What says whether the next backward reduces gradients: the living wrappers, and FSDP.
-    synced = (lambda: [*refs.living_wrappers(), *sharded]) if refs.wrapped or sharded else tuple
-    accumulation = Accumulation(options.accumulation_steps, synced, votes, sharded=is_sharded)
+    synced = (lambda: [*refs.living_wrappers(), *fsdp]) if refs.wrapped or fsdp else tuple
+    accumulation = Accumulation(options.accumulation_steps, synced, votes, is_sharded=bool(target.groups))
+    clipping = Clipping(options.clip)
+    clipping.over_stages = None if pipeline is None else partial(norm_over_stages, group=pipeline.group or world())
     foreign = [] if options.disabled else [stepper for stepper in refs.steppers if stepper.is_foreign]
     judge = Judge(foreign, in_parts=options.schedule == "backward") if foreign else None
-    step = RunningStep(StepMembers(refs.steppers), votes, accumulation, _clipping(options), judge, options.nonfinite)
+    step = RunningStep(StepMembers(refs.steppers), votes, accumulation, clipping, judge, options.nonfinite)
     step.gather = None if zero is None else zero.shards.gather
     chosen = choose(options, step, partial(deferring_of, options, refs, ranks, step.times))
     schedule = chosen.schedule
@@ -356,12 +352,12 @@ def build(target: Target, options: Options) -> Parts:
     if target.wrapped or target.fsdp2:
         schedule.divides(in_views_of_ddp if target.ddps else in_views_of_replicate)
     if target.groups and not target.fsdp1:
-        schedule.read_by(partial(_reading_streams, refs.model))
+        schedule.read_by(partial(fsdp2_reading_streams, refs.model))
 
     handles: Handles = []
     threads = Threads(refs.name, schedule)
     sharding = None
-    if is_sharded:
+    if target.groups:
         after_errors = AfterErrors(target.model)
         sharding = Sharding(target.groups, schedule, uses, after_errors, in_fsdp1=bool(target.fsdp1))
     stepping = SteppingItself(target.optimizers, schedule, sources) if options.steps_itself else None
@@ -374,29 +370,17 @@ def build(target: Target, options: Options) -> Parts:
     late = AddedParameters(refs, schedule, sources, parameters.gather, readers, handles)
     forwards: ForwardHooks | PlainHooks
     if options.disabled:
-        forwards = PlainHooks(step, schedule, handles, is_sharded=is_sharded)
+        forwards = PlainHooks(step, schedule, handles)
     else:
-        forwards = ForwardHooks(refs, step, schedule, sources, threads, late, backwards, is_sharded=is_sharded)
+        forwards = ForwardHooks(refs, step, schedule, sources, threads, late, backwards)
         # Nobody else needs to know of forwards, and of the backwards that begin at their outputs.
-        schedule.may_rest = not (sources or is_sharded or options.steps_itself)
-    for pipeline in (source for source in sources if isinstance(source, PipelineSource)):
-        pipeline.begin_run, pipeline.end_run = weakly(forwards.begin_run), weakly(forwards.end_run)
+        schedule.may_rest = not (sources or target.groups or options.steps_itself)
+    for runs in (source for source in sources if isinstance(source, PipelineSource)):
+        runs.begin_run, runs.end_run = weakly(forwards.begin_run), weakly(forwards.end_run)
     steps = StepHooks(step, schedule, late, zero, forwards, handles)
     planned = Planned(options, schedule, sources, step)
     step.buckets = weakly(planned.buckets)
     return Parts(refs, schedule, sources, step, planned, zero, draws, sharding, late, threads, forwards, steps, handles)
-
-
-def _clipping(options: Options) -> Clipping:
-    clipping = Clipping(options.clip)
-    if (pipeline := options.communication.pipeline) is not None:
-        clipping.over_stages = partial(norm_over_stages, group=pipeline.group or world())
-    return clipping
-
-
-def _reading_streams(model: Callable[[], nn.Module | None]) -> list[torch.Stream]:
-    found = model()
-    return [] if found is None else list(fsdp2_reading_streams(found))
 
 
 def connect(parts: Parts, target: Target, options: Options) -> None:

@@ -277,11 +277,10 @@ class PlainHooks:
     """What torch calls around a model with ``INSTEP_DISABLE=1``: micro-batches are counted, and backwards seen to
     begin."""
 
-    def __init__(self, step: RunningStep, schedule: Schedule, handles: Handles, *, is_sharded: bool) -> None:
+    def __init__(self, step: RunningStep, schedule: Schedule, handles: Handles) -> None:
         self._schedule = schedule
         self._votes, self._accumulation = step.ledger.votes, step.accumulation
         self._handles = handles
-        self._is_sharded = is_sharded
 
     def before_forward(self, module: object, args: object) -> None:
         if torch.compiler.is_compiling() or graph_task() is not None or self._accumulation.runs_stages:
@@ -304,7 +303,7 @@ class PlainHooks:
     def end_run(self) -> None: ...
 
     def _before_backward(self, gradients: object) -> None:
-        if self._handles and self._schedule.begin_backward() and self._is_sharded:
+        if self._handles and self._schedule.begin_backward() and self._accumulation.is_sharded:
             self._accumulation.count()  # no hook of FSDP2's parameters is called while gradients only add up
 
 
@@ -383,8 +382,6 @@ class ForwardHooks:
         threads: Threads,
         late: AddedParameters,
         backwards: BackwardHooks,
-        *,
-        is_sharded: bool,
     ) -> None:
         self._refs = refs
         self._schedule = schedule
@@ -393,7 +390,6 @@ class ForwardHooks:
         self._threads = threads
         self._late = late
         self._backwards = backwards
-        self._is_sharded = is_sharded
 
     def before_forward(self, module: object, args: object) -> None:
         """The model is about to run."""
@@ -421,7 +417,7 @@ class ForwardHooks:
         if torch.compiler.is_compiling() or self._schedule.rests or graph_task() is not None:
             return
         if self._accumulation.runs_stages:
-            if self._is_sharded:
+            if self._accumulation.is_sharded:
                 self._backwards.see_backward_from(output)  # after an error in it FSDP's state is rebuilt
             return
         self._backwards.in_forward = False
@@ -464,7 +460,7 @@ class ForwardHooks:
         self._votes.begin_forward()
         accumulation = self._accumulation
         # The loop may have given these micro-batches up. zero_grad() does not clear what FSDP2 adds up.
-        given_up = accumulation.is_partial and not self._is_sharded
+        given_up = accumulation.is_partial and not accumulation.is_sharded
         if given_up and all(p.grad is None for p in living_parameters(self._schedule)):
             accumulation.stepped()
         accumulation.decide()
