@@ -201,9 +201,8 @@ def make_sources(
     if (pipeline := options.communication.pipeline) is not None:
         # optimizer.step() takes norms itself: only with schedule="backward" anything is done with gradients.
         final = sink if isinstance(sink, BackwardSchedule) else None
-        of_each = [frozenset(map(id, stage.parameters())) for stage in pipeline.modules]
         accumulation.runs_stages = False
-        return [PipelineSource(schedule, final, schedule.parameters, of_each, pipeline, accumulation, size)]
+        return [PipelineSource(schedule, final, pipeline, accumulation, size)]
     if sink is None:
         return []
     hook, dtype = options.communication.comm_hook, options.communication.reduce_dtype
@@ -376,7 +375,9 @@ def build(target: Target, options: Options) -> Parts:
         # Nobody else needs to know of forwards, and of the backwards that begin at their outputs.
         schedule.may_rest = not (sources or target.groups or options.steps_itself)
     for runs in (source for source in sources if isinstance(source, PipelineSource)):
-        runs.begin_run, runs.end_run = weakly(forwards.begin_run), weakly(forwards.end_run)
+        # As a forward of the model, once for all micro-batches of a run.
+        runs.begin_run = weakly(forwards.before_forward, None, ())
+        runs.end_run = weakly(forwards.after_forward, None, (), ())
     steps = StepHooks(step, schedule, late, zero, forwards, handles)
     planned = Planned(options, schedule, sources, step)
     step.buckets = weakly(planned.buckets)

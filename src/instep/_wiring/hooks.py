@@ -296,12 +296,6 @@ class PlainHooks:
         for node in nodes_of(output):
             node.register_prehook(before_backward)
 
-    def begin_run(self) -> None:
-        """A run of a pipeline begins: as a forward of the model, once for all of its micro-batches."""
-        self.before_forward(None, ())
-
-    def end_run(self) -> None: ...
-
     def _before_backward(self, gradients: object) -> None:
         if self._handles and self._schedule.begin_backward() and self._accumulation.is_sharded:
             self._accumulation.count()  # no hook of FSDP2's parameters is called while gradients only add up
@@ -423,14 +417,6 @@ class ForwardHooks:
         self._backwards.in_forward = False
         self._schedule.after_forward()
         self._backwards.see_backward_from(output)
-
-    def begin_run(self) -> None:
-        """A run of a pipeline begins: as a forward of the model, once for all of its micro-batches."""
-        self.before_forward(None, ())
-
-    def end_run(self) -> None:
-        """The run has returned."""
-        self.after_forward(None, (), ())
 
     def _require_alone(self) -> None:
         """Raise if the model was wrapped since, or is trained by another thread."""
