@@ -127,6 +127,7 @@ def replaceable(optimizers: Iterable[Optimizer]) -> "list[Attachment]":
 
 
 def _make_way(earlier: Iterable["Attachment"]) -> None:
+    """Detach those whose place another attachment takes."""
     for one in earlier:
         one.detach()
         say_once(
@@ -159,10 +160,10 @@ class Attachment:
         self._waiting: Waiting | None = None
         try:
             connect(self._parts, target, options)
+            _attachments.update(dict.fromkeys(target.called, self))
         except BaseException:
             self.detach()
             raise
-        _attachments.update(dict.fromkeys(target.called, self))
 
     @property
     def plan(self) -> Plan:

@@ -187,6 +187,7 @@ def _ask(rules: Sequence[Rule], target: Target, options: Options) -> None:
 
 
 def say_once(level: int, message: str) -> None:
+    """Log ``message``, unless it was logged before."""
     if message not in _said:
         _said.add(message)
         _logger.log(level, message)
