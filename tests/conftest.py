@@ -13,8 +13,8 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 # Nothing here may import tests.devices, which asks for the device: an accelerator is loaded in pytest_configure.
-from instep import attaching
 from instep._optim import random_numbers
+from instep._refusals import rules
 from instep._torch import lifetime as life
 from instep._torch.worker import NAME
 from instep.attachment import attachments
@@ -96,7 +96,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 def _nothing_leaks() -> Iterator[None]:
     """No attachment, step that is due, thread or process group outlives the test that made it."""
     threads = set(threading.enumerate())
-    attaching._said.clear()  # what is logged once is logged in each test
+    rules._said.clear()  # what is logged once is logged in each test
     yield
     if attachments():
         gc.collect()  # slow with torch loaded, so only where something is left

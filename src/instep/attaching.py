@@ -1,9 +1,7 @@
 """``attach``: the optimizer's step moves behind other work, and the loop stays as it is."""
 
-import logging
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from torch import nn
@@ -13,23 +11,15 @@ from torch.optim import Optimizer
 from instep._arguments import models_of, optimizers_of, torchs_of, unlike_torchs
 from instep._gradients.clipping import ClipNorm, ClipValue
 from instep._gradients.scaling import Policy
-from instep._refusals.rules import DISABLED, LEFT_TO_TORCH, MODEL, OPTIONS, PARAMETERS, left_to_torch, refuse
-from instep.attachment import Attachment, attached_parameters, register, replaceable
+from instep.attachment import Attachment, attached_parameters, replaceable
 from instep.errors import AttachError
 from instep.options import BY_ENVIRONMENT, Communication, Defer, Offload, Options, Randomness, Schedules, pipeline_of
 from instep.sources.ddp.reducer import CommHook
-from instep.sources.fsdp.modules import put_shards_in_place
-from instep.target import Target, as_one
+from instep.target import Target
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
-
-_logger = logging.getLogger("instep")
-_said: set[str] = set()
-"""What was logged: a loop that attaches again and again, for each fold or epoch, is told once."""
-_FEW_BYTES = 1024
-"""As ``bucket_bytes``, fewer are meant as MiB, it seems; ``1`` is how to ask for a bucket for each parameter."""
 
 
 def attach(
@@ -183,7 +173,7 @@ def attach(
     optimizers = optimizers_of(optimizer, AttachError) if unlike is None else torchs_of(optimizer)
     earlier = replaceable(optimizers) if options.asks_for_nothing else []
     others = {key: one for key, one in attached_parameters().items() if one not in earlier}
-    return _attach(Target(as_one(models), optimizers, others, unlike), options, earlier)
+    return Attachment(Target(models, optimizers, others, unlike, as_it_is=options.disabled), options, earlier)
 
 
 def attach_stepping_itself(model: nn.Module, optimizer: Optimizer) -> Attachment:
@@ -194,43 +184,4 @@ def attach_stepping_itself(model: nn.Module, optimizer: Optimizer) -> Attachment
 
     Raises as ``attach`` does.
     """
-    return _attach(Target(model, [optimizer], attached_parameters()), Options("backward", steps_itself=True))
-
-
-def _attach(target: Target, options: Options, earlier: Sequence[Attachment] = ()) -> Attachment:
-    refuse(OPTIONS, target, options)
-    if not options.disabled:
-        put_shards_in_place(target.model)
-    if (why := left_to_torch(target, options)) is not None:
-        refuse(LEFT_TO_TORCH, target, options)
-        options = replace(options, left_to_torch=why)
-        _say_once(logging.INFO, f"the step is taken at once: {why}")
-    elif options.disabled:
-        refuse(DISABLED, target, options)
-        _say_once(logging.WARNING, f"INSTEP_DISABLE is set: {type(target.model).__name__} trains without overlap")
-    else:
-        refuse(MODEL, target, options)
-        refuse(PARAMETERS, target, options)
-    if options.bucket_bytes is not None and 1 < options.bucket_bytes < _FEW_BYTES:
-        given = options.bucket_bytes
-        _say_once(
-            logging.WARNING,
-            f"bucket_bytes={given} makes a bucket of every parameter: it counts bytes. For {given} MiB: "
-            f"bucket_bytes={given} * 2**20",
-        )
-    for one in earlier:
-        one.detach()
-        _say_once(
-            logging.WARNING,
-            "an earlier instep.attach() of these parameters is detached: this call takes its place. Several optimizers "
-            "go into one call: attach(model, [first, second])",
-        )
-    attachment = Attachment(target, options)
-    register(target.called, attachment)
-    return attachment
-
-
-def _say_once(level: int, message: str) -> None:
-    if message not in _said:
-        _said.add(message)
-        _logger.log(level, message)
+    return Attachment(Target([model], [optimizer], attached_parameters()), Options("backward", steps_itself=True))

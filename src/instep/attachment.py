@@ -4,18 +4,19 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from instep._arguments import models_of, optimizers_of, require_model
 from instep._micro_batches.run import micro_batches
 from instep._micro_batches.waiting import Waiting
 from instep._optim.parameters import AttachedParameter
+from instep._refusals.rules import ask_rules, say_once
 from instep._step.state import Recorder
 from instep._torch.interrupts import heard, held
 from instep._torch.pipelining import Pipeline
@@ -58,12 +59,6 @@ def attached(model: nn.Module) -> "Attachment | None":
     """
     require_model(model, AttachError)
     return _attachments.get(model)
-
-
-def register(models: Iterable[nn.Module], attachment: "Attachment") -> None:
-    """Each of ``models`` has this attachment until that is detached."""
-    for model in models:
-        _attachments[model] = attachment
 
 
 def record(
@@ -131,6 +126,17 @@ def replaceable(optimizers: Iterable[Optimizer]) -> "list[Attachment]":
     return [one for one in earlier if one._options.asks_for_nothing]
 
 
+def _make_way(earlier: Iterable["Attachment"]) -> None:
+    """Detach those whose place another attachment takes."""
+    for one in earlier:
+        one.detach()
+        say_once(
+            logging.WARNING,
+            "an earlier instep.attach() of these parameters is detached: this call takes its place. Several optimizers "
+            "go into one call: attach(model, [first, second])",
+        )
+
+
 class Attachment:
     """What ``attach`` returns. As a context manager it detaches on leaving.
 
@@ -147,12 +153,14 @@ class Attachment:
         ```
     """
 
-    def __init__(self, target: Target, options: Options) -> None:
-        self._options = options
+    def __init__(self, target: Target, options: Options, earlier: Sequence["Attachment"] = ()) -> None:
+        self._options = options = replace(options, left_to_torch=ask_rules(target, options))
+        _make_way(earlier)
         self._parts = build(target, options)
         self._waiting: Waiting | None = None
         try:
             connect(self._parts, target, options)
+            _attachments.update(dict.fromkeys(target.called, self))
         except BaseException:
             self.detach()
             raise
@@ -217,9 +225,8 @@ class Attachment:
         gain by ``schedule="backward"``, and by how much DDP's communication outlasts backward. One sentence a line;
         empty where there is nothing to say."""
         refs = self._parts.refs
-        ddps = [one for one in refs.living_wrappers() if isinstance(one, DistributedDataParallel)]
         divided = bool(refs.wrapped) or self._parts.sharding is not None
-        return advice(self._parts.schedule, self._parts.step, self._options, ddps, divided=divided)
+        return advice(self._parts.schedule, self._parts.step, self._options, refs.ddps(), divided=divided)
 
     @property
     def recorder(self) -> Recorder | None:

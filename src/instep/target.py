@@ -1,6 +1,6 @@
 """What is about to be attached: a model with its wrappers and parameters, and the optimizers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from instep._optim.parameters import Attribute
-from instep.sources.ddp.instance import managed_by
-from instep.sources.fsdp.modules import ShardedGroup, fsdp1_in, fsdp2_in, sharded_groups
+from instep.sources.ddp.instance import bucket_parameters, managed_by
+from instep.sources.fsdp.modules import ShardedGroup, fsdp1_in, fsdp2_in, put_shards_in_place, sharded_groups
 from instep.sources.replicate.source import Replicated
 
 Wrapped = DistributedDataParallel | Replicated
@@ -18,14 +18,9 @@ Names = Mapping[int, tuple[torch.Tensor, tuple[Attribute, ...]]]
 """By ``id``: each parameter of a model, in order, with every place that holds it."""
 
 
-class Models(nn.Module):
+class Models(nn.ModuleDict):
     """Several models that are attached together, each of which the loop calls by itself. Nobody keeps this one: it is
     made of the models whenever it is asked for."""
-
-    def __init__(self, models: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        for name, model in models.items():
-            self.add_module(name, model)
 
 
 def as_one(models: Sequence[nn.Module]) -> nn.Module:
@@ -44,25 +39,41 @@ class Target:
     Attributes:
         called: the modules that the loop calls: the model, or each of several.
         wrapped: the instances of ``DistributedDataParallel`` and ``Replicated`` in the model.
+        reduced: of each of these, by ``id``: the parameters whose gradients it may reduce.
         fsdp1: its instances of ``FullyShardedDataParallel``.
         fsdp2: its modules that ``fully_shard`` was applied to.
+        optimized: the parameters of the optimizers, in their order.
         taken: by ``id``: the parameters, of any model, that are attached already, with their attachments.
         unlike: the class of an optimizer beside these that is no ``torch.optim.Optimizer``; ``None``: there is none.
+
+    Args:
+        as_it_is: whether nothing is done to the model. Else the shards of ``fully_shard`` are put in their places.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         taken: Mapping[int, object],
         unlike: str | None = None,
+        *,
+        as_it_is: bool = False,
     ) -> None:
-        self.model = model
-        self.called = called_in(model)
+        self.called = models
+        self.model = model = as_one(models)
+        if not as_it_is:
+            put_shards_in_place(model)
         self.optimizers = optimizers
+        self.optimized: list[torch.Tensor] = [
+            parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
+        ]
         self.wrapped: list[Wrapped] = [
             module for module in model.modules() if isinstance(module, (DistributedDataParallel, Replicated))
         ]
+        self.reduced = {
+            one: {id(p) for p in one.parameters()} if isinstance(one, Replicated) else managed_by(one)
+            for one in self.wrapped
+        }
         self.fsdp1 = fsdp1_in(model)
         self.fsdp2 = fsdp2_in(model)
         self.taken = taken
@@ -73,20 +84,19 @@ class Target:
         return [one for one in self.wrapped if isinstance(one, DistributedDataParallel)]
 
     @cached_property
+    def in_buckets(self) -> set[int]:
+        """By ``id``: the parameters in the buckets of the ``DistributedDataParallel`` instances."""
+        return set().union(*map(bucket_parameters, self.ddps))
+
+    @cached_property
     def names(self) -> Names:
-        """The parameters of the model, once the shards of ``fully_shard`` are in their places."""
+        """The parameters of the model."""
         return name_parameters(self.model)
 
     @cached_property
     def groups(self) -> list[ShardedGroup]:
         """What FSDP gathers and reduces together."""
         return sharded_groups(self.model)
-
-    def optimized(self) -> Iterator[torch.Tensor]:
-        """The parameters of the optimizers, in their order."""
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                yield from group["params"]
 
 
 def name_parameters(model: nn.Module) -> Names:
@@ -101,10 +111,3 @@ def name_parameters(model: nn.Module) -> Names:
                 _, places = names.get(id(parameter), (parameter, ()))
                 names[id(parameter)] = (parameter, (*places, Attribute(module, attribute, name)))
     return names
-
-
-def reduced_by(wrapper: Wrapped) -> set[int]:
-    """By ``id``: the parameters whose gradients ``wrapper`` may reduce."""
-    if isinstance(wrapper, Replicated):
-        return {id(p) for p in wrapper.parameters()}
-    return managed_by(wrapper)

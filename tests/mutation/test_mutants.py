@@ -232,7 +232,7 @@ MUTANTS = [
     ),
     Mutant(
         "log for each attach what was logged",
-        "_say_once",
+        "say_once",
         "if message not in _said:",
         "if True:",
     ),
@@ -3017,21 +3017,21 @@ MUTANTS = [
     ),
     Mutant(
         "of several models one is watched",
-        "_watch_forwards",
-        "for model in target.called:",
-        "for model in target.called[:1]:",
+        "_connect_model",
+        "for one in target.called if not",
+        "for one in target.called[:1] if not",
     ),
     Mutant(
         "nobody's forward is watched of several models",
-        "_watch_forwards",
-        "for model in target.called:",
-        "for model in [target.model]:",
+        "_connect_model",
+        "for one in target.called if not",
+        "for one in [target.model] if not",
     ),
     Mutant(
         "of several models one is attached",
-        "register",
-        "for model in models:",
-        "for model in list(models)[:1]:",
+        "Attachment.__init__",
+        "dict.fromkeys(target.called, self)",
+        "dict.fromkeys(target.called[:1], self)",
     ),
     Mutant(
         "several models are detached in part",
@@ -3047,7 +3047,7 @@ MUTANTS = [
     ),
     Mutant(
         "the state of an attachment goes with the first of several models",
-        "connect",
+        "_connect_model",
         "Owners([*target.called, *target.optimizers]",
         "Owners([model, *target.optimizers]",
     ),
@@ -3372,8 +3372,8 @@ MUTANTS = [
     Mutant(
         "ranks that differ: FSDP is told to reduce where nobody has met",
         "Accumulation.begin",
-        "        if self._sharded:\n",
-        "        if self._sharded and False:\n",
+        "        if self.is_sharded:\n",
+        "        if self.is_sharded and False:\n",
     ),
     Mutant(
         "ranks that differ: one reduces a second micro-batch that the others do not have",
@@ -3384,13 +3384,13 @@ MUTANTS = [
     Mutant(
         "ranks that differ look for one another under names that their options make",
         "ranks_of",
-        "with_optimizers=False)",
-        "with_optimizers=meets)",
+        "digest_of(model)",
+        "digest_of(mine)",
     ),
     Mutant(
         "ranks that differ: FSDP2 gathers before a disabled rank has said what it trains",
-        "_connect_plainly",
-        "prepend=parts.sharding is not None)",
+        "_connect_model",
+        "prepend=sharding is not None)",
         "prepend=False)",
     ),
     Mutant(
@@ -3509,9 +3509,9 @@ MUTANTS = [
     ),
     Mutant(
         "the stages of FSDP only add up, as far as it says",
-        "_synced",
-        " and not in_pipeline",
-        "",
+        "build",
+        "if target.groups and pipeline is None:",
+        "if target.groups:",
     ),
     Mutant(
         "a copy of a schedule does nothing",

@@ -154,6 +154,7 @@ ALLOWED = {
         "_step",
         "options",
         "target",
+        "_refusals",
         "_wiring",
         "_micro_batches",
     },
@@ -162,10 +163,8 @@ ALLOWED = {
         "_arguments",
         "_gradients",
         "sources.ddp",
-        "sources.fsdp",
         "options",
         "target",
-        "_refusals",
         "attachment",
     },
     "replication": {

@@ -212,7 +212,7 @@ def test_each_row_has_a_case_and_a_place_among_the_rules() -> None:
 
 def test_no_row_refuses_the_default() -> None:
     model = linear()
-    target = Target(model, [torch.optim.SGD(model.parameters())], {})
+    target = Target([model], [torch.optim.SGD(model.parameters())], {})
     assert not [name for name, row in PAIRS.items() if row.option.holds(target, Options())]
 
 

@@ -13,7 +13,6 @@ from functools import partial
 from typing import TypeVar, cast
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from instep._micro_batches.graphs import Graphs
 from instep._optim.random_numbers import Generators
@@ -86,7 +85,7 @@ def refuse_wrappers(parts: Parts) -> None:
             "a layer's weights after each micro-batch's backward: use fully_shard (FSDP2), overlap.accumulate(), or "
             "schedule='forward'"
         )
-    for ddp in ddps_of(parts):
+    for ddp in parts.refs.ddps():
         if ddp.static_graph:
             raise AccumulationError(
                 "micro_batches() with schedule='backward' does not run with "
@@ -191,7 +190,7 @@ class Together:
         # The forwards have run, and no gradient has changed yet: what is refused here leaves no step begun.
         graphs = Graphs(losses, partial(_name_of, parts))
         # Wrappers have seen several forwards, and are told that one backward follows.
-        for ddp in ddps_of(parts):
+        for ddp in parts.refs.ddps():
             look_from(ddp, losses)
         _require_no_gradients(parts, graphs)
         fsdp2.join(len(losses), graphs.nodes(), graphs.edges())
@@ -320,10 +319,6 @@ class BackwardSideEffects:
 def _state_of(device: torch.device) -> list[int]:
     state: list[int] = torch.get_device_module(device).get_rng_state(device).tolist()
     return state
-
-
-def ddps_of(parts: Parts) -> list[DistributedDataParallel]:
-    return [one for one in parts.refs.living_wrappers() if isinstance(one, DistributedDataParallel)]
 
 
 def _name_of(parts: Parts, leaf: torch.Tensor) -> str:

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from instep._micro_batches.graphs import leaves_of
-from instep._micro_batches.run import Together, ddps_of, refuse_wrappers, require_own_step
+from instep._micro_batches.run import Together, refuse_wrappers, require_own_step
 from instep._optim.parameters import AttachedParameter
 from instep._step.remedies import never_cleared, while_waiting
 from instep._torch.lifetime import weakly
@@ -88,11 +88,11 @@ class Waiting:
 
     @property
     def _is_reduced(self) -> bool:
-        return bool(ddps_of(self._parts)) or self._parts.sharding is not None
+        return bool(self._parts.refs.ddps()) or self._parts.sharding is not None
 
     @property
     def _defers_all_reduce(self) -> bool:
-        return not ddps_of(self._parts) and DeferredAllReduce(self._parts.refs.model()).is_set
+        return not self._parts.refs.ddps() and DeferredAllReduce(self._parts.refs.model()).is_set
 
     def _of_this_step(self) -> Together | None:
         """What waits, unless the loop has thrown it away by clearing all gradients."""

@@ -18,7 +18,6 @@ from instep._optim.dtensor import is_sharded
 from instep._torch.versions import share_versions
 from instep.errors import AttachError
 from instep.options import Options
-from instep.sources.ddp.instance import bucket_parameters
 from instep.sources.fsdp.modules import instances_of
 from instep.sources.replicate.source import Replicated, living
 from instep.target import Target, Wrapped
@@ -116,11 +115,11 @@ def parameters_without_shards(target: Target, options: Options) -> None:
     if not options.communication.shard_state:
         return
     (ddp,) = target.ddps
-    reduced, given = bucket_parameters(ddp), {id(p) for p in target.optimized()}
+    given = set(map(id, target.optimized))
     for name, parameter in ddp.module.named_parameters():
         if parameter.is_complex():
             raise AttachError(f"shard_state=True does not take complex parameters, and {name!r} is one")
-        if id(parameter) in reduced and id(parameter) not in given:
+        if id(parameter) in target.in_buckets and id(parameter) not in given:
             raise AttachError(
                 f"shard_state=True takes parameters that an attached optimizer updates, and {name!r}, whose gradient "
                 "DistributedDataParallel reduces, is in none. Freeze it (requires_grad_(False)) before "
@@ -164,7 +163,7 @@ def _given(target: Target) -> Iterator[_Given]:
 
 def no_parameters(target: Target, options: Options) -> None:
     # An optimizer that is not torch's may have parameters: nobody can ask it.
-    if target.unlike is None and next(target.optimized(), None) is None:
+    if target.unlike is None and not target.optimized:
         raise AttachError("the optimizer has no parameters")
 
 
@@ -310,7 +309,7 @@ def shared_memory(target: Target, options: Options) -> None:
 
 def _in_memory(target: Target) -> Iterator[tuple[torch.Tensor, str]]:
     """The optimizers' parameters that have elements in memory of this process."""
-    mine = {id(p) for p in target.optimized()}
+    mine = set(map(id, target.optimized))
     for key, (parameter, places) in target.names.items():
         plain = parameter.layout is torch.strided and not parameter.is_meta and type(parameter.data) is torch.Tensor
         if key in mine and parameter.numel() > 0 and plain:

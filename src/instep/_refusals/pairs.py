@@ -19,7 +19,7 @@ from instep._torch.versions import memory_of
 from instep.errors import AttachError, class_name
 from instep.options import BY_ENVIRONMENT, Communication, Options
 from instep.sources.replicate.source import Replicated
-from instep.target import Target, reduced_by
+from instep.target import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,7 @@ def _not_elementwise(target: Target) -> list[str]:
 
 def _found_on_cpu(target: Target) -> str | None:
     """The first parameter that is not on an accelerator, and its device, in words."""
-    for parameter in target.optimized():
+    for parameter in target.optimized:
         if (device := memory_of(parameter).device).type in ("cpu", "meta"):
             named = target.names.get(id(parameter))
             name = f"{named[1][0].name!r}" if named else f"of shape {tuple(parameter.shape)}"
@@ -304,8 +304,8 @@ def _count_of_ddps(target: Target) -> str:
 
 def _outside_of_ddp(target: Target) -> str | None:
     """The first parameter that no DDP reduces, where DDP reduces others."""
-    reduced = {key for wrapper in target.wrapped for key in reduced_by(wrapper)}
-    optimized = {id(p) for p in target.optimized()}
+    reduced = set[int]().union(*target.reduced.values())
+    optimized = set(map(id, target.optimized))
     outside = [places[0].name for key, (_, places) in target.names.items() if key in optimized - reduced]
     return outside[0] if outside and optimized & reduced else None
 

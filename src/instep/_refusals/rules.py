@@ -6,6 +6,7 @@ nothing but the default was asked for, ``left_to_torch`` says whether torch has 
 ``LEFT_TO_TORCH`` is asked. With ``INSTEP_DISABLE=1`` it is ``DISABLED``, and else ``MODEL`` and ``PARAMETERS``.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 
 from instep._refusals import model, optimizers, options, pairs
@@ -13,6 +14,11 @@ from instep.errors import AttachError
 from instep.options import Options
 from instep.target import Target
 
+_logger = logging.getLogger("instep")
+_said: set[str] = set()
+"""What was logged: a loop that attaches again and again, for each fold or epoch, is told once."""
+_FEW_BYTES = 1024
+"""As ``bucket_bytes``, fewer are meant as MiB, it seems; ``1`` is how to ask for a bucket for each parameter."""
 Rule = Callable[[Target, Options], None]
 """Raises ``AttachError`` where it refuses."""
 
@@ -108,7 +114,7 @@ PARAMETERS: Sequence[Rule] = (
     pairs.PER_BUCKET_WITH_UNUSED_PARAMETERS,
     pairs.TWO_PASS_WITH_PARAMETERS_OUTSIDE,
 )
-"""The parameters, which have their names once the shards of ``fully_shard`` are in their places."""
+"""The parameters."""
 TORCHS: Sequence[Rule] = (
     optimizers.unlike_torchs,
     model.scripted,
@@ -140,17 +146,48 @@ DISABLED: Sequence[Rule] = (
 """With ``INSTEP_DISABLE=1``, in place of ``MODEL`` and ``PARAMETERS``."""
 
 
+def ask_rules(target: Target, options: Options) -> str | None:
+    """Raise what the first rule that refuses says. Log what is taken otherwise than it may have been meant.
+
+    Returns:
+        Why torch takes every step, as ``Options.left_to_torch`` says it; ``None``: it does not.
+    """
+    _ask(OPTIONS, target, options)
+    if (why := left_to_torch(target, options)) is not None:
+        _ask(LEFT_TO_TORCH, target, options)
+        say_once(logging.INFO, f"the step is taken at once: {why}")
+    elif options.disabled:
+        _ask(DISABLED, target, options)
+        why = options.left_to_torch
+        say_once(logging.WARNING, f"INSTEP_DISABLE is set: {type(target.model).__name__} trains without overlap")
+    else:
+        _ask((*MODEL, *PARAMETERS), target, options)
+    if (given := options.bucket_bytes) is not None and 1 < given < _FEW_BYTES:
+        say_once(
+            logging.WARNING,
+            f"bucket_bytes={given} makes a bucket of every parameter: it counts bytes. For {given} MiB: "
+            f"bucket_bytes={given} * 2**20",
+        )
+    return why
+
+
 def left_to_torch(target: Target, options: Options) -> str | None:
     """Why nobody but torch can step this model; ``None``: somebody can, or more than the default was asked for."""
     if options.takes_any_loop:
         try:
-            refuse(TORCHS, target, options)
+            _ask(TORCHS, target, options)
         except AttachError as error:
             return str(error)
     return None
 
 
-def refuse(rules: Sequence[Rule], target: Target, options: Options) -> None:
-    """Raise what the first rule that refuses says."""
+def _ask(rules: Sequence[Rule], target: Target, options: Options) -> None:
     for rule in rules:
         rule(target, options)
+
+
+def say_once(level: int, message: str) -> None:
+    """Log ``message``, unless it was logged before."""
+    if message not in _said:
+        _said.add(message)
+        _logger.log(level, message)

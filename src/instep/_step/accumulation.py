@@ -27,9 +27,9 @@ class Accumulation:
     Args:
         steps: backwards in one step; 1: every one steps.
         wrapped: the living DDP instances (and FSDP models), whose ``no_sync`` a backward that only adds is run in.
-        sharded: whether they are FSDP models.
 
     Attributes:
+        is_sharded: whether the model is sharded by FSDP.
         runs_stages: whether a run of a pipeline is under way, in which each stage only adds up the gradients of its
             micro-batches; ``None``: the model is in none.
         kept: how many ``keep`` this is inside of: gradients are reduced as ever, and are left to ``optimizer.step()``.
@@ -38,13 +38,13 @@ class Accumulation:
     """
 
     def __init__(
-        self, steps: int, wrapped: Callable[[], Sequence[Syncing]], votes: StepVotes, *, sharded: bool
+        self, steps: int, wrapped: Callable[[], Sequence[Syncing]], votes: StepVotes, *, is_sharded: bool
     ) -> None:
         self.steps = steps
         self.runs_stages: bool | None = None
         self.waiting: Callable[[], int] = int
         self.finish: Callable[[], object] = int
-        self._sharded = sharded
+        self.is_sharded = is_sharded
         self._wrapped = wrapped
         self._votes = votes
         self._ranks_differ = False
@@ -143,7 +143,7 @@ class Accumulation:
         if self.steps > 1:
             self._outermost = graph_task()
             current().at(Phase.SETTLED, self._ended, self._ended)
-        if self._sharded:
+        if self.is_sharded:
             self.decide()
 
     def count(self) -> bool:

@@ -81,8 +81,7 @@ def _reduced_by_torch(refs: WeakRefs) -> str | None:
 
 
 def _joins(refs: WeakRefs) -> str | None:
-    ddps = (one for one in refs.living_wrappers() if isinstance(one, nn.parallel.DistributedDataParallel))
-    if any(map(in_join, ddps)):
+    if any(map(in_join, refs.ddps())):
         return "the loop is in DDP's join(), in which ranks that have no data left cannot be asked"
     return None
 

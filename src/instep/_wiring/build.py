@@ -7,16 +7,17 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from instep._gradients.clipping import ClipNorm, Clipping
 from instep._gradients.scaling import LossScale
+from instep._optim.dtensor import is_sharded, local_numel, mesh_of, shard_of
 from instep._optim.kinds import ToldStep, can_be_put_off, steps_as_known, steps_one, takes_hooks
 from instep._optim.offload import HostLoading, HostState, OffloadedState, Part
 from instep._optim.owners import in_views_of_ddp, in_views_of_replicate
-from instep._optim.parameters import AttachedParameter
+from instep._optim.parameters import AttachedParameter, Attribute
 from instep._optim.random_numbers import KeyedDraws
 from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo
@@ -38,15 +39,13 @@ from instep._torch.engine import RunErrors, Traced, graph_task
 from instep._torch.hooks import BoundHook, PlainPickles, UntracedHook, first_of_post_hooks, last_of_pre_hooks
 from instep._torch.lifetime import Owners, weakly
 from instep._torch.mixed_precision import LowPrecision
-from instep._torch.pipelining import Pipeline
+from instep._torch.placeholders import SpentGradient
 from instep._wiring.advice import deferring_of
 from instep._wiring.hooks import (
     AddedParameters,
     BackwardHooks,
     CheckedReaders,
-    ErrorForUse,
     ForwardHooks,
-    ParametersOfModel,
     PlainHooks,
     Readers,
     Sharding,
@@ -56,20 +55,25 @@ from instep._wiring.hooks import (
     WaitingReaders,
 )
 from instep._wiring.ranks import Joining, communicates, rank, ranks_of, stand_aside
-from instep._wiring.weak_refs import Handles, WeakRefs, living_parameters
-from instep.buckets import Plan, bucket_bytes_for
-from instep.options import BY_ENVIRONMENT, Communication, Options
-from instep.sources import Sink, Source
+from instep._wiring.weak_refs import Handles, WeakRefs
+from instep.buckets import ParameterSpec, Plan, bucket_bytes_for
+from instep.errors import InstepError
+from instep.naming import parameters_of
+from instep.options import BY_ENVIRONMENT, Options
+from instep.sources import Source
 from instep.sources.ddp.source import DDPSource
 from instep.sources.fsdp.fsdp1 import FSDP1Source
 from instep.sources.fsdp.modules import FSDP1Sync, FSDP2Sync, ReplicaSums, fsdp2_reading_streams
+from instep.sources.fsdp.recovery import AfterErrors
 from instep.sources.local import ForwardCounts, LocalSource
 from instep.sources.pipeline import PipelineSource
 from instep.sources.replicate.source import Replicated, ReplicatedSource
-from instep.target import Target, Wrapped, reduced_by
+from instep.target import Names, Target
 
 if TYPE_CHECKING:
     from instep.sources.zero.source import Zero
+
+ErrorForUse = Callable[[ParameterSpec, str], InstepError | None]
 
 
 class Chosen(NamedTuple):
@@ -118,6 +122,71 @@ def choose(
     return Chosen(backward, backward, True, readers, backward.error_for_use if frees else None)
 
 
+class ParametersOfModel:
+    """Makes an ``AttachedParameter`` of each parameter of the model that an attached optimizer has.
+
+    Args:
+        zero: with ``shard_state``: knows the rows of this rank.
+        told: is called with each of the model's parameters, and its name in the bare model; ``None``: nobody asks.
+        error_for_use: what the use of a gradient that was applied raises; ``None``: nothing is put in its place.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        refs: WeakRefs,
+        zero: "Zero | None",
+        told: Callable[[torch.Tensor, str], None] | None,
+        error_for_use: ErrorForUse | None,
+    ) -> None:
+        self._refs = refs
+        self._groups = target.groups
+        self._in_fsdp1 = bool(target.fsdp1)
+        self._zero = zero
+        self._told = told
+        self._error_for_use = error_for_use
+
+    def gather(
+        self, optimizers: Sequence[Optimizer], names: Names, first_index: int = 0
+    ) -> tuple[AttachedParameter, ...]:
+        """Those of ``names`` that one of the attached ``optimizers`` has, numbered from ``first_index``."""
+        if self._told is not None and (model := self._refs.model()) is not None:
+            for name, parameter in parameters_of(model):
+                self._told(parameter, name)
+        owner = {
+            id(p): stepper
+            for optimizer, stepper in zip(optimizers, self._refs.steppers, strict=True)
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        mine = (
+            (parameter, places)
+            for parameter, places in names.values()
+            if id(parameter) in owner and not is_lazy(parameter)  # those are left to torch, whole
+        )
+        return tuple(
+            self._attached(parameter, places, index, owner[id(parameter)])
+            for index, (parameter, places) in enumerate(mine, first_index)
+        )
+
+    def _attached(
+        self, parameter: torch.Tensor, places: tuple[Attribute, ...], index: int, stepper: Stepper
+    ) -> AttachedParameter:
+        name = places[0].name
+        nbytes = local_numel(parameter) * parameter.element_size()
+        group = next((n for n, g in enumerate(self._groups) if id(parameter) in g.members), None)
+        spec = ParameterSpec(index, name, parameter.shape, parameter.dtype, parameter.device, nbytes, group)
+        spent = None
+        if self._error_for_use is not None:
+            spent = SpentGradient(parameter, name, weakly(self._error_for_use, spec))
+        # A sharded model puts other tensors in the parameters' places while it computes.
+        held = () if self._in_fsdp1 or (group is not None and is_sharded(parameter)) else places
+        zero = self._zero
+        find = zero.shards.shard_of if zero is not None and id(parameter) in zero.reduced else shard_of
+        shard = find(parameter, stepper.optimizer())
+        return AttachedParameter(parameter, spec, held, stepper, spent, shard, mesh_of(parameter))
+
+
 def make_sources(
     target: Target,
     options: Options,
@@ -128,76 +197,36 @@ def make_sources(
 ) -> list[Source]:
     """The sources of the schedule's parameters, not connected yet: one for each wrapper, and one for the parameters
     outside of all."""
+    schedule, sink, size = chosen.schedule, chosen.sink, options.bucket_bytes
     if (pipeline := options.communication.pipeline) is not None:
-        return [_in_pipeline(options, pipeline, chosen, accumulation)]
-    if chosen.sink is None:
+        # optimizer.step() takes norms itself: only with schedule="backward" anything is done with gradients.
+        final = sink if isinstance(sink, BackwardSchedule) else None
+        accumulation.runs_stages = False
+        return [PipelineSource(schedule, final, pipeline, accumulation, size)]
+    if sink is None:
         return []
-    sink, communication, dtype = chosen.sink, options.communication, options.communication.reduce_dtype
+    hook, dtype = options.communication.comm_hook, options.communication.reduce_dtype
     sources: list[Source] = []
-    rest = list(chosen.schedule.parameters)
+    rest = list(schedule.parameters)
     for wrapper in target.wrapped:
-        reduced = reduced_by(wrapper)
-        mine = [a for a in rest if id(a.get()) in reduced]
-        rest = [a for a in rest if id(a.get()) not in reduced]
-        if not mine:
-            continue
-        if zero is not None and isinstance(wrapper, DistributedDataParallel):
+        mine = [a for a in rest if id(a.get()) in target.reduced[wrapper]]
+        rest = [a for a in rest if id(a.get()) not in target.reduced[wrapper]]
+        if mine and zero is not None and isinstance(wrapper, DistributedDataParallel):
             in_rows = [a for a in mine if a.shard is not None]
             sources.append(zero.source(sink, in_rows, wrapper, accumulation, dtype))
-        elif chosen.tells_all or communication.comm_hook is not None or dtype is not None:
-            sources.append(_reducing(wrapper, mine, sink, communication))
+        elif mine and (chosen.tells_all or hook is not None or dtype is not None):
+            if isinstance(wrapper, Replicated):
+                sources.append(ReplicatedSource(sink, mine, wrapper, dtype))
+            else:
+                sources.append(DDPSource(sink, mine, wrapper, hook, dtype))
     # A norm is taken in backward where that waits for other ranks. On one device step() takes all of them in one call.
     are_local = not target.fsdp1 and not target.groups
     if chosen.tells_all and rest and not (isinstance(sink, MeasuringSink) and are_local):
-        sources.append(_unwrapped(target, rest, sink, options, uses))
+        if target.fsdp1:
+            sources.append(FSDP1Source(sink, rest, target.fsdp1))
+        else:
+            sources.append(LocalSource(sink, rest, size, uses, ReplicaSums(target.fsdp2).applied))
     return sources
-
-
-def _reducing(wrapper: Wrapped, mine: Sequence[AttachedParameter], sink: Sink, communication: Communication) -> Source:
-    if isinstance(wrapper, Replicated):
-        return ReplicatedSource(sink, mine, wrapper, communication.reduce_dtype)
-    return DDPSource(sink, mine, wrapper, communication.comm_hook, communication.reduce_dtype)
-
-
-def _in_pipeline(options: Options, pipeline: Pipeline, chosen: Chosen, accumulation: Accumulation) -> Source:
-    """``optimizer.step()`` takes norms itself: only with ``schedule="backward"`` anything is done with gradients."""
-    accumulation.runs_stages = False
-    sink = chosen.sink if isinstance(chosen.sink, BackwardSchedule) else None
-    of_each = [frozenset(map(id, stage.parameters())) for stage in pipeline.modules]
-    schedule, size = chosen.schedule, options.bucket_bytes
-    return PipelineSource(schedule, sink, schedule.parameters, of_each, pipeline, accumulation, size)
-
-
-def _unwrapped(
-    target: Target, mine: Sequence[AttachedParameter], sink: Sink, options: Options, uses: ForwardCounts
-) -> Source:
-    if target.fsdp1:
-        return FSDP1Source(sink, mine, target.fsdp1)
-    return LocalSource(sink, mine, options.bucket_bytes, uses, ReplicaSums(target.fsdp2).applied)
-
-
-def offload(
-    schedule: Schedule,
-    optimizers: Sequence[Optimizer],
-    steppers: Sequence[Stepper],
-    bucket_bytes: int | None,
-    handles: Handles,
-) -> None:
-    """The state of the optimizers goes to host memory, and stays there when it is loaded.
-
-    Raises:
-        UnsupportedOptimizerError: an optimizer has state that cannot live in host memory.
-    """
-    state = HostState()
-    # What is lent together is what the gradients are that backward frees together.
-    size = bucket_bytes or bucket_bytes_for(attached.spec for attached in schedule.parameters)
-    for optimizer, stepper in zip(optimizers, steppers, strict=True):
-        parts = partial(_parts_of, weakref.ref(schedule), weakref.ref(stepper))
-        stepper.offloaded = home = OffloadedState(state, optimizer, parts, size)
-        home.take_in()
-        loading = HostLoading(home)
-        handles.append(optimizer.register_load_state_dict_pre_hook(UntracedHook(loading.before)))
-        handles.append(optimizer.register_load_state_dict_post_hook(UntracedHook(loading.after)))
 
 
 def _parts_of(schedule: "weakref.ref[Schedule]", stepper: "weakref.ref[Stepper]") -> Iterator[Part]:
@@ -289,39 +318,47 @@ class Parts:
 
 def build(target: Target, options: Options) -> Parts:
     """Nothing is put on the model yet."""
-    refs = WeakRefs(target)
-    clipping, votes = _clipping(options), StepVotes(rank)
-    is_sharded = bool(target.groups)
-    synced = _synced(refs.wrapped, target, in_pipeline=options.communication.pipeline is not None)
-    accumulation = Accumulation(options.accumulation_steps, synced, votes, sharded=is_sharded)
+    refs, ranks, votes = WeakRefs(target), ranks_of(target, options), StepVotes(rank)
+    votes.ranks, votes.voting = ranks, ranks if options.votes else None
+    zero = None
+    if options.communication.shard_state and not options.disabled:
+        from instep.sources.zero.source import Zero  # imports DTensor, which takes a while
+
+        zero = Zero(target.ddps[0], votes, target.in_buckets)
+    pipeline, fsdp = options.communication.pipeline, list[Syncing]()
+    if target.groups and pipeline is None:  # whose stages say it to FSDP, each by itself
+        fsdp.append(FSDP1Sync(target.model) if target.fsdp1 else FSDP2Sync(target.model))
+    # What says whether the next backward reduces gradients: the living wrappers, and FSDP.
+    synced = (lambda: [*refs.living_wrappers(), *fsdp]) if refs.wrapped or fsdp else tuple
+    accumulation = Accumulation(options.accumulation_steps, synced, votes, is_sharded=bool(target.groups))
+    clipping = Clipping(options.clip)
+    clipping.over_stages = None if pipeline is None else partial(norm_over_stages, group=pipeline.group or world())
     foreign = [] if options.disabled else [stepper for stepper in refs.steppers if stepper.is_foreign]
     judge = Judge(foreign, in_parts=options.schedule == "backward") if foreign else None
-    ranks = ranks_of(target, options)
-    votes.ranks, votes.voting = ranks, ranks if options.votes else None
     step = RunningStep(StepMembers(refs.steppers), votes, accumulation, clipping, judge, options.nonfinite)
-    deferring = partial(deferring_of, options, refs, ranks, step.times)
-    chosen = choose(options, step, deferring)
+    step.gather = None if zero is None else zero.shards.gather
+    chosen = choose(options, step, partial(deferring_of, options, refs, ranks, step.times))
     schedule = chosen.schedule
-    zero = _zero(target.ddps[0], step) if options.communication.shard_state and not options.disabled else None
-    draws: KeyedDraws | None = None
-    if options.randomness.seed is not None and not options.disabled:
-        draws = KeyedDraws(options.randomness.seed, partial(getattr, step.ledger, "step_count"))
-        for stepper in refs.steppers:
-            stepper.draws = draws
+    seed = None if options.disabled else options.randomness.seed
+    draws = None if seed is None else KeyedDraws(seed, partial(getattr, step.ledger, "step_count"))
+    for stepper in refs.steppers:
+        stepper.draws = draws
     parameters = ParametersOfModel(target, refs, zero, None if draws is None else draws.name, chosen.error_for_use)
     schedule.parameters = parameters.gather(target.optimizers, target.names)
 
     uses = ForwardCounts()
     sources = make_sources(target, options, chosen, accumulation, zero, uses)
     if target.wrapped or target.fsdp2:
-        in_ddp = bool(target.ddps)
-        schedule.divides(in_views_of_ddp if in_ddp else in_views_of_replicate)
+        schedule.divides(in_views_of_ddp if target.ddps else in_views_of_replicate)
     if target.groups and not target.fsdp1:
-        schedule.read_by(partial(_reading_streams, refs.model))
+        schedule.read_by(partial(fsdp2_reading_streams, refs.model))
 
     handles: Handles = []
     threads = Threads(refs.name, schedule)
-    sharding = Sharding(target, schedule, uses) if is_sharded else None
+    sharding = None
+    if target.groups:
+        after_errors = AfterErrors(target.model)
+        sharding = Sharding(target.groups, schedule, uses, after_errors, in_fsdp1=bool(target.fsdp1))
     stepping = SteppingItself(target.optimizers, schedule, sources) if options.steps_itself else None
     backwards = BackwardHooks(schedule, sources, accumulation, threads, sharding, stepping, handles)
     readers = chosen.readers(backwards)
@@ -329,134 +366,111 @@ def build(target: Target, options: Options) -> Parts:
         stepping_ask = [] if stepping is None else [weakref.WeakMethod(stepping.ask)]
         at_open = [readers.while_open.start, *(source.begin_step for source in sources)]
         chosen.sink.at_open = [*stepping_ask, *map(weakref.WeakMethod, at_open)]
-    late = AddedParameters(refs, schedule, sources, parameters, readers, handles)
+    late = AddedParameters(refs, schedule, sources, parameters.gather, readers, handles)
     forwards: ForwardHooks | PlainHooks
     if options.disabled:
-        forwards = PlainHooks(step, schedule, handles, is_sharded=is_sharded)
+        forwards = PlainHooks(step, schedule, handles)
     else:
-        forwards = ForwardHooks(refs, step, schedule, sources, threads, late, backwards, is_sharded=is_sharded)
+        forwards = ForwardHooks(refs, step, schedule, sources, threads, late, backwards)
         # Nobody else needs to know of forwards, and of the backwards that begin at their outputs.
-        schedule.may_rest = not (sources or is_sharded or options.steps_itself)
-    for source in sources:
-        if isinstance(source, PipelineSource):
-            source.begin_run, source.end_run = weakly(forwards.begin_run), weakly(forwards.end_run)
+        schedule.may_rest = not (sources or target.groups or options.steps_itself)
+    for runs in (source for source in sources if isinstance(source, PipelineSource)):
+        # As a forward of the model, once for all micro-batches of a run.
+        runs.begin_run = weakly(forwards.before_forward, None, ())
+        runs.end_run = weakly(forwards.after_forward, None, (), ())
+    steps = StepHooks(step, schedule, late, zero, forwards, handles)
     planned = Planned(options, schedule, sources, step)
     step.buckets = weakly(planned.buckets)
-    return Parts(
-        refs,
-        schedule,
-        sources,
-        step,
-        planned,
-        zero,
-        draws,
-        sharding,
-        late,
-        threads,
-        forwards,
-        StepHooks(step, schedule, late, zero, forwards, handles),
-        handles,
-    )
-
-
-def _clipping(options: Options) -> Clipping:
-    clipping = Clipping(options.clip)
-    if (pipeline := options.communication.pipeline) is not None:
-        clipping.over_stages = partial(norm_over_stages, group=pipeline.group or world())
-    return clipping
-
-
-def _synced(
-    wrapped: "Sequence[weakref.ref[Wrapped]]", target: Target, *, in_pipeline: bool
-) -> Callable[[], Sequence[Syncing]]:
-    """What says whether the next backward reduces gradients: the living wrappers, and FSDP."""
-    sharded: list[Syncing] = []
-    if target.groups and not in_pipeline:  # whose stages say it to FSDP, each by itself
-        sharded.append(FSDP1Sync(target.model) if target.fsdp1 else FSDP2Sync(target.model))
-    if not wrapped and not sharded:
-        return tuple
-    return lambda: [*(one for ref in wrapped if (one := ref()) is not None), *sharded]
-
-
-def _zero(ddp: DistributedDataParallel, step: RunningStep) -> "Zero":
-    from instep.sources.zero.source import Zero  # imports DTensor, which takes a while
-
-    zero = Zero(ddp, step.ledger.votes)
-    step.gather = zero.shards.gather
-    return zero
-
-
-def _reading_streams(model: Callable[[], nn.Module | None]) -> list[torch.Stream]:
-    found = model()
-    return [] if found is None else list(fsdp2_reading_streams(found))
+    return Parts(refs, schedule, sources, step, planned, zero, draws, sharding, late, threads, forwards, steps, handles)
 
 
 def connect(parts: Parts, target: Target, options: Options) -> None:
     """Put everything on the model and the optimizers. Whoever is stopped in the middle takes off what is in
     ``parts.handles``: that is all of it."""
-    if options.disabled:
-        _connect_plainly(parts, target, options)
-        return
-    model, handles = target.model, parts.handles
-    if isinstance(parts.schedule, BackwardSchedule):
-        handles.append(RunErrors(parts.schedule))
-    for source in parts.sources:
+    for source in parts.sources:  # in front: one that refuses finds the optimizers as they were
         source.connect()
-    sharding = parts.sharding
-    # Before FSDP2's, which gathers the weights.
-    _watch_forwards(parts, target, prepend=sharding is not None)
-    if options.schedule == "forward":
-        _watch_wrapped(parts, target)
-    parts.late.watch(model, parts.schedule.parameters)
-    if sharding is not None:
-        sharding.connect(parts.late.readers, handles)
-    _watch_steps(parts, target)
+    if options.accumulation_steps > 1 and target.wrapped:
+        count = UntracedHook(partial(_count, weakref.ref(parts.accumulation)))  # DDP's own is not called in no_sync
+        trained = (parameter for a in parts.schedule.parameters if (parameter := a.get()).requires_grad)
+        parts.handles.extend(parameter.register_post_accumulate_grad_hook(count) for parameter in trained)
+    _connect_optimizers(parts, target, options)
+    _connect_model(parts, target, options)
+    if options.offload is None or options.disabled:
+        return
+    # What is lent together is what the gradients are that backward frees together.
+    size = options.bucket_bytes or bucket_bytes_for(attached.spec for attached in parts.schedule.parameters)
+    state = HostState()
+    for optimizer, stepper in zip(target.optimizers, parts.refs.steppers, strict=True):
+        of_stepper = partial(_parts_of, weakref.ref(parts.schedule), weakref.ref(stepper))
+        stepper.offloaded = home = OffloadedState(state, optimizer, of_stepper, size)
+        home.take_in()  # raises where an optimizer has state that cannot live in host memory
+        loading = HostLoading(home)
+        parts.handles.append(optimizer.register_load_state_dict_pre_hook(UntracedHook(loading.before)))
+        parts.handles.append(optimizer.register_load_state_dict_post_hook(UntracedHook(loading.after)))
+
+
+def _count(accumulation: "weakref.ref[Accumulation]", parameter: object) -> None:
+    if (found := accumulation()) is not None:
+        found.count()
+
+
+def _connect_optimizers(parts: Parts, target: Target, options: Options) -> None:
+    schedule, steps, handles = parts.schedule, parts.steps, parts.handles
+    for optimizer, stepper in zip(target.optimizers, parts.refs.steppers, strict=True):
+        if not takes_hooks(optimizer):
+            continue  # torch tells nobody of its steps: nothing is put off, and nothing counted
+        if steps_one(optimizer) is not None:
+            handles.append(ToldStep(optimizer))
+        handle = optimizer.register_step_post_hook(UntracedHook(partial(steps.after_step, stepper)))
+        first_of_post_hooks(optimizer, handle)
+        handles.append(handle)
+        compiled = Traced()
+        handles.append(optimizer.register_step_pre_hook(compiled))
+        handle = optimizer.register_step_pre_hook(UntracedHook(partial(steps.before_step, stepper, compiled)))
+        last_of_pre_hooks(optimizer, handle)
+        handles.append(handle)
+        if not options.disabled and not options.steps_itself:
+            before_save = UntracedHook(partial(steps.before_state, stepper, True))
+            before_load = UntracedHook(partial(steps.before_state, stepper, False))
+            handles.append(optimizer.register_state_dict_pre_hook(before_save))
+            handles.append(optimizer.register_load_state_dict_pre_hook(before_load))
     if parts.zero is not None:
         for optimizer in target.optimizers:
-            handles.extend(parts.zero.connect(optimizer, partial(getattr, parts.schedule, "parameters")))
-    _watch_saving(parts, target, options)
-    _count_in_no_sync(parts, target, options)
+            handles.extend(parts.zero.connect(optimizer, partial(getattr, schedule, "parameters")))
+
+
+def _connect_model(parts: Parts, target: Target, options: Options) -> None:
+    model, schedule, sharding, handles = target.model, parts.schedule, parts.sharding, parts.handles
+    if (votes := parts.votes).ranks is not None:
+        if not target.groups and options.communication.pipeline is None:  # FSDP gathers for autograd.grad, too
+            votes.communicates = partial(communicates, weakref.ref(schedule))
+        sources, ddps = list(map(weakref.ref, parts.sources)), list(map(weakref.ref, target.ddps))
+        votes.stand_aside = partial(stand_aside, sources, ddps)
+        handles.extend(Joining(ddp, votes, schedule) for ddp in target.ddps)
+    handles.append(PlainPickles(model.modules()))
+    before, after = BoundHook(parts.forwards.before_forward), BoundHook(parts.forwards.after_forward)
+    # A torch.jit module takes no hooks: it is left to torch.
+    for called in (one for one in target.called if not isinstance(one, torch.jit.ScriptModule)):
+        # Before FSDP2's hook, which gathers the weights: what a rank says comes first, also of a disabled one.
+        handles.append(called.register_forward_pre_hook(before, prepend=sharding is not None))
+        handles.append(called.register_forward_hook(after))
+    if options.disabled:
+        return
+    after_wrapped = BoundHook(partial(_after_wrapped, weakref.ref(schedule)))
+    for wrapper in target.wrapped if options.schedule == "forward" else ():
+        handles.append(wrapper.module.register_forward_hook(after_wrapped))
+    parts.late.watch(model, schedule.parameters)
+    if sharding is not None:
+        sharding.connect(parts.late.readers, handles)
+    for saved in {*target.called, *(one.module for one in target.wrapped)}:
+        handles.append(saved.register_state_dict_pre_hook(BoundHook(parts.steps.before_model_state)))
+        handles.append(saved.register_load_state_dict_pre_hook(BoundHook(parts.steps.before_load)))
     if options.communication.mixed_precision is not None:
         handles.append(LowPrecision(model, options.communication.mixed_precision))
-    handles.append(Owners(target.optimizers, weakly(parts.schedule.abandon)))
+    if isinstance(schedule, BackwardSchedule):
+        handles.append(RunErrors(schedule))
+    handles.append(Owners(target.optimizers, weakly(schedule.abandon)))
     handles.append(Owners([*target.called, *target.optimizers], weakly(parts.abandon)))
-    handles.append(PlainPickles(model.modules()))
-    _meet_ranks(parts, target, options)
-
-
-def _connect_plainly(parts: Parts, target: Target, options: Options) -> None:
-    for source in parts.sources:  # of a pipeline, whose micro-batches count as one
-        source.connect()
-    _watch_forwards(parts, target, prepend=parts.sharding is not None)  # as others do: what a rank says comes first
-    _watch_steps(parts, target)
-    parts.handles.append(PlainPickles(target.model.modules()))
-    _count_in_no_sync(parts, target, options)
-    _meet_ranks(parts, target, options)
-
-
-def _meet_ranks(parts: Parts, target: Target, options: Options) -> None:
-    votes, ddps = parts.votes, target.ddps
-    if votes.ranks is None:
-        return
-    if not target.groups and options.communication.pipeline is None:  # FSDP gathers the weights for autograd.grad, too
-        votes.communicates = partial(communicates, weakref.ref(parts.schedule))
-    votes.stand_aside = partial(stand_aside, list(map(weakref.ref, parts.sources)), list(map(weakref.ref, ddps)))
-    parts.handles.extend(Joining(ddp, votes, parts.schedule) for ddp in ddps)
-
-
-def _watch_forwards(parts: Parts, target: Target, *, prepend: bool) -> None:
-    before, after = BoundHook(parts.forwards.before_forward), BoundHook(parts.forwards.after_forward)
-    for model in target.called:
-        if isinstance(model, torch.jit.ScriptModule):
-            continue  # takes no hooks; it is left to torch
-        parts.handles.append(model.register_forward_pre_hook(before, prepend=prepend))
-        parts.handles.append(model.register_forward_hook(after))
-
-
-def _watch_wrapped(parts: Parts, target: Target) -> None:
-    after = BoundHook(partial(_after_wrapped, weakref.ref(parts.schedule)))
-    for wrapper in target.wrapped:
-        parts.handles.append(wrapper.module.register_forward_hook(after))
 
 
 def _after_wrapped(schedule: "weakref.ref[Schedule]", *_: object) -> None:
@@ -466,54 +480,3 @@ def _after_wrapped(schedule: "weakref.ref[Schedule]", *_: object) -> None:
         return
     if (found := schedule()) is not None:
         found.synchronize()
-
-
-def _watch_steps(parts: Parts, target: Target) -> None:
-    for optimizer, stepper in _hookable(parts, target):
-        if steps_one(optimizer) is not None:
-            parts.handles.append(ToldStep(optimizer))
-        handle = optimizer.register_step_post_hook(UntracedHook(partial(parts.steps.after_step, stepper)))
-        first_of_post_hooks(optimizer, handle)
-        parts.handles.append(handle)
-        compiled = Traced()
-        parts.handles.append(optimizer.register_step_pre_hook(compiled))
-        before_step = UntracedHook(partial(parts.steps.before_step, stepper, compiled))
-        handle = optimizer.register_step_pre_hook(before_step)
-        last_of_pre_hooks(optimizer, handle)
-        parts.handles.append(handle)
-
-
-def _hookable(parts: Parts, target: Target) -> Iterator[tuple[Optimizer, Stepper]]:
-    """The optimizers whose calls torch tells of. Of another one's steps nothing is put off, and nothing counted."""
-    for optimizer, stepper in zip(target.optimizers, parts.refs.steppers, strict=True):
-        if takes_hooks(optimizer):
-            yield optimizer, stepper
-
-
-def _watch_saving(parts: Parts, target: Target, options: Options) -> None:
-    for optimizer, stepper in _hookable(parts, target):
-        if not options.steps_itself:
-            before_save = UntracedHook(partial(parts.steps.before_state, stepper, True))
-            before_load = UntracedHook(partial(parts.steps.before_state, stepper, False))
-            parts.handles.append(optimizer.register_state_dict_pre_hook(before_save))
-            parts.handles.append(optimizer.register_load_state_dict_pre_hook(before_load))
-    if options.offload is not None:
-        offload(parts.schedule, target.optimizers, parts.refs.steppers, options.bucket_bytes, parts.handles)
-    wrapped: set[nn.Module] = {one.module for one in target.wrapped}
-    for saved in {*target.called, *wrapped}:
-        parts.handles.append(saved.register_state_dict_pre_hook(BoundHook(parts.steps.before_model_state)))
-        parts.handles.append(saved.register_load_state_dict_pre_hook(BoundHook(parts.steps.before_load)))
-
-
-def _count_in_no_sync(parts: Parts, target: Target, options: Options) -> None:
-    if options.accumulation_steps > 1 and target.wrapped:
-        # DDP's own hook is not called in no_sync.
-        for parameter in living_parameters(parts.schedule):
-            if parameter.requires_grad:
-                count = UntracedHook(partial(_count, weakref.ref(parts.accumulation)))
-                parts.handles.append(parameter.register_post_accumulate_grad_hook(count))
-
-
-def _count(accumulation: "weakref.ref[Accumulation]", parameter: object) -> None:
-    if (found := accumulation()) is not None:
-        found.count()

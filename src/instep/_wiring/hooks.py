@@ -12,12 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from instep._optim.dtensor import is_sharded, local_numel, mesh_of, shard_of
-from instep._optim.local_shard import LocalShard
-from instep._optim.parameters import AttachedParameter, Attribute, require_unchanged
+from instep._optim.parameters import AttachedParameter, require_unchanged
 from instep._optim.stepper import Stepper
 from instep._step.accumulation import Accumulation
 from instep._step.deferred import ForwardSchedule
@@ -35,10 +32,8 @@ from instep._torch.hooks import (
     tensors_of,
 )
 from instep._torch.lifetime import weakly
-from instep._torch.placeholders import SpentGradient
 from instep._torch.watch import ModuleHooks
 from instep._wiring.weak_refs import Handles, WeakRefs, living_parameters
-from instep.buckets import ParameterSpec
 from instep.errors import (
     ConcurrentBackwardError,
     HyperparameterChangedError,
@@ -46,13 +41,12 @@ from instep.errors import (
     StaleAttachmentError,
     UnsupportedOptimizerError,
 )
-from instep.naming import parameters_of
 from instep.sources import Source
 from instep.sources.ddp.source import DDPSource
-from instep.sources.fsdp.modules import BeforeFSDP1Gathers, put_shards_in_place
+from instep.sources.fsdp.modules import BeforeFSDP1Gathers, ShardedGroup, put_shards_in_place
 from instep.sources.fsdp.recovery import AfterErrors
 from instep.sources.local import ForwardCounts
-from instep.target import Names, Target, name_parameters
+from instep.target import Names, name_parameters
 
 if TYPE_CHECKING:
     from instep.sources.zero.source import Zero
@@ -127,77 +121,6 @@ class SteppingItself:
             parameter.grad = None
 
 
-ErrorForUse = Callable[[ParameterSpec, str], InstepError | None]
-
-
-class ParametersOfModel:
-    """Makes an ``AttachedParameter`` of each parameter of the model that an attached optimizer has.
-
-    Args:
-        zero: with ``shard_state``: knows the rows of this rank.
-        told: is called with each of the model's parameters, and its name in the bare model; ``None``: nobody asks.
-        error_for_use: what the use of a gradient that was applied raises; ``None``: nothing is put in its place.
-    """
-
-    def __init__(
-        self,
-        target: Target,
-        refs: WeakRefs,
-        zero: "Zero | None",
-        told: Callable[[torch.Tensor, str], None] | None,
-        error_for_use: ErrorForUse | None,
-    ) -> None:
-        self._refs = refs
-        self._groups = target.groups
-        self._in_fsdp1 = bool(target.fsdp1)
-        self._zero = zero
-        self._told = told
-        self._error_for_use = error_for_use
-
-    def gather(
-        self, optimizers: Sequence[Optimizer], names: Names, first_index: int = 0
-    ) -> tuple[AttachedParameter, ...]:
-        """Those of ``names`` that one of the attached ``optimizers`` has, numbered from ``first_index``."""
-        if self._told is not None and (model := self._refs.model()) is not None:
-            for name, parameter in parameters_of(model):
-                self._told(parameter, name)
-        owner = {
-            id(p): stepper
-            for optimizer, stepper in zip(optimizers, self._refs.steppers, strict=True)
-            for group in optimizer.param_groups
-            for p in group["params"]
-        }
-        mine = (
-            (parameter, places)
-            for parameter, places in names.values()
-            if id(parameter) in owner and not is_lazy(parameter)  # those are left to torch, whole
-        )
-        return tuple(
-            self._attached(parameter, places, index, owner[id(parameter)])
-            for index, (parameter, places) in enumerate(mine, first_index)
-        )
-
-    def _attached(
-        self, parameter: torch.Tensor, places: tuple[Attribute, ...], index: int, stepper: Stepper
-    ) -> AttachedParameter:
-        name = places[0].name
-        nbytes = local_numel(parameter) * parameter.element_size()
-        group = next((n for n, g in enumerate(self._groups) if id(parameter) in g.members), None)
-        spec = ParameterSpec(index, name, parameter.shape, parameter.dtype, parameter.device, nbytes, group)
-        spent = None
-        if self._error_for_use is not None:
-            spent = SpentGradient(parameter, name, weakly(self._error_for_use, spec))
-        # A sharded model puts other tensors in the parameters' places while it computes.
-        held = () if self._in_fsdp1 or (group is not None and is_sharded(parameter)) else places
-        shard = self._shard(parameter, stepper)
-        return AttachedParameter(parameter, spec, held, stepper, spent, shard, mesh_of(parameter))
-
-    def _shard(self, parameter: torch.Tensor, stepper: Stepper) -> LocalShard | None:
-        if self._zero is not None and id(parameter) in self._zero.reduced:
-            return self._zero.shards.shard_of(parameter, stepper.optimizer())
-        return shard_of(parameter, stepper.optimizer())
-
-
 ModuleParameters = tuple[nn.Module, list[AttachedParameter]]
 
 
@@ -219,6 +142,10 @@ class Readers:
         """Hooks before a ``FullyShardedDataParallel`` gathers these parameters."""
 
 
+Gather = Callable[[Sequence[Optimizer], Names, int], tuple[AttachedParameter, ...]]
+"""Makes an ``AttachedParameter`` of each of these parameters that one of the optimizers has, numbered from there on."""
+
+
 class AddedParameters:
     """Takes in parameters that ``add_param_group`` has added to an attached optimizer."""
 
@@ -227,14 +154,14 @@ class AddedParameters:
         refs: WeakRefs,
         schedule: Schedule,
         sources: Sequence[Source],
-        parameters: ParametersOfModel,
+        gather: Gather,
         readers: Readers,
         handles: Handles,
     ) -> None:
         self._refs = refs
         self._schedule = schedule
         self._sources = sources
-        self._parameters = parameters
+        self._gather = gather
         self.readers = readers
         self._handles = handles
         self._grouped = _parameters_in(refs.optimizers())
@@ -262,7 +189,7 @@ class AddedParameters:
         self._grouped = grouped
         known = {id(attached.peek()): attached for attached in self._schedule.parameters}
         others = {key: names[key] for key in names if key not in known}
-        added: Sequence[AttachedParameter] = self._parameters.gather(optimizers, others, len(known))
+        added: Sequence[AttachedParameter] = self._gather(optimizers, others, len(known))
         everything = {**known, **{id(attached.get()): attached for attached in added}}
         self._schedule.parameters = tuple(everything[key] for key in names if key in everything)
         for source in self._sources:
@@ -304,12 +231,20 @@ class Sharding:
         uses: told of each group's forwards.
     """
 
-    def __init__(self, target: Target, schedule: Schedule, uses: ForwardCounts) -> None:
-        self._groups = target.groups
-        self.in_fsdp1 = bool(target.fsdp1)
+    def __init__(
+        self,
+        groups: Sequence[ShardedGroup],
+        schedule: Schedule,
+        uses: ForwardCounts,
+        after_errors: AfterErrors,
+        *,
+        in_fsdp1: bool,
+    ) -> None:
+        self.in_fsdp1 = in_fsdp1
+        self._groups = groups
         self._schedule = schedule
         self._uses = uses
-        self._after_errors = AfterErrors(target.model)
+        self._after_errors = after_errors
 
     def connect(self, readers: Readers, handles: Handles) -> None:
         for number, group in enumerate(self._groups):
@@ -342,11 +277,10 @@ class PlainHooks:
     """What torch calls around a model with ``INSTEP_DISABLE=1``: micro-batches are counted, and backwards seen to
     begin."""
 
-    def __init__(self, step: RunningStep, schedule: Schedule, handles: Handles, *, is_sharded: bool) -> None:
+    def __init__(self, step: RunningStep, schedule: Schedule, handles: Handles) -> None:
         self._schedule = schedule
         self._votes, self._accumulation = step.ledger.votes, step.accumulation
         self._handles = handles
-        self._is_sharded = is_sharded
 
     def before_forward(self, module: object, args: object) -> None:
         if torch.compiler.is_compiling() or graph_task() is not None or self._accumulation.runs_stages:
@@ -362,14 +296,8 @@ class PlainHooks:
         for node in nodes_of(output):
             node.register_prehook(before_backward)
 
-    def begin_run(self) -> None:
-        """A run of a pipeline begins: as a forward of the model, once for all of its micro-batches."""
-        self.before_forward(None, ())
-
-    def end_run(self) -> None: ...
-
     def _before_backward(self, gradients: object) -> None:
-        if self._handles and self._schedule.begin_backward() and self._is_sharded:
+        if self._handles and self._schedule.begin_backward() and self._accumulation.is_sharded:
             self._accumulation.count()  # no hook of FSDP2's parameters is called while gradients only add up
 
 
@@ -448,8 +376,6 @@ class ForwardHooks:
         threads: Threads,
         late: AddedParameters,
         backwards: BackwardHooks,
-        *,
-        is_sharded: bool,
     ) -> None:
         self._refs = refs
         self._schedule = schedule
@@ -458,7 +384,6 @@ class ForwardHooks:
         self._threads = threads
         self._late = late
         self._backwards = backwards
-        self._is_sharded = is_sharded
 
     def before_forward(self, module: object, args: object) -> None:
         """The model is about to run."""
@@ -486,20 +411,12 @@ class ForwardHooks:
         if torch.compiler.is_compiling() or self._schedule.rests or graph_task() is not None:
             return
         if self._accumulation.runs_stages:
-            if self._is_sharded:
+            if self._accumulation.is_sharded:
                 self._backwards.see_backward_from(output)  # after an error in it FSDP's state is rebuilt
             return
         self._backwards.in_forward = False
         self._schedule.after_forward()
         self._backwards.see_backward_from(output)
-
-    def begin_run(self) -> None:
-        """A run of a pipeline begins: as a forward of the model, once for all of its micro-batches."""
-        self.before_forward(None, ())
-
-    def end_run(self) -> None:
-        """The run has returned."""
-        self.after_forward(None, (), ())
 
     def _require_alone(self) -> None:
         """Raise if the model was wrapped since, or is trained by another thread."""
@@ -529,7 +446,7 @@ class ForwardHooks:
         self._votes.begin_forward()
         accumulation = self._accumulation
         # The loop may have given these micro-batches up. zero_grad() does not clear what FSDP2 adds up.
-        given_up = accumulation.is_partial and not self._is_sharded
+        given_up = accumulation.is_partial and not accumulation.is_sharded
         if given_up and all(p.grad is None for p in living_parameters(self._schedule)):
             accumulation.stepped()
         accumulation.decide()

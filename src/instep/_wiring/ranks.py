@@ -1,7 +1,7 @@
 """Which ranks step together, what must be the same on all of them, and DDP's ``join()``."""
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ def ranks_of(target: Target, options: Options) -> StepRanks | None:
         return None
     pipeline = options.communication.pipeline
     stages = None if pipeline is None else pipeline.group or world()
-    neighbours = neighbours_of([*target.wrapped, *target.fsdp1], target.optimized(), stages)
+    neighbours = neighbours_of([*target.wrapped, *target.fsdp1], target.optimized, stages)
     if neighbours is None:
         return None
     # By default the ranks of a pipeline wait for none that has nothing to attach; but a norm is of all of them.
@@ -48,34 +48,29 @@ def ranks_of(target: Target, options: Options) -> StepRanks | None:
     if pipeline is not None:
         # Each rank has parameters of its own. The pipelines that data is divided among have one name.
         return StepRanks(neighbours, [options.in_words()], digest_of(repr(pipeline)), waits=meets, matters=meets)
-    parameters = dict(_parameters_in_words(target, with_optimizers=meets))
-    return StepRanks(
-        neighbours,
-        [options.in_words(), parameters],
-        digest_of(dict(_parameters_in_words(target, with_optimizers=False))),  # whatever this rank's options are
-        waits=meets,
-        matters=meets or not options.asks_for_nothing,
-    )
-
-
-def _parameters_in_words(target: Target, *, with_optimizers: bool) -> Iterator[tuple[str, str]]:
-    """Of each parameter of the model its shape on all ranks together, and its dtype.
-
-    Args:
-        with_optimizers: also which optimizer steps it. Where torch takes the steps, that may be another one on each
-            rank: some loops divide the optimizer by hand.
-    """
-    optimizers = {
+    # Of each parameter of the model its shape on all ranks together, and its dtype. Where torch takes the steps, each
+    # rank may have another optimizer for it: some loops divide the optimizer by hand.
+    stepped_by = {
         id(p): f", in optimizer {number}"
-        for number, optimizer in enumerate(target.optimizers if with_optimizers else ())
+        for number, optimizer in enumerate(target.optimizers if meets else ())
         for group in optimizer.param_groups
         for p in group["params"]
     }
+    model, mine = dict[str, str](), dict[str, str]()
     for parameter, places in target.names.values():
+        name, dtype = f"parameter {places[0].name!r}", str(parameter.dtype).removeprefix("torch.")
         # FSDP1's parameters are what a rank has of them.
         shape = "" if target.fsdp1 or is_lazy(parameter) else f"{tuple(parameter.shape)} "
-        dtype = str(parameter.dtype).removeprefix("torch.")
-        yield f"parameter {places[0].name!r}", f"{shape}{dtype}{optimizers.get(id(parameter), '')}"
+        model[name] = f"{shape}{dtype}"
+        mine[name] = f"{shape}{dtype}{stepped_by.get(id(parameter), '')}"
+    # The model has one name, whatever this rank's options are.
+    return StepRanks(
+        neighbours,
+        [options.in_words(), mine],
+        digest_of(model),
+        waits=meets,
+        matters=meets or not options.asks_for_nothing,
+    )
 
 
 def communicates(schedule: "weakref.ref[Schedule]") -> bool:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from instep._optim.stepper import Stepper
@@ -57,6 +58,10 @@ class WeakRefs:
     def living_wrappers(self) -> list[Wrapped]:
         """Those that are still there."""
         return [one for ref in self.wrapped if (one := ref()) is not None]
+
+    def ddps(self) -> list[DistributedDataParallel]:
+        """Those of them that are DDP's own."""
+        return [one for one in self.living_wrappers() if isinstance(one, DistributedDataParallel)]
 
 
 def _living(models: "Sequence[weakref.ref[nn.Module]]") -> Models | None:

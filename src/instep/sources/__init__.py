@@ -254,3 +254,23 @@ class WrappedParameters:
 def as_bucket(source: str, parameters: Iterable[AttachedParameter]) -> Bucket:
     """A bucket of the wrapper as a plan shows it."""
     return Bucket(source, tuple(attached.spec for attached in parameters))
+
+
+class ShownBuckets:
+    """The buckets that a DDP instance has shown in its last backward, for a plan. Before the first one: a single bucket
+    that holds everything, as DDP's own in its first backward."""
+
+    def __init__(self, parameters: WrappedParameters) -> None:
+        self._parameters = parameters
+        self._by_index: dict[int, Bucket] = {}
+
+    @property
+    def in_order(self) -> tuple[Bucket, ...]:
+        shown = self._by_index or {0: as_bucket("ddp", self._parameters)}
+        return tuple(bucket for _, bucket in sorted(shown.items()))
+
+    def show(self, index: int, members: Sequence[torch.Tensor]) -> None:
+        """DDP hands over the bucket numbered ``index``. The first one begins a backward."""
+        if index == 0:
+            self._by_index = {}
+        self._by_index[index] = as_bucket("ddp", self._parameters.among(members))

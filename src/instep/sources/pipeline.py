@@ -26,9 +26,6 @@ class PipelineSource:
 
     Args:
         sink: takes final gradients; ``None``: ``optimizer.step()`` finds them in ``.grad``.
-        parameters: those of all stages of this rank.
-        of_each: for each stage, the ``id``s of its parameters. A parameter of two stages is final when both are
-            through.
 
     Attributes:
         begin_run: does once for all micro-batches of a run what is done before a forward of the model.
@@ -39,8 +36,6 @@ class PipelineSource:
         self,
         steps: Schedule,
         sink: Sink | None,
-        parameters: Sequence[AttachedParameter],
-        of_each: Sequence[frozenset[int]],
         pipeline: Pipeline,
         accumulation: Accumulation,
         bucket_bytes: int | None,
@@ -49,8 +44,10 @@ class PipelineSource:
         self._sink = sink
         self._pipeline = pipeline
         self._accumulation = accumulation
-        self._of_each = [{a.spec.index for a in parameters if id(a.get()) in ids} for ids in of_each]
-        self._parameters = {a.spec.index: a for a in parameters}
+        self._parameters = {a.spec.index: a for a in steps.parameters}
+        # Of each stage, by index. A parameter of two stages is final when both are through.
+        of_each = [set(map(id, stage.parameters())) for stage in pipeline.modules]
+        self._of_each = [{a.spec.index for a in steps.parameters if id(a.get()) in ids} for ids in of_each]
         self._members = [self._buckets_of(number, bucket_bytes) for number in range(len(of_each))]
         self._calls: list[StageCall] = []
         self.begin_run: Callable[[], object] = bool

@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 from instep._torch.engine import Phase, current, graph_task
 from instep._torch.lifetime import weakly
-from instep.buckets import Bucket
 from instep.errors import InstepError
-from instep.sources import Collective, LaunchedBucket, WrappedParameters, as_bucket, drain
+from instep.sources import Collective, LaunchedBucket, drain
 
 
 class GradBucketLike(Protocol):
@@ -211,22 +210,3 @@ def slices_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[to
         slices.append(torch.view_as_complex(view) if parameter.is_complex() else view)
         offset += layout.numel()
     return slices
-
-
-class ShownBuckets:
-    """The buckets that a DDP instance has shown in its last backward, for a plan. Before the first one: a single bucket
-    that holds everything, as DDP's own in its first backward."""
-
-    def __init__(self, parameters: WrappedParameters) -> None:
-        self._parameters = parameters
-        self._by_index = {0: as_bucket("ddp", parameters)}
-
-    @property
-    def in_order(self) -> tuple[Bucket, ...]:
-        return tuple(bucket for _, bucket in sorted(self._by_index.items()))
-
-    def show(self, index: int, members: Sequence[torch.Tensor]) -> None:
-        """DDP hands over the bucket numbered ``index``. The first one begins a backward."""
-        if index == 0:
-            self._by_index = {}
-        self._by_index[index] = as_bucket("ddp", self._parameters.among(members))

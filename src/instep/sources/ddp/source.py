@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._ranks.process_groups import communicating
 from instep.buckets import Bucket
-from instep.sources import Sink, WrappedParameters, deliver, record_arrival, step_all
-from instep.sources.ddp.buckets import GradBucketLike, Reduction, Reductions, ShownBuckets, as_they_arrive, grad_as_left
+from instep.sources import ShownBuckets, Sink, WrappedParameters, deliver, record_arrival, step_all
+from instep.sources.ddp.buckets import GradBucketLike, Reduction, Reductions, as_they_arrive, grad_as_left
 from instep.sources.ddp.instance import managed_by
 from instep.sources.ddp.reducer import CommHook, before_backward, connect_listener, disconnect_listener
 

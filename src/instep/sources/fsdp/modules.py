@@ -247,11 +247,11 @@ class FSDP1Sync(_Sync):
         return [] if model is None else fsdp1_in(model)
 
 
-def fsdp2_reading_streams(model: nn.Module) -> Iterator[torch.Stream]:
+def fsdp2_reading_streams(model: Callable[[], nn.Module | None]) -> Iterator[torch.Stream]:
     """The streams on which FSDP2 copies shards to gather them. FSDP2 has them wait once, where the root's forward
     begins, or for the event that ``set_post_optim_event`` was given. It has no public name for these streams, and no
     way to have one group wait."""
-    for module in fsdp2_in(model):
+    for module in () if (found := model()) is None else fsdp2_in(found):
         communication = cast(Any, module)._get_fsdp_state()._comm_ctx
         stream = getattr(communication, "all_gather_copy_in_stream", None)  # made in the first forward
         if isinstance(stream, torch.Stream):

@@ -31,17 +31,15 @@ from instep._torch.hooks import BoundHook
 from instep.buckets import Bucket
 from instep.comm_hooks import cast_mean_allreduce
 from instep.errors import AccumulationError, InstepError, class_name
-from instep.sources import ErrorsKept, Sink, WrappedParameters, deliver, drain
+from instep.sources import ErrorsKept, ShownBuckets, Sink, WrappedParameters, deliver, drain
 from instep.sources.ddp.buckets import (
     GradBucketLike,
     Reduction,
     Reductions,
-    ShownBuckets,
     as_they_arrive,
     grad_as_left,
     slices_of,
 )
-from instep.sources.ddp.instance import bucket_parameters
 from instep.sources.ddp.reducer import before_backward, connect_listener, disconnect_listener
 from instep.sources.zero.shards import GatheredShards, ScatteredGradients, StateShards, ZeroShard
 
@@ -55,11 +53,11 @@ class Zero:
         reduced: by ``id``: the parameters that are in DDP's buckets. Others are stepped whole on each rank.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, votes: StepVotes) -> None:
+    def __init__(self, ddp: DistributedDataParallel, votes: StepVotes, reduced: set[int]) -> None:
         self.shards = StateShards(ddp)
         self._ddp = weakref.ref(ddp)
         self._votes = votes
-        self.reduced = bucket_parameters(ddp)
+        self.reduced = reduced
         self._connected: list[tuple[weakref.ref[Optimizer], Callable[[], Iterable[AttachedParameter]]]] = []
 
     def source(
