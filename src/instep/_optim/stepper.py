@@ -84,9 +84,12 @@ class PreparedUpdate:
 
     Args:
         guard: of the state; ``None``: nobody looks back, and nothing is counted.
+
+    Attributes:
+        tensors: the parameters, or aliases of them.
     """
 
-    __slots__ = ("_calls", "_guard", "_owned", "_places", "_tensors")
+    __slots__ = ("_calls", "_guard", "_owned", "_places", "tensors")
 
     def __init__(
         self,
@@ -96,7 +99,7 @@ class PreparedUpdate:
         guard: StateGuard | None,
         places: Places,
     ) -> None:
-        self._calls, self._tensors, self._owned, self._guard, self._places = calls, tensors, owned, guard, places
+        self._calls, self.tensors, self._owned, self._guard, self._places = calls, tensors, owned, guard, places
 
     def run(self, gradients: list[torch.Tensor]) -> None:
         guard = self._guard
@@ -105,7 +108,7 @@ class PreparedUpdate:
                 call.run(gradients)
         finally:
             if guard is not None:  # also of an update that raised: what it has written is written
-                written = self._tensors
+                written = self.tensors
                 if guard.found is not None and guard.found.layout.share:  # else nobody asks for another bucket's
                     state = (column for call in self._calls for column in call.lists)
                     written = [*written, *chain.from_iterable(state)]

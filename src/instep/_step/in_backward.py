@@ -216,40 +216,31 @@ class BucketSink(Schedule):
             self.count_freed(bucket)
         return done
 
-    def prepare(self, buckets: Sequence[AttachedParameters]) -> "list[PreparedBucket | None]":
-        """The running backward has been found to give a step its gradients. Its ``buckets``, as far as nothing is left
-        to be asked when their gradients are there but whether these are what they should be."""
+    def prepare(self, buckets: Sequence[AttachedParameters]) -> Sequence[PreparedUpdate | None]:
+        """The running backward has been found to give a step its gradients: the updates of its ``buckets``, as far as
+        nothing is left to be asked when the gradients are there but whether these are what they should be."""
         step, stopped = self._step, self._step.ledger.state is not State.OPEN or self._failure.error is not None
         beside = self._beside is not None and self._beside.takes_some
         if stopped or beside or step.judge is not None or not self._writes.are_prepared or is_profiled():
-            return [None] * len(buckets)
+            return ()
         with step.lock:
-            found = [self._prepared(bucket) for bucket in buckets]
-            mine = [bucket for bucket in found if bucket is not None]
-            step.members.expect_writes(
-                AttachedParameters(chain.from_iterable(one.bucket for one in mine)),
-                list(chain.from_iterable(one.tensors for one in mine)),
-            )
-            return found
+            updates = list(map(self._writes.prepare, buckets))
+            mine = list(compress(buckets, updates))
+            tensors = [tensor for update in updates if update is not None for tensor in update.tensors]
+            step.members.expect_writes(AttachedParameters(chain.from_iterable(mine)), tensors)
+        return updates
 
-    def _prepared(self, bucket: AttachedParameters) -> "PreparedBucket | None":
-        if not self._step.members.applied.isdisjoint(bucket.indices):
-            return None
-        tensors = bucket.tensors()
-        update = self._writes.prepare(bucket, tensors)
-        return None if update is None else PreparedBucket(self, bucket, tensors, update)
-
-    def step_prepared(self, prepared: "PreparedBucket") -> bool:
+    def step_prepared(self, bucket: AttachedParameters, update: PreparedUpdate) -> bool:
         """The gradients of a prepared bucket are final. ``False``: it is not what it was, and is to be offered and
         applied as others are. The caller holds the lock."""
-        step, bucket = self._step, prepared.bucket
-        gradients: list[Any] = list(map(GRADIENT, prepared.tensors))
+        step, tensors = self._step, update.tensors
+        gradients: list[Any] = list(map(GRADIENT, tensors))
         if (
             step.ledger.state is not State.OPEN
             or self._failure.error is not None
             or not step.members.offered.isdisjoint(bucket.indices)
-            or list(map(_DEVICE, prepared.tensors)) != bucket.devices
-            or not are_usual(prepared.tensors, gradients)
+            or list(map(_DEVICE, tensors)) != bucket.devices
+            or not are_usual(tensors, gradients)
         ):
             return False
         started = perf_counter()
@@ -257,7 +248,7 @@ class BucketSink(Schedule):
         step.round.steppers_left.update(bucket.steppers)
         try:
             self._writes.begun = bucket
-            prepared.update.run(gradients)
+            update.run(gradients)
             step.members.applied.update(bucket.indices)
             self._writes.begun = NONE
         except BaseException as error:
@@ -265,7 +256,7 @@ class BucketSink(Schedule):
             return True
         del gradients
         step.times.ran(bucket, started)
-        self._writes.retire(bucket, prepared.tensors)
+        self._writes.retire(bucket, tensors)
         step.freed_bytes += bucket.nbytes
         return True
 
@@ -413,28 +404,6 @@ class BucketSink(Schedule):
         self._note_updates()  # what has become of them is a part of what is said
         if self._step.ledger.torn is None:
             self._writes.stopped(cause, begun)
-
-
-class PreparedBucket:
-    """A bucket that only steps: all but its gradients was looked at before the first one of the step.
-
-    Attributes:
-        update: runs the kernel, given the gradients.
-    """
-
-    __slots__ = ("_sink", "bucket", "tensors", "update")
-
-    def __init__(
-        self, sink: BucketSink, bucket: AttachedParameters, tensors: list[torch.Tensor], update: PreparedUpdate
-    ) -> None:
-        self._sink = sink
-        self.bucket = bucket
-        self.tensors = tensors
-        self.update = update
-
-    def step(self) -> bool:
-        """See ``BucketSink.step_prepared``."""
-        return self._sink.step_prepared(self)
 
 
 # ``schedule="backward"``: buckets are stepped in backward, as soon as their gradients are final.

@@ -12,6 +12,7 @@ import torch
 from instep._gradients.clipping import Clipping
 from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._optim.random_numbers import Generators
+from instep._optim.stepper import PreparedUpdate
 from instep._step.accumulation import Accumulation
 from instep._step.remedies import ANY_LOOP
 from instep._step.state import FirstError, StepMembers, StepTimes, gradient_of
@@ -218,8 +219,11 @@ class MeasuringSink:
         self.retire(bucket)
         return done
 
-    def prepare(self, buckets: Sequence[AttachedParameters]) -> Sequence[None]:
-        return [None] * len(buckets)
+    def prepare(self, buckets: object) -> Sequence[PreparedUpdate | None]:
+        return ()
+
+    def step_prepared(self, bucket: object, update: object) -> bool:
+        return False
 
     def join(self) -> None:
         self.streams.join()

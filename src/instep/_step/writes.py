@@ -95,12 +95,14 @@ class Writes(ABC):
     are_prepared = False
     """Whether a bucket may be prepared: nothing is to be done for it but the update itself."""
 
-    def prepare(self, bucket: AttachedParameters, parameters: Sequence[torch.Tensor]) -> PreparedUpdate | None:
+    def prepare(self, bucket: AttachedParameters) -> PreparedUpdate | None:
         """The update of ``bucket``. ``None``: it cannot be made before the gradients are there."""
-        if len(bucket.steppers) > 1 or not bucket.are_plain or not parameters[0].is_cpu:
+        tensors = bucket.tensors()
+        if len(bucket.steppers) > 1 or not bucket.are_plain or not tensors[0].is_cpu:
             return None
         (stepper,) = bucket.steppers
-        return None if stepper.options else stepper.prepare(parameters, parameters, bucket.placing)
+        done = stepper.options or not self._step.members.applied.isdisjoint(bucket.indices)
+        return None if done else stepper.prepare(tensors, tensors, bucket.placing)
 
     def takes_back(self, error: Exception) -> bool:
         """``update`` has raised: whether nothing is left of it."""

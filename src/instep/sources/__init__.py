@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from instep._optim.parameters import AttachedParameter, AttachedParameters
+from instep._optim.stepper import PreparedUpdate
 from instep._step.state import StepTimes
 from instep._step.streams import StepStreams
 from instep._torch.engine import profiled
@@ -45,13 +46,6 @@ class Source(Protocol):
 
     def disconnect(self) -> None:
         """Take the hooks off again. Safe to call twice."""
-
-
-class PreparedBucket(Protocol):
-    """A bucket of which all but the gradients was looked at."""
-
-    def step(self) -> bool:
-        """Step it. ``False``: it is not as it was found, and is to be offered. Whoever calls this holds the lock."""
 
 
 class Sink(Protocol):
@@ -109,9 +103,12 @@ class Sink(Protocol):
     def apply_and_free(self, bucket: AttachedParameters) -> bool:
         """``apply`` gradients that nothing but instep needs any more, free those that were stepped, and count them."""
 
-    def prepare(self, buckets: Sequence[AttachedParameters]) -> Sequence[PreparedBucket | None]:
-        """Once ``arrive`` has taken gradients of a backward. The ``buckets`` that only step, if their gradients come in
-        this backward; ``None``: one that is to be offered."""
+    def prepare(self, buckets: Sequence[AttachedParameters]) -> Sequence[PreparedUpdate | None]:
+        """Once ``arrive`` has taken gradients of a backward: the updates of its ``buckets`` that can be made before
+        their gradients are there. Empty: none can."""
+
+    def step_prepared(self, bucket: AttachedParameters, update: PreparedUpdate) -> bool:
+        """Step it. ``False``: it is not as it was found, and is to be offered. The caller holds the lock."""
 
     def retire(self, bucket: AttachedParameters) -> None:
         """Nobody but instep needs ``.grad`` of these any more: free the gradients of those that were applied."""

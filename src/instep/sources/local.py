@@ -13,6 +13,7 @@ final only where backward ends (``FSDP2Gradients``).
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, repeat
 from operator import attrgetter, eq, is_not
@@ -23,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from instep._optim.kernels import GRADIENT
 from instep._optim.parameters import AttachedParameter, AttachedParameters, none_there
+from instep._optim.stepper import PreparedUpdate
 from instep._step.state import gradient_of
 from instep._torch.engine import Phase, current, graph_task
 from instep._torch.hooks import UntracedHook
@@ -31,7 +33,7 @@ from instep._torch.placeholders import HeldGradient, Placeholder, ZeroedGradient
 from instep._torch.versions import is_pinned, versions_of
 from instep.buckets import Bucket, default_buckets, fill_buckets
 from instep.errors import InstepError
-from instep.sources import PreparedBucket, Sink, deliver
+from instep.sources import Sink, deliver
 
 
 class LocalSource:
@@ -70,14 +72,8 @@ class LocalSource:
         self._arrived: set[int] = set()
         self._to_offer: list[AttachedParameter] = []
         self._missing: list[int] = []  # of each bucket, how many have not arrived
-        # The last backward that was seen to begin. With one hook for each bucket: while that backward runs; whether it
-        # only adds up; the gradients that it has found; and those that it has offered.
-        self._began: int | None = None
-        self._adds_up = False
+        self._running = RunningBackward(None)
         self._earlier = EarlierGradients()
-        # By number of the bucket, from the first one on: those that only step. While that backward runs.
-        self._prepared: Sequence[PreparedBucket | None] = ()
-        self._offered: set[int] = set()
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -121,18 +117,18 @@ class LocalSource:
         self._earlier.speakers = AttachedParameters(last.values())
         self._one_per_bucket = True
         self._layout.observed = []
-        self._began = None
+        self._running.task = None
 
     # Where a backward and a step begin.
 
     def before_backward(self) -> None:
         if not self._one_per_bucket:
-            self._began = graph_task()
+            self._running.task = graph_task()
             return
-        if self._began is not None or not self._earlier.note(self._layout.trainable):
+        if self._running.task is not None or not self._earlier.note(self._layout.trainable):
             self._in_order = False  # nested in another, or with a gradient that was applied before
             return
-        self._began = graph_task()
+        self._running.task = graph_task()
         current().at(Phase.AFTER_DDP, self._offer_rest, self._forget)
         if self._earlier.zeroed and not self._sink.next_only_adds:  # else they are left for all to see
             self._earlier.take_zeros_off()
@@ -176,7 +172,7 @@ class LocalSource:
         if self._fsdp is not None and self._fsdp.takes(attached):
             return
         index, task = attached.spec.index, graph_task()
-        if task != self._began:
+        if task != self._running.task:
             self._in_order = False  # in a backward nested in another, or one that the model's outputs are no part of
         open_in = self._backwards.open_in
         can_wait = open_in is not None and open_in == task and index not in self._arrived
@@ -220,31 +216,31 @@ class LocalSource:
             if not parameter.is_cpu:
                 sink.streams.producers.note_current(parameter.device)
             members, task = self._layout.members[number], graph_task()
-            prepared = self._prepared[number] if self._prepared and task == self._began else None
-            if prepared is not None and prepared.step():
-                self._offered.update(members.indices)
+            prepared = self._running.prepared[number] if self._running.prepared and task == self._running.task else None
+            if prepared is not None and sink.step_prepared(members, prepared):
+                self._running.offered.update(members.indices)
                 return
-            if self._adds_up and self._began == task:
-                self._offered.update(members.indices)
+            if self._running.adds_up and self._running.task == task:
+                self._running.offered.update(members.indices)
                 return
             self._count_bucket(members, last, task)
 
     def _count_bucket(self, members: AttachedParameters, last: int, task: int | None) -> None:
         sink = self._sink
-        if self._began != task or not self._have_come(members, last):
+        if self._running.task != task or not self._have_come(members, last):
             self._in_order = False
         if not self._in_order:
             members = AttachedParameters((self._hooks.parameters[last],))
             if not self._takes_gradient(members[0]):
                 return
-        self._offered.update(members.indices)
+        self._running.offered.update(members.indices)
         if not sink.arrive(members):
             self._in_order &= self._leaves_all
-            self._adds_up = sink.only_adds
+            self._running.adds_up = sink.only_adds
         elif self._backwards.accepts_update(task) and self._in_order:
-            if not (self._prepared or self._earlier.versions or self._earlier.zeroed):
+            if not (self._running.prepared or self._earlier.versions or self._earlier.zeroed):
                 # The first one of this backward. All others are found as they should be, or are looked at anew.
-                self._prepared = sink.prepare(self._layout.members)
+                self._running.prepared = sink.prepare(self._layout.members)
             sink.apply_and_free(members)
 
     def _have_come(self, members: AttachedParameters, last: int) -> bool:
@@ -275,7 +271,7 @@ class LocalSource:
     def _offer_rest(self) -> None:
         """This backward is over: gradients whose bucket no hook has offered are left to ``optimizer.step()``, which
         counts them."""
-        offered, trainable = self._offered, self._layout.trainable
+        offered, trainable = self._running.offered, self._layout.trainable
         rest: list[AttachedParameter] = []
         if not offered.issuperset(trainable.indices):
             rest = [a for a in trainable if a.spec.index not in offered and self._earlier.has_changed(a)]
@@ -285,10 +281,7 @@ class LocalSource:
             self._sink.arrive(AttachedParameters(rest))
 
     def _forget(self) -> None:
-        self._began = None
-        self._adds_up = False
-        self._prepared = ()
-        self._offered.clear()
+        self._running = RunningBackward(None)
         self._earlier.end_backward()
 
     def _raised(self) -> None:
@@ -299,6 +292,23 @@ class LocalSource:
 
     def disconnect(self) -> None:
         self._hooks.remove()
+
+
+@dataclass(slots=True)
+class RunningBackward:
+    """The last backward that was seen to begin. The rest is known with one hook for each bucket, while it runs.
+
+    Attributes:
+        task: its number; ``None``: none runs.
+        adds_up: whether it only adds to gradients.
+        offered: those that it has offered, by index.
+        prepared: by number of the bucket, from the first one on: the updates that only step.
+    """
+
+    task: int | None
+    adds_up: bool = False
+    offered: set[int] = field(default_factory=set)
+    prepared: Sequence[PreparedUpdate | None] = ()
 
 
 class EarlierGradients:
