@@ -44,11 +44,12 @@ class Road:
     Args:
         first: the name of the function with whose first call the road begins; ``""``: it begins at once.
         last: the name of that with whose first return it ends; ``""``: it does not.
+        skipped: how many calls of the first one are not that.
     """
 
-    def __init__(self, first: str = "", last: str = "") -> None:
+    def __init__(self, first: str = "", last: str = "", skipped: int = 0) -> None:
         self.calls: list[Call] = []
-        self._first, self._last = first, last
+        self._first, self._last, self._skipped = first, last, skipped
         self._began, self._is_over = not first, False
 
     @contextmanager
@@ -66,7 +67,10 @@ class Road:
         if event == "return":
             self._is_over = self._began and code.co_name == self._last
         elif self._began or code.co_name == self._first:
-            self._began = True
+            self._began = self._began or self._skipped == 0
+            self._skipped -= 1
+            if not self._began:
+                return
             self.calls.append(Call(code.co_filename.removeprefix(ROOT + "/"), name_of(code)))
 
     @property
@@ -84,16 +88,17 @@ class Loop:
 
     Args:
         wraps: in a ``DistributedDataParallel``, of the process group that there is.
+        more: arguments of ``attach``.
     """
 
-    def __init__(self, way: str, *, wraps: bool = False) -> None:
+    def __init__(self, way: str, *, wraps: bool = False, **more: Any) -> None:
         torch.manual_seed(0)
         layers: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
         self.model = DistributedDataParallel(layers) if wraps else layers
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         self.attaching = Road()
         with self.attaching.watched():
-            self.overlap = attach(self.model, self.optimizer, **WAYS[way])
+            self.overlap = attach(self.model, self.optimizer, **WAYS[way], **more)
         for _ in range(RESTS if way == "default" else BEFORE):
             self.iterate()
 
@@ -102,19 +107,20 @@ class Loop:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def road(self, first: str = "", last: str = "") -> Road:
+    def road(self, first: str = "", last: str = "", skipped: int = 0) -> Road:
         """Of one iteration, or of a part of it."""
-        road = Road(first, last)
+        road = Road(first, last, skipped)
         with road.watched():
             self.iterate()
         return road
 
 
 def of_a_bucket() -> Road:
-    """From the hook of a bucket's last gradient until the gradients are freed."""
-    loop = Loop("backward")
+    """From the hook of a bucket's last gradient until the hook returns: not of a step's first one, before which the
+    others are prepared."""
+    loop = Loop("backward", bucket_bytes=300)
     with loop.overlap:
-        return loop.road("_bucket_accumulated", "count_freed")
+        return loop.road("_bucket_accumulated", "_bucket_accumulated", 1)
 
 
 def of_an_iteration(way: str) -> Road:

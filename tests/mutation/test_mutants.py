@@ -268,9 +268,9 @@ MUTANTS = [
     ),
     Mutant(
         "kernels: state that they write is not counted as written",
-        "Stepper._call_kernel",
-        "                        written += column\n",
-        "                        pass\n",
+        "PreparedUpdate.run",
+        "guard.found.layout.share",
+        "False",
     ),
     Mutant(
         "a loss scale that is set after backward is not looked for",
@@ -359,14 +359,14 @@ MUTANTS = [
     ),
     Mutant(
         "kernels: do not look for state written between backward and step()",
-        "Stepper._call_kernel",
-        "            self._state_guard.note(entries)\n",
+        "PreparedUpdate.run",
+        "            guard.note(self._owned, self._places)\n",
         "            pass\n",
     ),
     Mutant(
         "kernels: do not look whether settings have changed since the step's first bucket",
-        "Stepper._call_kernel",
-        "        self._settings.look(optimizer, members)\n",
+        "Stepper.prepare",
+        "        self._settings.look(optimizer, [part.group for part in placed.parts])\n",
         "",
     ),
     Mutant(
@@ -419,9 +419,9 @@ MUTANTS = [
     ),
     Mutant(
         "kernels: take a count that is no tensor",
-        "Entries.columns",
-        "not self.are_plain or ",
-        "",
+        "Kernel.calls",
+        "not found.are_plain and ",
+        "False and ",
     ),
     Mutant(
         "rest: hooks that do not rest are woken",
@@ -473,7 +473,7 @@ MUTANTS = [
     ),
     Mutant(
         "default device: hooks of backward find none",
-        "BucketSink.apply",
+        "BucketSink._around",
         "as_default_device(default)",
         "as_default_device(None)",
     ),
@@ -832,7 +832,7 @@ MUTANTS = [
     Mutant(
         "step every bucket twice",
         "Writes._call",
-        "            stepper.step(parameters, begins=begins)\n",
+        "            stepper.step(parameters, begins=begins, placing=bucket.placing)\n",
         "            stepper.step(parameters), stepper.step(parameters, begins=begins)\n",
     ),
     Mutant(
@@ -1625,8 +1625,8 @@ MUTANTS = [
     Mutant(
         "let nobody know that weights are new between backward and step()",
         "FinalWrites.retire",
-        "        self._watch.start(compress(parameters, bucket.leave_spent))\n",
-        "",
+        "        self._watch.start(",
+        "        list(",
     ),
     Mutant(
         "let nobody keep the optimizer that steps by itself",
@@ -2441,8 +2441,8 @@ MUTANTS = [
     Mutant(
         "what adds up is counted in one backward alone",
         "LocalSource._forget",
-        "        self._adds_up = False\n",
-        "",
+        "        self._running = RunningBackward(None)\n",
+        "        self._running = RunningBackward(None, self._running.adds_up)\n",
     ),
     Mutant(
         "let one parameter speak in a backward that was not seen to begin",
@@ -2452,9 +2452,9 @@ MUTANTS = [
     ),
     Mutant(
         "let one parameter speak for a bucket that is not complete",
-        "LocalSource._count_bucket",
-        "            or not all_there(gradients)\n",
-        "",
+        "LocalSource._have_come",
+        "            return False\n",
+        "            pass\n",
     ),
     Mutant(
         "do not count what nobody spoke for",
@@ -3753,7 +3753,7 @@ MUTANTS = [
     Mutant(
         "interrupts: handlers do not wait for a step's lock",
         "StepLock.__enter__",
-        "        waiting = _Waiting(self._numbers) if",
+        "        waiting = _Waiting(_waits) if",
         "        waiting = None if",
     ),
     Mutant(
@@ -3764,9 +3764,9 @@ MUTANTS = [
     ),
     Mutant(
         "interrupts: handlers are looked for once, at attach",
-        "StepLock.look_for_handlers",
-        "        self._numbers = heard()\n",
-        "        pass\n",
+        "look_for_handlers",
+        "    _waits = heard()\n",
+        "    pass\n",
     ),
     Mutant(
         "signals: held on any thread",

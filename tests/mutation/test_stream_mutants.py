@@ -59,7 +59,7 @@ MUTANTS = [
     _mutant(
         "in a graph: kernels are called without asking torch",
         "Kernel.calls",
-        "(not on_cpu and is_captured(device))",
+        "(not on_cpu and is_captured(tensors[0].device))",
         "False",
     ),
     _mutant(

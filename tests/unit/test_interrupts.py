@@ -14,7 +14,7 @@ from torch import nn
 import instep
 from instep._torch import interrupts, watch
 from instep._torch.engine import EndOfBackward
-from instep._torch.interrupts import StepLock, held
+from instep._torch.interrupts import StepLock, held, look_for_handlers
 from tests.parity.interrupts import once
 
 # ruff: noqa: PT012  # what is raised comes out of the end of the block
@@ -139,7 +139,7 @@ def test_handlers_are_looked_for_when_it_is_said() -> None:
     lock = StepLock()
     try:
         signal.signal(signal.SIGUSR1, lambda number, frame: came.append(number))
-        lock.look_for_handlers()
+        look_for_handlers()
         with lock:
             signal.raise_signal(signal.SIGUSR1)
             assert not came

@@ -400,6 +400,7 @@ class StateGuard(Stage):
     def __init__(self, name: str) -> None:
         self._name = name
         self.found: FoundState | None = None
+        self._layout: StateLayout | None = None  # as the last step found it
         self.left: list[EntriesAsLeft] = []
         # Of buckets that a kernel has stepped: parameters, which entries are theirs, which of all values the kernel has
         # read or written, and which of these are counters; and where versions say nothing of that, those that it left.
@@ -412,6 +413,11 @@ class StateGuard(Stage):
     def around(self, update: Update) -> Iterator[None]:
         yield
         self.left.append(EntriesAsLeft.of(Entries.of(update.owned, update.optimizer.state)))
+
+    def find(self, state: Mapping[Any, Any]) -> None:
+        """Kernels are about to be called, which find ``state`` as it is now."""
+        self.found = FoundState.of(state, self._layout)
+        self._layout = self.found.layout
 
     def note(self, parameters: Sequence[torch.Tensor], places: Places) -> None:
         """A kernel has stepped ``parameters``, whose state has these ``places`` in ``found``."""

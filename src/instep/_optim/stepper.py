@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.guards import FoundState, Places, SettingsGuard, StateGuard, StateLayout, numbers_of
+from instep._optim.guards import Places, SettingsGuard, StateGuard, numbers_of
 from instep._optim.kernels import GRADIENT, Kernel, KernelCall, Placing, are_usual, kernel_of
 from instep._optim.kinds import SCALES, STEPPED_WHOLE, has_usual_parameters, is_elementwise, is_torchs_own
 from instep._optim.local_shard import LocalShard
@@ -143,7 +143,6 @@ class Stepper:
         self.own_object: OwnObject | None = None  # of a foreign optimizer, once it was stepped
         self._alike_in: set[torch.dtype] = set()  # autocast blocks in which step() came out as outside
         self._state_guard = StateGuard(self.name)
-        self._state_layout: StateLayout | None = None  # as the step before has found it
         self._kind = kind or _kind_of(optimizer)
         self._running: _RunningStep | None = None
 
@@ -313,8 +312,7 @@ class Stepper:
             kernel = None
         state = optimizer.state
         if kernel is not None:
-            self._state_guard.found = FoundState.of(state, self._state_layout)
-            self._state_layout = self._state_guard.found.layout
+            self._state_guard.find(state)
         scales = _scales_of(optimizer)
         self._running = _RunningStep(state, len(state), kernel, known, own, guards, stages, divides, scales, in_parts)
         return self._running

@@ -230,15 +230,13 @@ class BucketSink(Schedule):
             step.members.expect_writes(AttachedParameters(chain.from_iterable(mine)), tensors)
         return updates
 
-    def step_prepared(self, bucket: AttachedParameters, update: PreparedUpdate) -> bool:
-        """The gradients of a prepared bucket are final. ``False``: it is not what it was, and is to be offered and
-        applied as others are. The caller holds the lock."""
+    def step_prepared(self, bucket: AttachedParameters, update: PreparedUpdate, *, arrived: bool = False) -> bool:
         step, tensors = self._step, update.tensors
         gradients: list[Any] = list(map(GRADIENT, tensors))
         if (
             step.ledger.state is not State.OPEN
             or self._failure.error is not None
-            or not step.members.offered.isdisjoint(bucket.indices)
+            or not (arrived or step.members.offered.isdisjoint(bucket.indices))
             or list(map(_DEVICE, tensors)) != bucket.devices
             or not are_usual(tensors, gradients)
         ):

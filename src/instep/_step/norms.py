@@ -222,7 +222,7 @@ class MeasuringSink:
     def prepare(self, buckets: object) -> Sequence[PreparedUpdate | None]:
         return ()
 
-    def step_prepared(self, bucket: object, update: object) -> bool:
+    def step_prepared(self, bucket: object, update: object, *, arrived: bool = False) -> bool:
         return False
 
     def join(self) -> None:

@@ -16,6 +16,7 @@ Where the schedule rests, a call is ``begin_at_rest`` and ``returned`` alone: to
 from instep._optim.stepper import Stepper
 from instep._step.state import Event
 from instep._step.step import RunningStep, finds_gradient
+from instep._torch.interrupts import look_for_handlers
 from instep.errors import InstepError
 
 
@@ -62,8 +63,7 @@ class StepCalls:
         if self._count_at_rest is not None:
             self._note_at_rest(raised=True)
         step.backwards.drain_failed()  # which waits for threads of the engine, that may wait for the lock
-        step.lock.look_for_handlers()
-        step.round.lock.look_for_handlers()
+        look_for_handlers()
         if step.round.stepper is not None:
             with step.lock:
                 self._end_raised(step.round.stepper)  # another call

@@ -21,6 +21,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import compress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -35,7 +36,16 @@ _NUMBERS = sorted(int(number) for number in signal.valid_signals() if number < _
 
 def heard() -> list[int]:
     """The signals that have a handler written in Python, or Python's own for Ctrl-C."""
-    return [number for number in _NUMBERS if callable(_handler_of(number))]
+    return list(compress(_NUMBERS, map(callable, map(_handler_of, _NUMBERS))))
+
+
+_waits: Sequence[int] = heard()  # those whose handlers wait for the lock of a step
+
+
+def look_for_handlers() -> None:
+    """Once a forward, and once a step: the loop may have set a handler since."""
+    global _waits
+    _waits = heard()
 
 
 class _Waiting:
@@ -113,12 +123,8 @@ class StepLock:
         self._lock = threading.Lock()
         self._owner: int | None = None
         self._depth = 0
-        self._numbers: Sequence[int] = heard()
         self._waiting: _Waiting | None = None
-
-    def look_for_handlers(self) -> None:
-        """Once a forward, and once a step: the loop may have set a handler since."""
-        self._numbers = heard()
+        look_for_handlers()
 
     def __enter__(self) -> None:
         me = threading.get_ident()
@@ -127,7 +133,7 @@ class StepLock:
             return
         # Signals first: with the lock taken, nothing may come between.
         # Python runs all handlers on its main thread: no signal comes on another one.
-        waiting = _Waiting(self._numbers) if self._numbers and me == threading.main_thread().ident else None
+        waiting = _Waiting(_waits) if _waits and me == threading.main_thread().ident else None
         try:
             self._lock.acquire()
         except BaseException:  # a second Ctrl-C, while another thread has it

@@ -31,6 +31,7 @@ from instep._torch.hooks import (
     nodes_of,
     tensors_of,
 )
+from instep._torch.interrupts import look_for_handlers
 from instep._torch.lifetime import weakly
 from instep._torch.watch import ModuleHooks
 from instep._wiring.weak_refs import Handles, WeakRefs, living_parameters
@@ -393,7 +394,7 @@ class ForwardHooks:
             return
         if graph_task() is not None or self._accumulation.runs_stages:
             return
-        self._schedule.lock.look_for_handlers()
+        look_for_handlers()
         follows = self._schedule.follows
         if follows:
             _unless_given_up(self._schedule, self._require_alone)

@@ -107,8 +107,13 @@ class Sink(Protocol):
         """Once ``arrive`` has taken gradients of a backward: the updates of its ``buckets`` that can be made before
         their gradients are there. Empty: none can."""
 
-    def step_prepared(self, bucket: AttachedParameters, update: PreparedUpdate) -> bool:
-        """Step it. ``False``: it is not as it was found, and is to be offered. The caller holds the lock."""
+    def step_prepared(self, bucket: AttachedParameters, update: PreparedUpdate, *, arrived: bool = False) -> bool:
+        """The gradients of a prepared bucket are final: step it. ``False``: it is not as it was found, and is to be
+        offered, and applied, as others are. The caller holds the lock.
+
+        Args:
+            arrived: whether ``arrive`` was called with it.
+        """
 
     def retire(self, bucket: AttachedParameters) -> None:
         """Nobody but instep needs ``.grad`` of these any more: free the gradients of those that were applied."""

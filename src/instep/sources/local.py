@@ -216,16 +216,15 @@ class LocalSource:
             if not parameter.is_cpu:
                 sink.streams.producers.note_current(parameter.device)
             members, task = self._layout.members[number], graph_task()
-            prepared = self._running.prepared[number] if self._running.prepared and task == self._running.task else None
-            if prepared is not None and sink.step_prepared(members, prepared):
-                self._running.offered.update(members.indices)
-                return
-            if self._running.adds_up and self._running.task == task:
-                self._running.offered.update(members.indices)
-                return
-            self._count_bucket(members, last, task)
+            running = self._running
+            if running.task == task:
+                update = running.prepared[number] if running.prepared else None
+                if running.adds_up or (update is not None and sink.step_prepared(members, update)):
+                    running.offered.update(members.indices)
+                    return
+            self._count_bucket(number, members, last, task)
 
-    def _count_bucket(self, members: AttachedParameters, last: int, task: int | None) -> None:
+    def _count_bucket(self, number: int, members: AttachedParameters, last: int, task: int | None) -> None:
         sink = self._sink
         if self._running.task != task or not self._have_come(members, last):
             self._in_order = False
@@ -238,10 +237,12 @@ class LocalSource:
             self._in_order &= self._leaves_all
             self._running.adds_up = sink.only_adds
         elif self._backwards.accepts_update(task) and self._in_order:
-            if not (self._running.prepared or self._earlier.versions or self._earlier.zeroed):
-                # The first one of this backward. All others are found as they should be, or are looked at anew.
+            first = not (self._running.prepared or self._earlier.versions or self._earlier.zeroed)
+            if first:  # all others are found as they should be, or are looked at in their turn
                 self._running.prepared = sink.prepare(self._layout.members)
-            sink.apply_and_free(members)
+            update = self._running.prepared[number] if first and self._running.prepared else None
+            if update is None or not sink.step_prepared(members, update, arrived=True):
+                sink.apply_and_free(members)
 
     def _have_come(self, members: AttachedParameters, last: int) -> bool:
         """Whether this backward has given all of a bucket their gradients. ``last``: whose hook is called."""
