@@ -246,7 +246,12 @@ class BucketSink(Schedule):
         step.round.steppers_left.update(bucket.steppers)
         try:
             self._writes.begun = bucket
-            update.run(gradients)
+            if tensors[0].is_cpu:
+                update.run(gradients)
+            else:
+                with step.streams.on(bucket[0].spec.device):
+                    update.run(gradients)
+                self._writes.updated(bucket, gradients)
             step.members.applied.update(bucket.indices)
             self._writes.begun = NONE
         except BaseException as error:

@@ -98,7 +98,7 @@ class Writes(ABC):
     def prepare(self, bucket: AttachedParameters) -> PreparedUpdate | None:
         """The update of ``bucket``. ``None``: it cannot be made before the gradients are there."""
         tensors = bucket.tensors()
-        if len(bucket.steppers) > 1 or not bucket.are_plain or not tensors[0].is_cpu:
+        if len(bucket.steppers) > 1 or not bucket.are_plain:
             return None
         (stepper,) = bucket.steppers
         done = stepper.options or not self._step.members.applied.isdisjoint(bucket.indices)
