@@ -341,10 +341,7 @@ def body_communication_fails(way: str | None, failing: int) -> tuple[bool, bool]
         return calls[-1]
 
     loss = loss_of(model, 2)
-    with (
-        patch.object(transient, "_future_of", failing_future),
-        pytest.raises(RuntimeError, match="the peer is gone"),
-    ):
+    with patch.object(transient, "_future_of", failing_future), pytest.raises(RuntimeError, match="the peer is gone"):
         loss.backward()
     assert len(calls) > failing
     untouched = equal(weights(model), before)

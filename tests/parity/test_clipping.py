@@ -844,8 +844,7 @@ def fail(gradient: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("clear", [True, False], ids=["cleared", "not cleared"])
 @pytest.mark.parametrize(
-    ("way", "position"),
-    [(way, position) for way in ("forward", "undo", "two_pass") for position in range(16)],
+    ("way", "position"), [(way, position) for way in ("forward", "undo", "two_pass") for position in range(16)]
 )
 def test_clip_norm_after_a_backward_that_raised(way: str, position: int, clear: bool) -> None:
     """A hook raises in the place of each parameter's gradient, so after any number of gradients was measured."""

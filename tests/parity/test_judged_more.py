@@ -25,10 +25,7 @@ from instep_tools.harness import first_difference, training_state
 from tests.devices import here, on_cpu_only
 from tests.judged import own_steps_are_judged
 
-WAYS: dict[str, dict[str, Any]] = {
-    "backward": {"schedule": "backward"},
-    "undo": {"schedule": "backward", "undo": True},
-}
+WAYS: dict[str, dict[str, Any]] = {"backward": {"schedule": "backward"}, "undo": {"schedule": "backward", "undo": True}}
 each_way = pytest.mark.parametrize("way", WAYS)
 Make = Callable[[nn.Module], Any]
 

@@ -129,10 +129,7 @@ def flat_parameters(run: Run) -> None:
         run.saw(model, optimizer, loss=loss.item(), elements=flat.numel())
 
 
-@form(
-    "parameters that are views of one flat tensor, whose average is taken after each step",
-    "flat EMA",
-)
+@form("parameters that are views of one flat tensor, whose average is taken after each step", "flat EMA")
 def flat_average(run: Run) -> None:
     model = mlp()
     flat = flattened(model)
@@ -147,10 +144,7 @@ def flat_average(run: Run) -> None:
         run.saw(model, optimizer, average=average)
 
 
-@form(
-    "one flat parameter is stepped, and the modules' weights are views of it",
-    "flat master weights",
-)
+@form("one flat parameter is stepped, and the modules' weights are views of it", "flat master weights")
 def flat_master(run: Run) -> None:
     model = mlp()
     master = nn.ParameterList([flattened(model)])
@@ -169,10 +163,7 @@ def flat_master(run: Run) -> None:
         run.saw(model, master, optimizer, loss=loss.item())
 
 
-@form(
-    "a NumPy view of a weight, made once and read after each step",
-    "plots and notebooks",
-)
+@form("a NumPy view of a weight, made once and read after each step", "plots and notebooks")
 def numpy_view(run: Run) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -185,10 +176,7 @@ def numpy_view(run: Run) -> None:
         run.saw(model, optimizer, size=float(abs(view).sum()))
 
 
-@form(
-    "a detached weight, made once and read after each step",
-    "monitors of one layer",
-)
+@form("a detached weight, made once and read after each step", "monitors of one layer")
 def detached_alias(run: Run) -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -201,10 +189,7 @@ def detached_alias(run: Run) -> None:
         run.saw(model, optimizer, spectrum=torch.linalg.svdvals(watched))
 
 
-@form(
-    "a tensor of the optimizer's state, taken once and read after each step",
-    "monitors of the second moment",
-)
+@form("a tensor of the optimizer's state, taken once and read after each step", "monitors of the second moment")
 def state_alias(run: Run) -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

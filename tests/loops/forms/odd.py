@@ -197,26 +197,17 @@ def plain_loop(run: Run, optimizer_of: Any) -> None:
         run.saw(model, optimizer, loss=loss.item())
 
 
-@form(
-    "Lookahead as an optimizer around another one",
-    "timm",
-)
+@form("Lookahead as an optimizer around another one", "timm")
 def lookahead(run: Run) -> None:
     plain_loop(run, lambda model: Lookahead(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)))
 
 
-@form(
-    "LAMB, which clips by the norm of all gradients",
-    "timm, large-batch training",
-)
+@form("LAMB, which clips by the norm of all gradients", "timm, large-batch training")
 def lamb(run: Run) -> None:
     plain_loop(run, lambda model: Lamb(model.parameters(), lr=1e-2, pre_norm=True))
 
 
-@form(
-    "Prodigy, which finds its own rate from all parameters",
-    "sd-scripts, OneTrainer",
-)
+@form("Prodigy, which finds its own rate from all parameters", "sd-scripts, OneTrainer")
 def prodigy(run: Run) -> None:
     plain_loop(run, lambda model: Prodigy(model.parameters(), lr=1.0))
 
@@ -237,10 +228,7 @@ class Rounded(torch.optim.Optimizer):
                     p.copy_(new.bitwise_and_(-65536).view(torch.float32))
 
 
-@form(
-    "stochastic rounding of bfloat16 weights",
-    "OneTrainer, musubi-tuner, torchao",
-)
+@form("stochastic rounding of bfloat16 weights", "OneTrainer, musubi-tuner, torchao")
 def stochastic_rounding(run: Run) -> None:
     model = mlp().bfloat16()
     optimizer = Rounded(model.parameters(), lr=1e-2)
