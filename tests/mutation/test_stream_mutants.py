@@ -21,24 +21,15 @@ MUTANTS = [
         "if True:",
     ),
     _mutant("in a graph: buckets go to the side stream", "StepStreams._on", "if is_captured(device):", "if False:"),
-    _mutant(
-        "in a graph: the loop waits for the side stream", "StepStreams.join", "if is_captured(device):", "if False:"
-    ),
-    _mutant(
-        "in a graph: buckets wait for streams of before",
-        "ProducerStreams.of",
-        "return found if not is_captured(device) else",
-        "return found if True else",
-    ),
+    _mutant("in a graph: the loop waits for the side stream", "StepStreams.join", "if is_captured(device)", "if False"),
+    _mutant("in a graph: buckets wait for streams of before", "ProducerStreams.of", "not is_captured(device)", "True"),
     _mutant(
         "in a graph: an update that was put off before is a part of it",
         "DeferredBuckets._run",
         "if is_captured(bucket.device):",
         "if False:",
     ),
-    _mutant(
-        "in a graph: undo keeps copies", "UndoCopies.around", "if is_captured(update.tensors[0].device):", "if False:"
-    ),
+    _mutant("in a graph: undo keeps copies", "UndoCopies.around", "is_captured(update.tensors[0].device)", "False"),
     _mutant("in a graph: step() may be outside of it", "BackwardCalls._prepare", "if writes.in_graph:", "if False:"),
     _mutant(
         "in a graph: kernels are called without asking torch",
@@ -59,12 +50,7 @@ MUTANTS = [
         "for stream in side.producers:\n            side.stream.wait",
         "for stream in {torch.accelerator.current_stream(device)}:\n            side.stream.wait",
     ),
-    _mutant(
-        "gradients are let go without those that have made them",
-        "_Side.let_go",
-        "held[0].order(*self.producers)",
-        "held[0].order()",
-    ),
+    _mutant("gradients are let go without those that have made them", "_Side.let_go", "(*self.producers)", "()"),
     _mutant(
         "forward: gradients are let go without those that have made them",
         "StepStreams.wait",
@@ -112,12 +98,7 @@ MUTANTS = [
         "stream.wait_stream(side.stream)\n            side.held = None\n\n    def join_all",
         "pass\n            side.held = None\n\n    def join_all",
     ),
-    _mutant(
-        "synchronize: the others do not wait",
-        "StepStreams.join_all",
-        "{torch.accelerator.current_stream(device), *side.producers}",
-        "{torch.accelerator.current_stream(device)}",
-    ),
+    _mutant("synchronize: the others do not wait", "StepStreams.join_all", "(device), *side.producers", "(device)"),
     _mutant("a read: the others do not wait", "StepStreams.wait", "*readers, *side.producers)", "*readers)"),
     _mutant(
         "the stream of a step is not seen",
@@ -137,12 +118,7 @@ MUTANTS = [
         "mark.order(torch.accelerator.current_stream(mark.device), *readers",
         "mark.order(*readers",
     ),
-    _mutant(
-        "a read: the streams on which FSDP2 gathers do not wait",
-        "StepStreams.wait",
-        "for stream in self.readers() if",
-        "for stream in () if",
-    ),
+    _mutant("a read: the streams on which FSDP2 gathers do not wait", "StepStreams.wait", "self.readers()", "()"),
     _mutant(
         "a later read does not follow an earlier one",
         "StepStreams.follow",

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.nn import functional as F  # noqa: N812
 
 from tests.loops.form import Run, form
-from tests.loops.parts import ConvNet, images, mlp, rows
+from tests.loops.parts import ConvNet, fit, images, mlp, rows
 
 
 @form("MAML: inner steps by `functional_call` with `create_graph`, an outer optimizer", "meta-learning")
@@ -189,12 +189,7 @@ def plain_loop(run: Run, optimizer_of: Any) -> None:
     model = mlp()
     optimizer = optimizer_of(model)
     run.attach(model, optimizer)
-    for x, y in rows():
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        run.saw(model, optimizer, loss=loss.item())
+    fit(run, model, optimizer)
 
 
 @form("Lookahead as an optimizer around another one", "timm")
@@ -266,12 +261,7 @@ def patched_step(run: Run) -> None:
     patched.step_param = types.MethodType(step_param, optimizer)
     patched.step = types.MethodType(step, optimizer)
     run.attach(model, optimizer)
-    for x, y in rows():
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        run.saw(model, optimizer, loss=loss.item())
+    fit(run, model, optimizer)
 
 
 @form("a schedule-free optimizer, with its modes for training and evaluation", "schedulefree")
