@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -57,12 +58,18 @@ def room_of(module: str) -> str:
     return next(name for name in (".".join(parts[:2]), parts[0]) if name in ALLOWED)
 
 
+@cache
+def imports_of(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imported_by(path: Path) -> set[str]:
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in imports_of(path):
         if isinstance(node, ast.ImportFrom):
             found.add(node.module or "")
-        elif isinstance(node, ast.Import):
+        else:
             found.update(alias.name for alias in node.names)
     return found
 
@@ -138,9 +145,7 @@ TESTS = Path(__file__).parents[1]
 def test_no_test_module_is_imported_by_another(folder: Path) -> None:
     """What tests share is in a module that holds no tests. The command over seeded defects alone reads their table."""
     for path in folder.glob("*.py"):
-        imports = [
-            node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ImportFrom)
-        ]
+        imports = [node for node in imports_of(path) if isinstance(node, ast.ImportFrom)]
         names = {f"{node.module}.{alias.name}" for node in imports for alias in node.names} | imported_by(path)
         found = {name for name in names if name.startswith("tests.") and ".test_" in name}
         assert not found or path.name == "matrix.py", path
