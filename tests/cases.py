@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import instep
 from tests.devices import default_device
@@ -61,6 +62,20 @@ class Blocks(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return self.outer(x)
+
+
+class Checkpointed(Blocks):
+    reentrant = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.outer(x)
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
 
 
 class Tied(nn.Module):

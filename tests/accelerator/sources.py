@@ -13,18 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import instep
-from tests.accelerator.loops import (
-    AT,
-    HAPPENINGS,
-    OPTIMIZERS,
-    READERS,
-    SMALL,
-    STEPS,
-    WAYS,
-    Loop,
-    Loss,
-    on_stream,
-)
+from tests.accelerator.loops import AT, HAPPENINGS, OPTIMIZERS, READERS, SMALL, STEPS, WAYS, Loop, Loss, on_stream
 from tests.accelerator.recording import recorded
 from tests.cases import Blocks
 

@@ -44,9 +44,7 @@ def learn(model: nn.Module, optimizer: Any, steps: int, first: int = 0) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"schedule": "backward"}, {"schedule": "forward", "defer": True}],
-    ids=["backward", "forward"],
+    "options", [{"schedule": "backward"}, {"schedule": "forward", "defer": True}], ids=["backward", "forward"]
 )
 def test_all_is_on_the_loops_stream(options: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """And waits for none of before: neither the side stream nor one that made gradients then."""

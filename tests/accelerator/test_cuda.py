@@ -14,10 +14,7 @@ import instep
 from instep.errors import UncommittedStepError
 from tests.accelerator import ACCELERATOR
 
-pytestmark = [
-    pytest.mark.accelerator,
-    pytest.mark.skipif(ACCELERATOR != "cuda", reason="of CUDA"),
-]
+pytestmark = [pytest.mark.accelerator, pytest.mark.skipif(ACCELERATOR != "cuda", reason="of CUDA")]
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "default": {},
     "backward": {"schedule": "backward"},

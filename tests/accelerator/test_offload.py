@@ -442,74 +442,67 @@ def test_the_plan_says_what_the_allocator_gives_out(way: str) -> None:
     assert abs(said[f"{way}, offload"] - found) < found / 10
 
 
+def require_plain(
+    train: Callable[[nn.Module, torch.optim.Optimizer], Any], of: slice = slice(None), **options: Any
+) -> None:
+    """``train`` ends with the options as without instep, and its launches are ordered."""
+
+    def run(attaches: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Blocks()
+        optimizer = torch.optim.AdamW(list(model.parameters())[of], lr=1e-2)
+        with instep.attach(model, optimizer, offload="host", **options) if attaches else nullcontext():
+            train(model, optimizer)
+        return everything(model, optimizer)
+
+    expected = run(False)
+    with recorded() as log:
+        found = run(True)
+    log.assert_ordered()
+    assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("schedule", ["backward", "forward"])
 def test_a_gradient_that_no_backward_has_made(schedule: str) -> None:
     """It is stepped in ``step()``, where torch's own would not find the state."""
 
-    def run(options: Mapping[str, Any] | None) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = Blocks()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        with nullcontext() if options is None else instep.attach(model, optimizer, **options):
-            for i in range(3):
-                for number, p in enumerate(model.parameters()):
-                    p.grad = torch.full_like(p, (i + 1) * 0.1 / (number + 1))
-                optimizer.step()
-                optimizer.zero_grad()
-                learn(model, optimizer, range(i, i + 1))
-        return everything(model, optimizer)
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for i in range(3):
+            for number, p in enumerate(model.parameters()):
+                p.grad = torch.full_like(p, (i + 1) * 0.1 / (number + 1))
+            optimizer.step()
+            optimizer.zero_grad()
+            learn(model, optimizer, range(i, i + 1))
 
-    expected = run(None)
-    with recorded() as log:
-        found = run({"schedule": schedule, "offload": "host", "bucket_bytes": 2_000})
-    log.assert_ordered()
-    assert all(map(torch.equal, found, expected))
+    require_plain(train, schedule=schedule, bucket_bytes=2_000)
 
 
 @pytest.mark.parametrize("undo", [False, True])
 def test_a_group_that_is_added_between_backward_and_step(undo: bool) -> None:
-    def run(options: Mapping[str, Any] | None) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = Blocks()
-        *first, last = model.parameters()
-        optimizer = torch.optim.AdamW(first, lr=1e-2)
-        with nullcontext() if options is None else instep.attach(model, optimizer, **options):
-            for i in range(4):
-                x, y = batch(i)
-                nn.functional.cross_entropy(model(x), y).backward()
-                if i == 2:
-                    optimizer.add_param_group({"params": [last], "lr": 0.1})
-                optimizer.step()
-                model.zero_grad()
-        return everything(model, optimizer)
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        *_, last = model.parameters()
+        for i in range(4):
+            x, y = batch(i)
+            nn.functional.cross_entropy(model(x), y).backward()
+            if i == 2:
+                optimizer.add_param_group({"params": [last], "lr": 0.1})
+            optimizer.step()
+            model.zero_grad()
 
-    expected = run(None)
-    with recorded() as log:
-        found = run({"schedule": "backward", "undo": undo, "offload": "host", "bucket_bytes": 2_000})
-    log.assert_ordered()
-    assert all(map(torch.equal, found, expected))
+    require_plain(train, slice(-1), schedule="backward", undo=undo, bucket_bytes=2_000)
 
 
 @pytest.mark.parametrize("schedule", ["backward", "forward"])
 def test_state_that_the_loop_puts_on_the_device(schedule: str) -> None:
     """It is stepped there, and goes to host memory; its own goes back to the loop's stream."""
 
-    def run(options: Mapping[str, Any] | None) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = Blocks()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        with nullcontext() if options is None else instep.attach(model, optimizer, **options):
-            for i in range(5):
-                learn(model, optimizer, range(i, i + 1))
-                for p, entry in list(optimizer.state.items()):
-                    optimizer.state[p] = {k: v.to("emu").clone() if v.numel() > 1 else v for k, v in entry.items()}
-        return everything(model, optimizer)
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for i in range(5):
+            learn(model, optimizer, range(i, i + 1))
+            for p, entry in list(optimizer.state.items()):
+                optimizer.state[p] = {k: v.to("emu").clone() if v.numel() > 1 else v for k, v in entry.items()}
 
-    expected = run(None)
-    with recorded() as log:
-        found = run({"schedule": schedule, "offload": "host", "bucket_bytes": 900})
-    log.assert_ordered()
-    assert all(map(torch.equal, found, expected))
+    require_plain(train, schedule=schedule, bucket_bytes=900)
 
 
 class StoppedError(Exception):

@@ -7,11 +7,7 @@ from itertools import product
 
 import pytest
 
-from tests.accelerator.loops import (
-    CLIP,
-    READERS,
-    WAYS,
-)
+from tests.accelerator.loops import CLIP, READERS, WAYS
 from tests.accelerator.sources import ALONE, HAPPENS, SOURCES, SURVIVE, on_device
 from tests.distributed.pool import RankPool
 

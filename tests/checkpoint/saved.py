@@ -52,12 +52,7 @@ def save(path: Path | str, model: nn.Module, optimizers: Optimizers, overlap: At
         dcp.save(parts(model, optimizers, overlap), checkpoint_id=path)
 
 
-def load(
-    path: Path | str,
-    model: nn.Module,
-    optimizers: Optimizers,
-    overlap: Attachment | None,
-) -> None:
+def load(path: Path | str, model: nn.Module, optimizers: Optimizers, overlap: Attachment | None) -> None:
     """On all ranks. A step that is open or torn is given up."""
     if overlap is not None:
         overlap.accept_torn()

@@ -2,11 +2,14 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C import _distributed_c10d
 
+import instep
+from instep.errors import AttachError
 from tests.cases import batch
 
 
@@ -20,6 +23,24 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         loss_of(model, i).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def require_two_optimizers_at_once(model: nn.Module) -> None:
+    """An attachment takes both; a second one beside that of the first is refused."""
+    parts = list(model.parameters())
+    first, second = (torch.optim.SGD(part, lr=0.1) for part in (parts[:4], parts[4:]))
+    with (
+        instep.attach(model, first, schedule="backward"),
+        pytest.raises(AttachError, match=r"attach\(model, \[first, second\]\)"),
+    ):
+        instep.attach(model, second, schedule="backward")
+    with instep.attach(model, [first, second], schedule="backward") as overlap:
+        for i in range(2):
+            loss_of(model, i).backward()
+            first.step()
+            second.step()
+            model.zero_grad()
+        assert overlap.step_count == 2
 
 
 def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:

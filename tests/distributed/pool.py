@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+import tests.manual_seed  # noqa: F401
 from tests import net
 from tests.accelerator import EMULATED
 from tests.forking import forking

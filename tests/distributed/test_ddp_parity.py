@@ -8,16 +8,7 @@ import torch
 from torch import nn
 from torch.torch_version import TorchVersion
 
-from tests.cases import (
-    Blocks,
-    Rotations,
-    Sometimes,
-    SparseWords,
-    Tied,
-    Transposed,
-    batch,
-    channels_last,
-)
+from tests.cases import Blocks, Rotations, Sometimes, SparseWords, Tied, Transposed, batch, channels_last
 from tests.devices import here, sparse_collectives
 from tests.distributed.ddp_lockstep import OPTIMIZERS, assert_equal_on_all, blocks_loss, compare
 from tests.distributed.pool import RankPool

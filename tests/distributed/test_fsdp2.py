@@ -474,13 +474,7 @@ def clipped_after(way: str, change: Callable[[Any], object], max_norm: float) ->
 @pytest.mark.parametrize("max_norm", [0.3, 1e6])
 @pytest.mark.parametrize(
     "change",
-    [
-        multiplied,
-        multiplied_through_another_reference,
-        replaced,
-        cleared,
-        added_to_by_a_backward_of_the_weight_alone,
-    ],
+    [multiplied, multiplied_through_another_reference, replaced, cleared, added_to_by_a_backward_of_the_weight_alone],
 )
 @pytest.mark.parametrize("way", ["forward", "late", "undo"])
 def test_a_gradient_changed_after_it_was_measured(two_ranks: RankPool, way: str, change: Any, max_norm: float) -> None:

@@ -20,7 +20,7 @@ from instep.errors import AccumulationError, InstepError
 from instep.sources.fsdp.micro_batches import END, ReducedApart
 from instep.sources.fsdp.modules import fsdp2_groups, fsdp2_in
 from instep_tools.harness import first_difference
-from tests.cases import Blocks, Sometimes, Tied, batch
+from tests.cases import Blocks, Checkpointed, Sometimes, Tied, batch
 from tests.devices import here
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import WAYS, Loop, both, fsdp1, hsdp, mesh, nested, parameters_of
@@ -128,14 +128,6 @@ def test_every_way(two_ranks: RankPool, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_backward_that_waits(two_ranks: RankPool, way: str) -> None:
     two_ranks.run(train, nested, way=way, iteration=step_that_waits)
-
-
-class Checkpointed(Blocks):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inner(x)
-        for block in self.blocks:
-            x = x + checkpoint(block, x, use_reentrant=False)
-        return self.outer(x)
 
 
 class Inside(nn.Module):

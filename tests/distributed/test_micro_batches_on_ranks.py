@@ -50,12 +50,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def compare(
-    make: Callable[[], nn.Module],
-    loss: Losses,
-    plain_source: str,
-    source: str,
-    waits: bool = False,
-    **options: Any,
+    make: Callable[[], nn.Module], loss: Losses, plain_source: str, source: str, waits: bool = False, **options: Any
 ) -> str | None:
     """The first difference, in words; by the verb, or ``waits``: by ``backward(more=True)``."""
     models, optimizers = [], []

@@ -14,13 +14,12 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep.errors import AttachError, InstepError
 from instep_tools.harness import first_difference, training_state
 from tests import net, own_precision
-from tests.cases import Blocks, Sometimes, Tied, batch
+from tests.cases import Blocks, Checkpointed, Sometimes, Tied, batch
 from tests.devices import here, on_cpu_only
 from tests.distributed.casting import DTYPES, CastByHand, send_as
 from tests.distributed.pool import RankPool
@@ -40,14 +39,6 @@ class Buffers(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.norm(self.inner(x))
         return self.outer(self.frozen(hidden) + self.shift.to(hidden.dtype))
-
-
-class Checkpointed(Blocks):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inner(x)
-        for block in self.blocks:
-            x = x + checkpoint(block, x, use_reentrant=False)
-        return self.outer(x)
 
 
 class Recurrent(nn.Module):

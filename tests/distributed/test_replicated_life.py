@@ -27,7 +27,7 @@ from instep_tools.harness import LiveBytes, first_difference, training_state
 from tests import net
 from tests.cases import Blocks, batch, weights
 from tests.devices import let_go, sparse_collectives
-from tests.distributed.loops import Fails, WithOwn, equal, loss_of, train
+from tests.distributed.loops import Fails, WithOwn, equal, loss_of, require_two_optimizers_at_once, train
 from tests.distributed.pool import RankPool
 from tests.living import settle
 from tests.parity.interrupts import once
@@ -341,10 +341,7 @@ def body_communication_fails(way: str | None, failing: int) -> tuple[bool, bool]
         return calls[-1]
 
     loss = loss_of(model, 2)
-    with (
-        patch.object(transient, "_future_of", failing_future),
-        pytest.raises(RuntimeError, match="the peer is gone"),
-    ):
+    with patch.object(transient, "_future_of", failing_future), pytest.raises(RuntimeError, match="the peer is gone"):
         loss.backward()
     assert len(calls) > failing
     untouched = equal(weights(model), before)
@@ -482,20 +479,7 @@ def body_attach_refused() -> None:
         instep.attach(model, optimizer, comm_hook=(None, lambda state, bucket: state), schedule="backward")
     with pytest.raises(AttachError, match="schedule='forward'"):
         instep.attach(model, optimizer, clip=ClipNorm(1.0), schedule="backward")
-    parts = list(model.parameters())
-    first, second = (torch.optim.SGD(part, lr=0.1) for part in (parts[:4], parts[4:]))
-    with (
-        instep.attach(model, first, schedule="backward"),
-        pytest.raises(AttachError, match=r"attach\(model, \[first, second\]\)"),
-    ):
-        instep.attach(model, second, schedule="backward")
-    with instep.attach(model, [first, second], schedule="backward") as overlap:
-        for i in range(2):
-            loss_of(model, i).backward()
-            first.step()
-            second.step()
-            model.zero_grad()
-        assert overlap.step_count == 2
+    require_two_optimizers_at_once(model)
 
 
 def test_what_attach_refuses(two_ranks: RankPool) -> None:

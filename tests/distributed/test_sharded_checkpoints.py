@@ -189,11 +189,7 @@ def resumed(kind: str, way: str) -> None:
             if loads:
                 then.overlap = instep.attach(then.model, then.optimizer, **WAYS[way])
             set_state_dict(
-                then.model,
-                then.optimizer,
-                model_state_dict=of_model,
-                optim_state_dict=of_optimizer,
-                options=options,
+                then.model, then.optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer, options=options
             )
             for i in range(2, 5):
                 learn(then, i, kind)

@@ -21,13 +21,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep.attachment import attachments
 from instep.errors import AccumulationError, HyperparameterChangedError, UncommittedStepError
 from instep_tools.harness import first_difference, training_state
-from tests.cases import Blocks, batch, two_groups
+from tests.cases import Blocks, Reentrant, batch, two_groups
 from tests.devices import here, on_cpu_only
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import WAYS, Loop, both, in_every_way, loss_of, mesh, nested
@@ -76,14 +75,6 @@ def with_methods(model: Any) -> nn.Module:
     for block in model.blocks:
         register_fsdp_forward_method(block, "other")
     return model
-
-
-class Reentrant(Blocks):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inner(x)
-        for block in self.blocks:
-            x = x + checkpoint(block, x, use_reentrant=True)
-        return self.outer(x)
 
 
 class InChunks(Blocks):

@@ -455,11 +455,7 @@ def accumulating_apart(options: Sequence[Mapping[str, Any]], wrap: str) -> list[
 
 APART: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "default": ({}, {"accumulation_steps": 2}, "accumulation_steps is 1 on rank 0 and 2 on rank 1"),
-    "backward": (
-        BACKWARD,
-        {**BACKWARD, "accumulation_steps": 2},
-        "accumulation_steps is 1 on rank 0 and 2 on rank 1",
-    ),
+    "backward": (BACKWARD, {**BACKWARD, "accumulation_steps": 2}, "accumulation_steps is 1 on rank 0 and 2 on rank 1"),
     "undo": (
         {**BACKWARD, "undo": True, "accumulation_steps": 2},
         {**BACKWARD, "undo": True},

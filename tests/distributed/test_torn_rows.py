@@ -276,7 +276,7 @@ def lost_after(way: str, optimizer: str) -> str:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rank_that_is_lost_after_its_update(way: str, optimizer: str) -> None:
     """What it has updated is here: whoever has committed the step has all of it."""
-    pool = RankPool(2, group_seconds=30)
+    pool = RankPool(2, group_seconds=10)
     told = pool.run_until_a_rank_dies(0, lost_after, way, optimizer)
     assert told == "torn" or way == "forward"
 

@@ -28,17 +28,11 @@ from tests.distributed.sharded import Loop, nested
 SOURCES: Mapping[str, tuple[Callable[[nn.Module], nn.Module], Mapping[str, Any]]] = {
     "one device": (lambda model: model, {"bucket_bytes": 2_000}),
     "ddp": (lambda model: DistributedDataParallel(model, bucket_cap_mb=0.004), {}),
-    "ddp, views": (
-        lambda model: DistributedDataParallel(model, bucket_cap_mb=0.004, gradient_as_bucket_view=True),
-        {},
-    ),
+    "ddp, views": (lambda model: DistributedDataParallel(model, bucket_cap_mb=0.004, gradient_as_bucket_view=True), {}),
     "shard_state": (lambda model: DistributedDataParallel(model, bucket_cap_mb=0.004), {"shard_state": True}),
     "replicate": (lambda model: instep.replicate(model, bucket_cap_mb=0.004), {}),
     "fsdp2": (nested, {}),
-    "fsdp1": (
-        lambda model: FullyShardedDataParallel(model, use_orig_params=True, device_id=here()),
-        {},
-    ),
+    "fsdp1": (lambda model: FullyShardedDataParallel(model, use_orig_params=True, device_id=here()), {}),
 }
 
 
@@ -132,8 +126,7 @@ def _go_on(loop: Loop, way: str, kept: Any, directory: str) -> None:
 
 # DCP wants FullyShardedDataParallel's own state_dict types.
 @pytest.mark.parametrize(
-    ("source", "way"),
-    [(source, way) for source in SOURCES for way in WAYS_OUT if (source, way) != ("fsdp1", "load")],
+    ("source", "way"), [(source, way) for source in SOURCES for way in WAYS_OUT if (source, way) != ("fsdp1", "load")]
 )
 def test_way_out(two_ranks: RankPool, source: str, way: str, tmp_path: Path) -> None:
     two_ranks.run(_tear, source, way, str(tmp_path))
@@ -187,8 +180,7 @@ def _leave_open(source: str, way: str, directory: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "way"),
-    [(source, way) for source in SOURCES for way in WAYS_OUT if (source, way) != ("fsdp1", "load")],
+    ("source", "way"), [(source, way) for source in SOURCES for way in WAYS_OUT if (source, way) != ("fsdp1", "load")]
 )
 def test_way_out_of_an_open_step(two_ranks: RankPool, source: str, way: str, tmp_path: Path) -> None:
     two_ranks.run(_leave_open, source, way, str(tmp_path))

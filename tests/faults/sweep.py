@@ -19,16 +19,7 @@ from tests.faults.program import DIFFERING
 WAYS = ("backward", "undo", "forward")
 NODES = {"Blocks": 27, "Chain": 16, "Recurrent": 16, "Sometimes": 9, "Tied": 13}
 BUCKETS = {"local": 4, "ddp": 5, "fsdp2": 4}
-UPDATED_BY = (
-    "AdamW",
-    "AdamW foreach",
-    "AdamW for-loop",
-    "SGD",
-    "Adagrad",
-    "RMSprop",
-    "NAdam",
-    "Adafactor",
-)
+UPDATED_BY = ("AdamW", "AdamW foreach", "AdamW for-loop", "SGD", "Adagrad", "RMSprop", "NAdam", "Adafactor")
 
 
 def staged(way: str) -> str:

@@ -39,39 +39,45 @@ SHORT = [
     Case(way="forward", point="between state and parameter", kind="raise", where=5, optimizer=STAGED_SGD),
     Case(point="model", kind="interrupt", where=14),
     Case(point="model", kind="save", where=14),
-    Case("ddp", point="in the update", kind="raise", where=1, rank=1, world=2),
-    Case("ddp", point="in flight", kind="error", where=1, rank=1, world=2),
     Case("ddp", point="in flight", kind="kill", where=1, rank=1, then="leave", world=2),
-    Case("ddp", "undo", "before launch", "hang", 1, 0, then="leave", world=2),
-    Case("ddp", "forward", "before step", "stop", 0, 1, then="leave", world=2),
     Case("ddp", "forward", "gradient", "nan", 11, 1, nonfinite="skip", world=2),
     Case("fsdp2", "backward", "gradient", "nan", 0, 1, nonfinite="raise", then="leave", world=2),
     Case("ddp", point="vote", kind="kill", rank=1, then="leave", world=2),
     Case("zero", "forward", "rows in flight", "kill", 0, 1, then="leave", optimizer="AdamW foreach", world=2),
     Case("zero", "forward", "in the update", "raise", 0, 1, then="leave", world=2, optimizer="AdamW foreach"),
     Case("zero", "backward", "in the update", "raise", 1, 1, then="leave", world=2, optimizer="AdamW foreach"),
-    Case("ddp", point="in flight", kind="partition", where=1, rank=1, then="leave", world=2),
     Case("fsdp2", point="after write", kind="kill", where=1, then="leave", world=2),
-    Case("fsdp2", "forward", "in flight", "hang", 1, 1, then="leave", world=2),
     Case("fsdp2", "undo", "model", "raise", 14, ALL, world=2),
-    Case("2d", "default", "gradient", "nan", 0, 0, nonfinite="skip", world=4),
-    Case("2d", "backward", "after write", "raise", 1, 0, then="leave", world=4),
     Case("joined", "backward", "in the update", "raise", 1, 1, then="leave", world=2),
     Case("ddp", "default", "attach", "differs", 0, 1, step=0, then="leave", world=2),
     Case("fsdp2", "backward", "in FSDP's forward", "interrupt", 60, ALL, world=2),
     Case("fsdp2", "forward", "in FSDP's forward", "kill", 90, 1, then="leave", world=2),
 ]
+LONGER = [
+    Case("ddp", point="in the update", kind="raise", where=1, rank=1, world=2),
+    Case("ddp", point="in flight", kind="error", where=1, rank=1, world=2),
+    Case("ddp", "undo", "before launch", "hang", 1, 0, then="leave", world=2),
+    Case("ddp", "forward", "before step", "stop", 0, 1, then="leave", world=2),
+    Case("ddp", point="in flight", kind="partition", where=1, rank=1, then="leave", world=2),
+    Case("fsdp2", "forward", "in flight", "hang", 1, 1, then="leave", world=2),
+    Case("2d", "default", "gradient", "nan", 0, 0, nonfinite="skip", world=4),
+    Case("2d", "backward", "after write", "raise", 1, 0, then="leave", world=4),
+]
+"""Ranks wait here until a time is over, or are four: ``full``."""
 
 
 @pytest.fixture(scope="module")
-def verdicts() -> Mapping[Case, Verdict]:
-    return {verdict.case: verdict for verdict in run_cases(sweep.permitted(SHORT), jobs=6)}
+def verdicts(request: pytest.FixtureRequest) -> Mapping[Case, Verdict]:
+    """Of the cases that this session has chosen."""
+    chosen = {item.name for item in request.session.items}
+    cases = [case for case in (*SHORT, *LONGER) if f"test_a_fault[{case}]" in chosen]
+    return {verdict.case: verdict for verdict in run_cases(sweep.permitted(cases), jobs=6)}
 
 
 @pytest.mark.timeout(4 * net.SECONDS)  # the first of them runs all
-@pytest.mark.parametrize("case", SHORT, ids=str)
+@pytest.mark.parametrize("case", [*SHORT, *(pytest.param(case, marks=pytest.mark.full) for case in LONGER)], ids=str)
 def test_a_fault(verdicts: Mapping[Case, Verdict], case: Case) -> None:
-    if case not in verdicts:
+    if case not in verdicts and case.kind == "partition":
         pytest.skip("network namespaces are not permitted here")
     assert verdicts[case].outcome == OK, str(verdicts[case])
 

@@ -265,8 +265,7 @@ def test_ultralytics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) 
         overlaps: list[Any] = []
         if attached:  # where model and optimizer are there
             trainer.add_callback(
-                "on_pretrain_routine_end",
-                lambda t: overlaps.append(instep.attach(t.model, t.optimizer, **WAYS[way])),
+                "on_pretrain_routine_end", lambda t: overlaps.append(instep.attach(t.model, t.optimizer, **WAYS[way]))
             )
         trainer.train()
         steps = None

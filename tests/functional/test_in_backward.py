@@ -414,10 +414,7 @@ def test_lbfgs_is_refused() -> None:
 def test_attached_and_in_backward_exclude_each_other() -> None:
     model = Blocks()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    with (
-        instep.attach(model, opt, schedule="backward"),
-        pytest.raises(AttachError, match="already attached"),
-    ):
+    with instep.attach(model, opt, schedule="backward"), pytest.raises(AttachError, match="already attached"):
         instep.apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     instep.apply_optimizer_in_backward(torch.optim.SGD, [model.outer.weight], {"lr": 0.1})
     with pytest.raises(AttachError, match=r"'outer\.weight' has optimizers of its own"):

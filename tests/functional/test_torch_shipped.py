@@ -73,11 +73,7 @@ WITH_IDLE_HOOK_IN_JOIN = [
 ]
 
 # Tests with hooks of their own, which must do the same in hook_then_optimizer with nothing to step.
-WITH_HOOK = [
-    "test_ddp_hook_parity_allreduce",
-    "test_ddp_hook_parity_post_localSGD",
-    "test_ddp_hook_parity_powerSGD",
-]
+WITH_HOOK = ["test_ddp_hook_parity_allreduce", "test_ddp_hook_parity_post_localSGD", "test_ddp_hook_parity_powerSGD"]
 
 # The same, where torch's own fails: it drops what the hook's future holds, and takes the bucket for the result.
 WITH_HOOK_THAT_COPIES = [

@@ -597,11 +597,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         r"InstepCallback\(schedule='backward'\)",
     ),
     "an option of attach": ({"schedule": "sideways"}, {}, "it is 'backward' or 'forward'"),
-    "a step left out": (
-        {**WAYS["backward"], "nonfinite": "skip"},
-        {},
-        "Use schedule='forward', or undo=True",
-    ),
+    "a step left out": ({**WAYS["backward"], "nonfinite": "skip"}, {}, "Use schedule='forward', or undo=True"),
 }
 
 

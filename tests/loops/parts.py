@@ -1,9 +1,12 @@
 """Small networks and data for the forms."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
+
+from tests.loops.form import Run
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 STEPS = 6
@@ -29,6 +32,18 @@ def tokens(steps: int = STEPS, size: int = 4, length: int = 8, vocabulary: int =
     for _ in range(steps):
         text = torch.randint(vocabulary, (size, length + 1), generator=draw)
         yield text[:, :-1], text[:, 1:]
+
+
+def fit(
+    run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS, **looks: Callable[[], Any]
+) -> None:
+    """The usual loop over ``rows``. What ``looks`` return after each step is logged."""
+    for x, y in rows(steps):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        run.saw(model, optimizer, loss=loss.item(), **{name: look() for name, look in looks.items()})
 
 
 def mlp(inner: int = 12, out: int = 4, width: int = 16) -> nn.Sequential:

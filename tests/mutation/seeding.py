@@ -27,14 +27,14 @@ class Mutant(NamedTuple):
         where: the qualified name of the class, method or function that ``old`` is in, whatever its file; of a statement
             of a module, the name that it assigns or calls.
         old: stands there once.
-        new: is put in its place.
+        new: is put in its place; where it is left out, ``pass``.
         session: which session of the tests catches it.
     """
 
     name: str
     where: str
     old: str
-    new: str
+    new: str | None = None
     session: Session = "cpu"
 
     @property
@@ -122,7 +122,8 @@ def put_in(mutant: Mutant, folder: Path) -> None:
 def _with(mutant: Mutant) -> str:
     place = place_of(mutant)
     text = _text_of(place.file)
-    return text[: place.start] + mutant.new + text[place.end :]
+    new = "pass" if mutant.new is None else mutant.new
+    return text[: place.start] + new + text[place.end :]
 
 
 def copied(folder: Path) -> Path:

@@ -13,17 +13,11 @@ ZERO = "tests/distributed/test_zero.py"
 
 
 MUTANTS = [
-    Mutant(
-        "interrupts: an exception that is kept tells a later backward",
-        "_run",
-        "            _drop_ends()\n",
-        "            pass\n",
-    ),
+    Mutant("interrupts: an exception that is kept tells a later backward", "_run", "            _drop_ends()\n"),
     Mutant(
         "beside backward: a graph that has saved an old weight is not told",
         "UpdatesBeside.hand_over",
         "        torch.autograd.graph.increment_version(bucket.tensors())\n",
-        "",
     ),
     Mutant(
         "beside backward: what others have the memory of",
@@ -53,7 +47,6 @@ MUTANTS = [
         "beside backward: a token that an exception has lost",
         "DeferredBucket.wait_for",
         "                    worker.wake()\n",
-        "                    pass\n",
     ),
     Mutant(
         "beside backward: what a handler raises where backward ends leaves the step open",
@@ -61,12 +54,7 @@ MUTANTS = [
         "            self.fail(error)\n",
         "            raise\n",
     ),
-    Mutant(
-        "beside backward: step() waits for no update",
-        "BackwardCalls._prepare",
-        "            note_updates()\n",
-        "            pass\n",
-    ),
+    Mutant("beside backward: step() waits for no update", "BackwardCalls._prepare", "            note_updates()\n"),
     Mutant(
         "beside backward: what a handler has noted is noted again",
         "UpdatesBeside.finished",
@@ -77,25 +65,21 @@ MUTANTS = [
         "beside backward: settings are looked at by the worker alone",
         "UpdatesBeside.hand_over",
         "            stepper.look_at_settings(_of(stepper, bucket).tensors())\n",
-        "            pass\n",
     ),
     Mutant(
         "beside backward: whoever asks for state does not wait",
         "UpdatesBeside._step_of",
         "            self._state_watch.start(stepper.optimizer())\n",
-        "",
     ),
     Mutant(
         "beside backward: the optimizer stays watched",
         "UpdatesBeside.end_step",
         "                self._state_watch.stop(optimizer)\n",
-        "                pass\n",
     ),
     Mutant(
         "beside backward: an error keeps what it was raised in",
         "UpdatesBeside.end_step",
         "            step.outcome.failure = None\n",
-        "",
     ),
     Mutant(
         "update with denormal numbers as the worker happens to have them",
@@ -122,10 +106,7 @@ MUTANTS = [
         "            pass  # one thread",
     ),
     Mutant(
-        "beside backward: backward ends before its updates",
-        "BucketSink.join",
-        "            self._note_updates()\n",
-        "            pass\n",
+        "beside backward: backward ends before its updates", "BucketSink.join", "            self._note_updates()\n"
     ),
     Mutant(
         "beside backward: a backward that raises waits for none",
@@ -137,13 +118,11 @@ MUTANTS = [
         "beside backward: a bucket that was not updated counts as applied",
         "BucketSink._note_update",
         "        self._step.members.applied.difference_update(handed.members.indices)\n",
-        "",
     ),
     Mutant(
         "beside backward: the gradients of a bucket that was not updated are gone",
         "BucketSink._note_update",
         "        self._writes.take_back(handed.members, handed.gradients)\n",
-        "",
     ),
     Mutant(
         "beside backward: versions as they were when the bucket was handed over",
@@ -155,37 +134,25 @@ MUTANTS = [
         "beside backward: an update that raised is nobody's error",
         "BucketSink._note_updates",
         "                self._failure.keep(failure)\n",
-        "",
     ),
     Mutant(
         "beside backward: the optimizer is kept by what was handed over",
         "UpdatesBeside.end_step",
         "            step.outstanding.clear()\n",
-        "",
     ),
     Mutant(
         "beside backward: the optimizer is kept from step to step",
         "UpdatesBeside.end_step",
         "        self.steps.clear()\n",
-        "        pass\n",
     ),
     Mutant(
         "beside backward: the thread of what is detached",
         "BackwardSchedule.close",
         "                self._beside.close()\n",
-        "                pass\n",
     ),
+    Mutant("beside backward: a fork waits for no update", "BucketSink._hand_over", "                owe(self)\n"),
     Mutant(
-        "beside backward: a fork waits for no update",
-        "BucketSink._hand_over",
-        "                owe(self)\n",
-        "",
-    ),
-    Mutant(
-        "beside backward: kept for who forks, for ever",
-        "BucketSink._note_updates",
-        "                settled(self)\n",
-        "",
+        "beside backward: kept for who forks, for ever", "BucketSink._note_updates", "                settled(self)\n"
     ),
     Mutant(
         "beside backward: options that have a part in an update",
@@ -193,17 +160,9 @@ MUTANTS = [
         "return self == usual",
         "return True",
     ),
+    Mutant("beside backward: tried on one core", "_prevented_beside_backward", "_one_core, ", ""),
     Mutant(
-        "beside backward: tried on one core",
-        "_prevented_beside_backward",
-        "_one_core, ",
-        "",
-    ),
-    Mutant(
-        "beside backward: tried on a model that is compiled",
-        "_prevented_beside_backward",
-        ", _compiled_backward)",
-        ")",
+        "beside backward: tried on a model that is compiled", "_prevented_beside_backward", ", _compiled_backward)", ")"
     ),
     Mutant(
         "beside backward: said of a trial that goes on",
@@ -221,7 +180,6 @@ MUTANTS = [
         "leave what was offered to a backward that has raised",
         "BackwardHooks._failed",
         "        self._schedule.backward_failed()\n",
-        "",
     ),
     Mutant(
         "look at no shapes",
@@ -230,41 +188,23 @@ MUTANTS = [
         "            == (parameters if some is None else some).shapes\n",
         "",
     ),
-    Mutant(
-        "log for each attach what was logged",
-        "say_once",
-        "if message not in _said:",
-        "if True:",
-    ),
+    Mutant("log for each attach what was logged", "say_once", "if message not in _said:", "if True:"),
     Mutant(
         "kernels: do not count the step",
         "KernelCall.run",
         "torch._foreach_add_(counters, [_one(counters[0].dtype)] * len(counters))",
         "pass",
     ),
-    Mutant(
-        "kernels: options of the step before",
-        "Kernel._asked_of",
-        "all(map(is_, known[0], given))",
-        "True",
-    ),
+    Mutant("kernels: options of the step before", "Kernel._asked_of", "all(map(is_, known[0], given))", "True"),
     Mutant(
         "kernels: take a step that was replaced for torch's",
         "_is_torchs",
         "if code is None or _TORCH not in Path(code.co_filename).parents:",
         "if False:",
     ),
+    Mutant("kernels: step counters of any dtype", "_Adam._call", "not _OF_COUNTERS.issuperset(dtypes)", "False"),
     Mutant(
-        "kernels: step counters of any dtype",
-        "_Adam._call",
-        "not _OF_COUNTERS.issuperset(dtypes)",
-        "False",
-    ),
-    Mutant(
-        "kernels: add to counters that require a gradient",
-        "_Adam._call",
-        "any(map(_REQUIRES_GRAD, counters))",
-        "False",
+        "kernels: add to counters that require a gradient", "_Adam._call", "any(map(_REQUIRES_GRAD, counters))", "False"
     ),
     Mutant(
         "kernels: state that they write is not counted as written",
@@ -276,7 +216,6 @@ MUTANTS = [
         "a loss scale that is set after backward is not looked for",
         "FinalWrites.before_step",
         "                stepper.require_same_scale()\n",
-        "                pass\n",
     ),
     Mutant(
         "a trial stands without a loss scale that the loop has set since",
@@ -296,12 +235,7 @@ MUTANTS = [
         "schedule.observed.is_compiled = bool(compiled)",
         "pass",
     ),
-    Mutant(
-        "a part of the model finds weights that are watched",
-        "Observed._part_runs",
-        "self.let_go()",
-        "pass",
-    ),
+    Mutant("a part of the model finds weights that are watched", "Observed._part_runs", "self.let_go()", "pass"),
     Mutant(
         "a thread that evaluates brings to an end what the loop's is in the middle of",
         "BackwardSchedule.before_forward",
@@ -327,17 +261,9 @@ MUTANTS = [
         "asked = self._asked_of(number, group)",
         "asked = self._asked_of(0, optimizer.param_groups[0])",
     ),
+    Mutant("kernels: a state of one kind for all", "_Adam._columns", 'if options["amsgrad"]', "if False"),
     Mutant(
-        "kernels: a state of one kind for all",
-        "_Adam._columns",
-        'if options["amsgrad"]',
-        "if False",
-    ),
-    Mutant(
-        "let a bucket hold more than it may",
-        "fill_buckets",
-        "held[kind] + parameter.nbytes > bucket_bytes",
-        "False",
+        "let a bucket hold more than it may", "fill_buckets", "held[kind] + parameter.nbytes > bucket_bytes", "False"
     ),
     Mutant(
         "make small tensors buckets of their own by default",
@@ -361,13 +287,11 @@ MUTANTS = [
         "kernels: do not look for state written between backward and step()",
         "PreparedUpdate.run",
         "            guard.note(self._owned, self._places)\n",
-        "            pass\n",
     ),
     Mutant(
         "kernels: do not look whether settings have changed since the step's first bucket",
         "Stepper.prepare",
         "        self._settings.look(optimizer, [part.group for part in placed.parts])\n",
-        "",
     ),
     Mutant(
         "kernels: autograd does not see what they write",
@@ -388,17 +312,9 @@ MUTANTS = [
         "len(_values_of(self.entries)) != len(self.values)",
     ),
     Mutant(
-        "kernels: a list of betas is read once",
-        "Kernel._asked_of",
-        "if all(map(is_immutable, given)):",
-        "if True:",
+        "kernels: a list of betas is read once", "Kernel._asked_of", "if all(map(is_immutable, given)):", "if True:"
     ),
-    Mutant(
-        "kernels: SGD asks fused first",
-        "_SGD._call",
-        'if group.get("foreach"):',
-        "if False:",
-    ),
+    Mutant("kernels: SGD asks fused first", "_SGD._call", 'if group.get("foreach"):', "if False:"),
     Mutant(
         "kernels: do not look at what step() goes through",
         "Stepper._begin",
@@ -417,12 +333,7 @@ MUTANTS = [
         'getattr(optimizer, "grad_scale", None) is not None',
         'vars(optimizer).get("grad_scale") is not None',
     ),
-    Mutant(
-        "kernels: take a count that is no tensor",
-        "Kernel.calls",
-        "not found.are_plain and ",
-        "False and ",
-    ),
+    Mutant("kernels: take a count that is no tensor", "Kernel.calls", "not found.are_plain and ", "False and "),
     Mutant(
         "rest: hooks that do not rest are woken",
         "ReadHook.wake",
@@ -430,10 +341,7 @@ MUTANTS = [
         "if module is not None:",
     ),
     Mutant(
-        "ranks: a group that torch does not know",
-        "_ranks_of",
-        "    except KeyError:\n",
-        "    except IndexError:\n",
+        "ranks: a group that torch does not know", "_ranks_of", "    except KeyError:\n", "    except IndexError:\n"
     ),
     Mutant(
         "Trainer: run in place of somebody else's methods",
@@ -447,24 +355,11 @@ MUTANTS = [
         "            if vars(of).get(name) is not ours:\n",
         "            if name not in vars(of):\n",
     ),
+    Mutant("rest: a torn step wakes nobody", "Ledger.tear", "        self.when_torn()\n"),
     Mutant(
-        "rest: a torn step wakes nobody",
-        "Ledger.tear",
-        "        self.when_torn()\n",
-        "",
+        "rest: while updates are due", "ForwardSchedule.before_forward", "if never and not self._deferred and", "if"
     ),
-    Mutant(
-        "rest: while updates are due",
-        "ForwardSchedule.before_forward",
-        "if never and not self._deferred and",
-        "if",
-    ),
-    Mutant(
-        "rest: detach leaves those that have been woken",
-        "ReadHook.remove",
-        "        self._handle.remove()\n",
-        "",
-    ),
+    Mutant("rest: detach leaves those that have been woken", "ReadHook.remove", "        self._handle.remove()\n"),
     Mutant(
         "make buckets of 16 MiB at most on an accelerator",
         "bucket_bytes_for",
@@ -489,41 +384,23 @@ MUTANTS = [
         "    except NotImplementedError:\n        return False\n",
         "    except KeyError:\n        return False\n",
     ),
-    Mutant(
-        "make one bucket of a small model",
-        "bucket_bytes_for",
-        "total // _SHARE",
-        "_LARGEST",
-    ),
-    Mutant(
-        "say nothing of steps that are taken twice",
-        "_in_vain",
-        "elif 2 * redos >= steps:",
-        "if False:",
-    ),
-    Mutant(
-        "attach parameters without values",
-        "on_meta",
-        "given.parameter.is_meta",
-        "False",
-    ),
+    Mutant("make one bucket of a small model", "bucket_bytes_for", "total // _SHARE", "_LARGEST"),
+    Mutant("say nothing of steps that are taken twice", "_in_vain", "elif 2 * redos >= steps:", "if False:"),
+    Mutant("attach parameters without values", "on_meta", "given.parameter.is_meta", "False"),
     Mutant(
         "put off what has owners that are not known",
         "_reachable_by_others",
         "        found = _any_of(found, _have_other_owners(mine, tensors))\n",
-        "",
     ),
     Mutant(
         "put off the update from a gradient that the loop has kept",
         "_reachable_by_others",
         "        found = _any_of(found, are_kept(list(map(GRADIENT, tensors))))\n",
-        "",
     ),
     Mutant(
         "put off the update from a gradient of which the loop has an alias",
         "_reachable_by_others",
         "        found = _any_of(found, _gradients_have_other_owners(tensors, everybody, in_views=in_views))\n",
-        "",
     ),
     Mutant(
         "put off updates while the loop has the optimizer's state",
@@ -557,10 +434,7 @@ MUTANTS = [
         "",
     ),
     Mutant(
-        "take the first of each pair for the one that is at once",
-        "DeferralTrial._gains",
-        "len(found) % 2 == 0",
-        "True",
+        "take the first of each pair for the one that is at once", "DeferralTrial._gains", "len(found) % 2 == 0", "True"
     ),
     Mutant(
         "add contributions as they arrive",
@@ -585,25 +459,12 @@ MUTANTS = [
     Mutant("walk the last graph first", "Graphs.walk_side_by_side", "self._count - 1 - number", "number"),
     Mutant("walk nodes in any order", "Graphs.walk_side_by_side", "nodes.sort(key=_NUMBER)", "pass"),
     Mutant("share copies of weights", "Together.add", "torch.clear_autocast_cache()", "pass"),
+    Mutant("keep what waits where the loop has cleared it", "Waiting._of_this_step", "if not cleared:", "if True:"),
     Mutant(
-        "keep what waits where the loop has cleared it",
-        "Waiting._of_this_step",
-        "if not cleared:",
-        "if True:",
-    ),
-    Mutant(
-        "throw away what waits where a part was cleared",
-        "Waiting._of_this_step",
-        "len(cleared) < len(marks)",
-        "False",
+        "throw away what waits where a part was cleared", "Waiting._of_this_step", "len(cleared) < len(marks)", "False"
     ),
     Mutant("mark no gradient that waits", "Waiting._mark", "if parameter.requires_grad:", "if False:"),
-    Mutant(
-        "wait beside a gradient of the step before",
-        "Waiting._mark",
-        "gradient is attached.spent:",
-        "False:",
-    ),
+    Mutant("wait beside a gradient of the step before", "Waiting._mark", "gradient is attached.spent:", "False:"),
     Mutant("leave the marks", "_Mark.remove", "parameter.grad = self._found", "pass"),
     Mutant("zero what the plain loop has not", "_Mark.zero", "parameter in reached", "True"),
     Mutant("do not see that what waits was zeroed", "_Mark.is_cleared", "or self.gradient.is_zeroed", ""),
@@ -619,12 +480,7 @@ MUTANTS = [
         "pass",
     ),
     Mutant("leave sums on the nodes", "Together._run_one", "handle.remove()", "pass"),
-    Mutant(
-        "do not see a backward within the backward",
-        "BackwardSideEffects.require_none",
-        "if times > 1",
-        "if False",
-    ),
+    Mutant("do not see a backward within the backward", "BackwardSideEffects.require_none", "if times > 1", "if False"),
     Mutant("do not see sparse rows that were gathered", "Graphs._walk", '"_saved_sparse_grad"', '"_none"'),
     Mutant(
         "wait outside of no_sync",
@@ -634,12 +490,7 @@ MUTANTS = [
     ),
     Mutant("wait for the last, too", "_backward", "not accelerator.sync_gradients", "True"),
     Mutant("wait for nobody in the Trainer", "_backward", "together and", "False and"),
-    Mutant(
-        "wait for nobody in Lightning",
-        "InstepCallback._backward",
-        "more=self._together and",
-        "more=False and",
-    ),
+    Mutant("wait for nobody in Lightning", "InstepCallback._backward", "more=self._together and", "more=False and"),
     Mutant(
         "run a backward of the module's own no more",
         "InstepCallback._detach",
@@ -653,27 +504,14 @@ MUTANTS = [
         "elif False:",
     ),
     Mutant("overlook buffers", "BackwardSideEffects.require_none", "        if written:", "        if False:"),
-    Mutant(
-        "reduce each micro-batch",
-        "_held_unless_last",
-        "parts.accumulation.hold(forward=forward)",
-        "nullcontext()",
-    ),
+    Mutant("reduce each micro-batch", "_held_unless_last", "parts.accumulation.hold(forward=forward)", "nullcontext()"),
     Mutant("end a group's backward at its first node", "_Switches.before", "self._left == 0", "True"),
     Mutant(
-        "free a group's weights at each node",
-        "_Switches.before",
-        "self._set(False, False)",
-        "self._set(False, True)",
+        "free a group's weights at each node", "_Switches.before", "self._set(False, False)", "self._set(False, True)"
     ),
     Mutant("leave the switches after a node", "_Switches.after", "self.restore()", "pass"),
     Mutant("leave the switches after an error", "OneBackward.restore", "switches.restore()", "pass"),
-    Mutant(
-        "gather ahead of forwards without a backward",
-        "OneBackward.begin",
-        "if count)",
-        "if False)",
-    ),
+    Mutant("gather ahead of forwards without a backward", "OneBackward.begin", "if count)", "if False)"),
     Mutant("gather ahead of every forward", "OneBackward.ran", "forget_forwards(self._noted)", "pass"),
     Mutant(
         "add micro-batches in the parameter's dtype",
@@ -681,12 +519,7 @@ MUTANTS = [
         "return WideGradient(parameter, dtype)",
         "return None",
     ),
-    Mutant(
-        "add to gradients that are not reduced",
-        "OneBackward.wide",
-        "leaf.grad is not None or",
-        "False and",
-    ),
+    Mutant("add to gradients that are not reduced", "OneBackward.wide", "leaf.grad is not None or", "False and"),
     Mutant("do not see that a group runs twice", "_require_one_reduction", "len(nodes) > 1", "False"),
     Mutant(
         "do not see that a group runs twice before the last",
@@ -694,30 +527,15 @@ MUTANTS = [
         "if each else []",
         "if False else []",
     ),
-    Mutant(
-        "reduce over the shards once",
-        "OneBackward.ran",
-        "filter(defers_all_reduce, self._groups)",
-        "()",
-    ),
-    Mutant(
-        "reduce over the shards as they come",
-        "ReducedApart._keep",
-        "self._left[self._next] == 0",
-        "True",
-    ),
+    Mutant("reduce over the shards once", "OneBackward.ran", "filter(defers_all_reduce, self._groups)", "()"),
+    Mutant("reduce over the shards as they come", "ReducedApart._keep", "self._left[self._next] == 0", "True"),
     Mutant(
         "leave a group as FSDP2 leaves it where its backward ends",
         "ReducedApart._reduce_over_shards",
         "reduces, over_replicas, frees, group._training_state = found",
         "reduces, over_replicas, frees, _ = found",
     ),
-    Mutant(
-        "walk node by node over the shards",
-        "OneBackward.join",
-        "self.ends_apart.update(nodes_of_group)",
-        "pass",
-    ),
+    Mutant("walk node by node over the shards", "OneBackward.join", "self.ends_apart.update(nodes_of_group)", "pass"),
     Mutant("hold back what is reduced over the shards", "_one_by_one", "elif not deferred.is_set", "else"),
     Mutant(
         "forget that the all-reduce waits",
@@ -731,36 +549,13 @@ MUTANTS = [
         "use is not None and use <",
         "False and use <",
     ),
+    Mutant("do not see a model that is not attached", "OneBackward._ends_of", "group not in ends", "False"),
+    Mutant("step a group where backward ends", "Together._run_one", "parts.sharding.reduces_once()", "pass"),
     Mutant(
-        "do not see a model that is not attached",
-        "OneBackward._ends_of",
-        "group not in ends",
-        "False",
+        "reduce what the loop does not", "FSDP2Sync.no_sync", "set_reduces(module, value)", "set_reduces(module, True)"
     ),
-    Mutant(
-        "step a group where backward ends",
-        "Together._run_one",
-        "parts.sharding.reduces_once()",
-        "pass",
-    ),
-    Mutant(
-        "reduce what the loop does not",
-        "FSDP2Sync.no_sync",
-        "set_reduces(module, value)",
-        "set_reduces(module, True)",
-    ),
-    Mutant(
-        "look for unused parameters in the last forward alone",
-        "look_from",
-        "ddp.find_unused_parameters",
-        "False",
-    ),
-    Mutant(
-        "refuse what only torch can step",
-        "left_to_torch",
-        "if options.takes_any_loop:",
-        "if False:",
-    ),
+    Mutant("look for unused parameters in the last forward alone", "look_from", "ddp.find_unused_parameters", "False"),
+    Mutant("refuse what only torch can step", "left_to_torch", "if options.takes_any_loop:", "if False:"),
     Mutant(
         "try to gain more than there is",
         "DeferralTrial.step_begins",
@@ -773,12 +568,7 @@ MUTANTS = [
         "share_of_updates(WARM_UP - LOOKS, WARM_UP)",
         "share_of_updates(0, WARM_UP)",
     ),
-    Mutant(
-        "updates in hooks take no time",
-        "StepTimes.spent",
-        "self.exposed + self.outside",
-        "self.exposed",
-    ),
+    Mutant("updates in hooks take no time", "StepTimes.spent", "self.exposed + self.outside", "self.exposed"),
     Mutant(
         "the host's clock shows an accelerator",
         "deferring_of",
@@ -799,12 +589,7 @@ MUTANTS = [
         "if self._step.round.evaluates_again:",
         "if False:",
     ),
-    Mutant(
-        "trust an update that was replaced",
-        "is_torchs_own",
-        " and replaced_step(optimizer) is None",
-        "",
-    ),
+    Mutant("trust an update that was replaced", "is_torchs_own", " and replaced_step(optimizer) is None", ""),
     Mutant(
         "undo puts back what step() left when it raised again",
         "TrialWrites._save_rest",
@@ -847,12 +632,7 @@ MUTANTS = [
         '{**live, "params"',
         '{**optimizer.param_groups[0], "params"',
     ),
-    Mutant(
-        "forget what the update wrote into its groups",
-        "Beside.commit",
-        "self.places",
-        "self._others",
-    ),
+    Mutant("forget what the update wrote into its groups", "Beside.commit", "self.places", "self._others"),
     Mutant(
         "leave the state in the order of the buckets",
         "Stepper.commit",
@@ -865,41 +645,22 @@ MUTANTS = [
         'return step.__wrapped__ if getattr(step, "hooked", False) else step',
         "return step",
     ),
-    Mutant(
-        "keep the gradient after it was applied",
-        "FinalWrites.retire",
-        "            parameter.grad = spent\n",
-        "            pass\n",
-    ),
+    Mutant("keep the gradient after it was applied", "FinalWrites.retire", "            parameter.grad = spent\n"),
     Mutant(
         "free the gradient without leaving a spent one",
         "FinalWrites.retire",
         "            parameter.grad = spent\n",
         "            parameter.grad = None\n",
     ),
+    Mutant("clear spent gradients for good in step()", "FinalWrites.committed", "            parameter.grad = spent\n"),
     Mutant(
-        "clear spent gradients for good in step()",
-        "FinalWrites.committed",
-        "            parameter.grad = spent\n",
-        "            pass\n",
+        "step within accumulate()", "Accumulation.is_in_hold", "        if self._held > 0:\n", "        if False:\n"
     ),
-    Mutant(
-        "step within accumulate()",
-        "Accumulation.is_in_hold",
-        "        if self._held > 0:\n",
-        "        if False:\n",
-    ),
-    Mutant(
-        "do not notice a backward that raised",
-        "BucketSink.backward_raised",
-        "            self._stop(None)\n",
-        "",
-    ),
+    Mutant("do not notice a backward that raised", "BucketSink.backward_raised", "            self._stop(None)\n"),
     Mutant(
         "swallow an error in the update",
         "FirstError.raise_if_any",
         "            if error is not None:\n                raise error\n",
-        "            pass\n",
     ),
     Mutant(
         "leave the version counter to the kernel",
@@ -911,7 +672,6 @@ MUTANTS = [
         "do not compare hyper-parameters in step()",
         "Writes._require_as_left",
         "            require_settings_as_left(stepper)\n",
-        "            pass\n",
     ),
     Mutant(
         "do not look at the parameters before a forward",
@@ -919,24 +679,14 @@ MUTANTS = [
         "require_unchanged(self._schedule.parameters)",
         "pass",
     ),
-    Mutant(
-        "let the user's step hooks run after ours",
-        "_move_last",
-        "        hooks.move_to_end(number)\n",
-        "        pass\n",
-    ),
+    Mutant("let the user's step hooks run after ours", "_move_last", "        hooks.move_to_end(number)\n"),
     Mutant(
         "let a copy drive the original",
         "BoundHook.__deepcopy__",
         '    def __deepcopy__(self, memo: dict[int, Any]) -> "BoundHook":\n        return BoundHook(None)',
         '    def __deepcopy__(self, memo: dict[int, Any]) -> "BoundHook":\n        return self',
     ),
-    Mutant(
-        "keep the parameters of a model that is gone",
-        "Parts.abandon",
-        "            attached.let_go()\n",
-        "            pass\n",
-    ),
+    Mutant("keep the parameters of a model that is gone", "Parts.abandon", "            attached.let_go()\n"),
     Mutant(
         "let a parameter's hook own its source",
         "LocalSource._listen_to_all",
@@ -956,22 +706,17 @@ MUTANTS = [
         "functools.partial(self.before_backward, threading.get_ident())",
     ),
     Mutant(
-        "keep the frames in which a step was torn",
-        "Torn.__post_init__",
-        "without_frames(self.cause))",
-        "self.cause)",
+        "keep the frames in which a step was torn", "Torn.__post_init__", "without_frames(self.cause))", "self.cause)"
     ),
     Mutant(
         "keep a parameter's state for whoever keeps the attachment",
         "BackwardSchedule.abandon",
         "            for stepper in self._step.members.steppers:\n                stepper.abort()\n",
-        "            pass\n",
     ),
     Mutant(
         "leave a step on trial to those who keep a parameter",
         "TrialWrites.updated",
         "            owe(owner)  # gradients stay until the step is committed: nobody need hold them\n",
-        "            pass\n",
     ),
     Mutant(
         "drop what is due with the model",
@@ -983,7 +728,6 @@ MUTANTS = [
         "commit what a second backward has not reached",
         "BackwardSchedule.run_raised",
         "            self._stop(error if instead is None else instead)\n",
-        "",
     ),
     Mutant(
         "leave torch's own error of a stepped weight",
@@ -997,41 +741,13 @@ MUTANTS = [
         "            self._hooks.remove()  # torch has swapped one of these: nobody calls its hook\n",
         "            return\n",
     ),
+    Mutant("leave what is due at exit", "atexit.register", "atexit.register(_end)\n"),
+    Mutant("put off what nobody will wait for", "UpdateDeferral._can_be_put_off", "            and not ending()\n", ""),
+    Mutant("leave what is due in a forked child", "owe", "            Finalize(None, _settle_all, exitpriority=100)\n"),
+    Mutant("save an attachment's hooks", "_without_hooks", "name: left.get(name, value) for", "name: value for"),
+    Mutant("refer to parameters after detach", "AttachedParameter.let_go", "        self._parameter = None\n"),
     Mutant(
-        "leave what is due at exit",
-        "atexit.register",
-        "atexit.register(_end)\n",
-        "",
-    ),
-    Mutant(
-        "put off what nobody will wait for",
-        "UpdateDeferral._can_be_put_off",
-        "            and not ending()\n",
-        "",
-    ),
-    Mutant(
-        "leave what is due in a forked child",
-        "owe",
-        "            Finalize(None, _settle_all, exitpriority=100)\n",
-        "            pass\n",
-    ),
-    Mutant(
-        "save an attachment's hooks",
-        "_without_hooks",
-        "name: left.get(name, value) for",
-        "name: value for",
-    ),
-    Mutant(
-        "refer to parameters after detach",
-        "AttachedParameter.let_go",
-        "        self._parameter = None\n",
-        "        pass\n",
-    ),
-    Mutant(
-        "leave a hook behind",
-        "Attachment._detach",
-        "for handle in parts.handles:",
-        "for handle in parts.handles[:-1]:",
+        "leave a hook behind", "Attachment._detach", "for handle in parts.handles:", "for handle in parts.handles[:-1]:"
     ),
     Mutant(
         "take the slices of gradients() whatever the strides",
@@ -1069,12 +785,7 @@ MUTANTS = [
         "for i, parameter in enumerate(self.members) if parameter.grad is not None]",
         "for i, parameter in enumerate(self.members)]",
     ),
-    Mutant(
-        "divide as allreduce_hook does",
-        "mean_allreduce",
-        "tensor.mul_(1.0 / divisor)",
-        "tensor.div_(divisor)",
-    ),
+    Mutant("divide as allreduce_hook does", "mean_allreduce", "tensor.mul_(1.0 / divisor)", "tensor.div_(divisor)"),
     Mutant(
         "divide by the world size when ranks have joined",
         "Divisor.__call__",
@@ -1094,10 +805,7 @@ MUTANTS = [
         "        if self._turn is not _Turn.RUNNING:\n            self._turn = _Turn.DUE\n",
     ),
     Mutant(
-        "one phase runs into the next",
-        "Backward._next",
-        "            if asked is phase:\n",
-        "            if asked:\n",
+        "one phase runs into the next", "Backward._next", "            if asked is phase:\n", "            if asked:\n"
     ),
     Mutant(
         "spend gradients before DDP is done with them",
@@ -1151,7 +859,6 @@ MUTANTS = [
         "forget optimizers when fully_shard replaces a parameter",
         "_install._init_sharded_param",
         "        _moved_by_fully_shard(param, self.sharded_param)\n",
-        "        pass\n",
     ),
     Mutant(
         "run the last registered optimizer only",
@@ -1183,18 +890,8 @@ MUTANTS = [
         "        try:\n            self._end()\n",
         "        self._failed = None\n        try:\n            self._end()\n",
     ),
-    Mutant(
-        "step in a compiled backward",
-        "FinalWrites.begin",
-        "        if is_compiled():\n",
-        "        if False:\n",
-    ),
-    Mutant(
-        "detach that Ctrl-C has ended half way stays there",
-        "Attachment.detach",
-        "with held(heard()):",
-        "if True:",
-    ),
+    Mutant("step in a compiled backward", "FinalWrites.begin", "        if is_compiled():\n", "        if False:\n"),
+    Mutant("detach that Ctrl-C has ended half way stays there", "Attachment.detach", "with held(heard()):", "if True:"),
     Mutant(
         "attach that Ctrl-C has ended leaves a hook that does something",
         "StepHooks.before_step",
@@ -1213,17 +910,9 @@ MUTANTS = [
         "            and steps_as_known(optimizer)  #",
         "            #",
     ),
+    Mutant("a recording does not see what a worker lets go", "LiveGradients.note", "if not ref.expired()", "if True"),
     Mutant(
-        "a recording does not see what a worker lets go",
-        "LiveGradients.note",
-        "if not ref.expired()",
-        "if True",
-    ),
-    Mutant(
-        "a recording takes a gradient for gone that is there",
-        "LiveGradients.note",
-        "if not ref.expired()",
-        "if False",
+        "a recording takes a gradient for gone that is there", "LiveGradients.note", "if not ref.expired()", "if False"
     ),
     Mutant(
         "a recording is not told of gradients that a worker is given",
@@ -1267,18 +956,8 @@ MUTANTS = [
         "before = max(before, trace.last_outside_of_nodes(one.reached, one.thread))",
         "pass",
     ),
-    Mutant(
-        "a closure is a part of the step",
-        "_without_closures",
-        "intervals(inside)",
-        "[]",
-    ),
-    Mutant(
-        "an iteration without its step counts",
-        "_Iterations.until",
-        "self._due or len(found) < 2",
-        "True",
-    ),
+    Mutant("a closure is a part of the step", "_without_closures", "intervals(inside)", "[]"),
+    Mutant("an iteration without its step counts", "_Iterations.until", "self._due or len(found) < 2", "True"),
     Mutant(
         "the iteration before the first step that is put off counts",
         "_median",
@@ -1301,7 +980,6 @@ MUTANTS = [
         "do not wait for a parameter that is used",
         "DeferredBuckets._used",
         "        self.finish([self.of(parameter)])\n",
-        "",
     ),
     Mutant(
         "do not wait for what a module reads",
@@ -1337,13 +1015,11 @@ MUTANTS = [
         "take a parameter that came into the groups a second time",
         "AddedParameters.adopt",
         "        _require_once(grouped, names)\n",
-        "",
     ),
     Mutant(
         "leave the state in the order in which it was made",
         "DeferredBuckets._end",
         "                order_added(optimizer, step.entries_before)\n",
-        "",
     ),
     Mutant(
         "use a stand-in again that somebody has",
@@ -1352,10 +1028,7 @@ MUTANTS = [
         "if found[0] is not None:",
     ),
     Mutant(
-        "keep the gradient in a stand-in that nobody has",
-        "StandIns.take_back",
-        "                found[0].let_go()\n",
-        "",
+        "keep the gradient in a stand-in that nobody has", "StandIns.take_back", "                found[0].let_go()\n"
     ),
     Mutant(
         "use a stand-in again for a gradient of another layout",
@@ -1374,20 +1047,9 @@ MUTANTS = [
         "ranks that have taken unequally many steps go on from their own",
         "StepVotes.heard",
         "            self.furthest = vote.verdict().last + self._before\n",
-        "            pass\n",
     ),
-    Mutant(
-        "tell nobody that a gradient is read",
-        "_get_grad",
-        "    _tell_of_grad(parameter, GET_GRAD)\n",
-        "",
-    ),
-    Mutant(
-        "tell nobody that a gradient is replaced",
-        "_set_grad",
-        "    _tell_of_grad(parameter, SET_GRAD)\n",
-        "",
-    ),
+    Mutant("tell nobody that a gradient is read", "_get_grad", "    _tell_of_grad(parameter, GET_GRAD)\n"),
+    Mutant("tell nobody that a gradient is replaced", "_set_grad", "    _tell_of_grad(parameter, SET_GRAD)\n"),
     Mutant(
         "zero no gradient that was freed",
         "BackwardSchedule._needs_no_values",
@@ -1395,23 +1057,10 @@ MUTANTS = [
         "            attached.get().grad = None\n",
     ),
     Mutant(
-        "leave sparse gradients zeroed as dense ones",
-        "_zeros",
-        'getattr(place.module(), "sparse", False)',
-        "False",
+        "leave sparse gradients zeroed as dense ones", "_zeros", 'getattr(place.module(), "sparse", False)', "False"
     ),
-    Mutant(
-        "do not put zeros back behind backward",
-        "LocalSource._forget",
-        "        self._earlier.end_backward()\n",
-        "",
-    ),
-    Mutant(
-        "take zeros for gradients from before",
-        "EarlierGradients.note",
-        "ZeroedGradient.is_unused(g)",
-        "False",
-    ),
+    Mutant("do not put zeros back behind backward", "LocalSource._forget", "        self._earlier.end_backward()\n"),
+    Mutant("take zeros for gradients from before", "EarlierGradients.note", "ZeroedGradient.is_unused(g)", "False"),
     Mutant(
         "step what another loss has added to a gradient that was freed",
         "LocalSource._takes_gradient",
@@ -1430,12 +1079,7 @@ MUTANTS = [
         "SET_GRAD(parameter, self._deferred.stand_in_for(parameter, gradient))",
         "pass",
     ),
-    Mutant(
-        "say nothing of steps that are clipped",
-        "_in_vain",
-        "if 2 * clipped >= steps:",
-        "if False:",
-    ),
+    Mutant("say nothing of steps that are clipped", "_in_vain", "if 2 * clipped >= steps:", "if False:"),
     Mutant(
         "update on trial after a step that was clipped",
         "TrialWrites.accepts_update",
@@ -1455,10 +1099,7 @@ MUTANTS = [
         "            pass",
     ),
     Mutant(
-        "begin the norm so far with that of the step before",
-        "Clipping.drop_norms",
-        "        self._so_far = None\n",
-        "",
+        "begin the norm so far with that of the step before", "Clipping.drop_norms", "        self._so_far = None\n"
     ),
     Mutant(
         "take norms in backward where nobody waits",
@@ -1500,7 +1141,6 @@ MUTANTS = [
         "leave generators as the pass that measures has left them",
         "Passes.measuring",
         "            generators.restore(even_shared=True)\n",
-        "",
     ),
     Mutant(
         "do not clip what detach() finds left of a step",
@@ -1521,10 +1161,7 @@ MUTANTS = [
         "known = partial(restore, value.detach().clone(), self._copy_of(value, self._host))",
     ),
     Mutant(
-        "keep the norms of a step that was put back",
-        "Rollback._restore",
-        "        step.passes.clipping.drop_norms()\n",
-        "",
+        "keep the norms of a step that was put back", "Rollback._restore", "        step.passes.clipping.drop_norms()\n"
     ),
     Mutant(
         "step DDP's buckets before the norm is known",
@@ -1551,10 +1188,7 @@ MUTANTS = [
         "for name, inner, kept in self._inner[:1]:",
     ),
     Mutant(
-        "write elements that share their memory by themselves",
-        "_each_once",
-        "if 0 not in bits.stride():",
-        "if True:",
+        "write elements that share their memory by themselves", "_each_once", "if 0 not in bits.stride():", "if True:"
     ),
     Mutant(
         "a digest takes two signs for none",
@@ -1568,12 +1202,7 @@ MUTANTS = [
         "if entry is not None and saved.entry is None:",
         "if False:",
     ),
-    Mutant(
-        "keep state that the step had made",
-        "SavedParameter.restore",
-        "mapping.pop(self._parameter, None)",
-        "pass",
-    ),
+    Mutant("keep state that the step had made", "SavedParameter.restore", "mapping.pop(self._parameter, None)", "pass"),
     Mutant(
         "let a trial step stand though the loss scale is still on",
         "TrialValidation._scale_was_taken_off",
@@ -1587,10 +1216,7 @@ MUTANTS = [
         "True",
     ),
     Mutant(
-        "step on the rank's own gradients",
-        "Accumulation.require_reduced",
-        "if done and self._wrapped():",
-        "if False:",
+        "step on the rank's own gradients", "Accumulation.require_reduced", "if done and self._wrapped():", "if False:"
     ),
     Mutant(
         "communicate in every micro-batch",
@@ -1614,7 +1240,6 @@ MUTANTS = [
         "leave the reducer's group in its place after detach",
         "ReducerGroup.disconnect",
         "            ddp.reducer._update_process_group(ddp.process_group)\n",
-        "            pass\n",
     ),
     Mutant(
         "let a hook that came later step nothing",
@@ -1652,12 +1277,7 @@ MUTANTS = [
         "        broadcast([order], self.group)\n",
         "",
     ),
-    Mutant(
-        "let any number of buckets be on their way",
-        "IN_FLIGHT",
-        "IN_FLIGHT = 2\n",
-        "IN_FLIGHT = 1000\n",
-    ),
+    Mutant("let any number of buckets be on their way", "IN_FLIGHT", "IN_FLIGHT = 2\n", "IN_FLIGHT = 1000\n"),
     Mutant(
         "hold on to a bucket that was handed over",
         "TransientBuckets._hand_over",
@@ -1692,7 +1312,6 @@ MUTANTS = [
         "wait for a gradient before backward is told of",
         "TransientBuckets.after_forward",
         "                node.register_prehook(UntracedHook(partial(self._reached, inputs)))\n",
-        "                pass\n",
     ),
     Mutant(
         "communicate for autograd.grad too",
@@ -1710,7 +1329,6 @@ MUTANTS = [
         "keep a bucket for one gradient that stays",
         "_keep_alone",
         "                    parameter.grad = parameter.grad.clone()\n",
-        "                    pass\n",
     ),
     Mutant(
         "step in a second backward of a step",
@@ -1748,12 +1366,7 @@ MUTANTS = [
         "if not isinstance(value, torch.Tensor) or value.shape != self._local_shape:",
         "if True:",
     ),
-    Mutant(
-        "do not look who reads a local tensor",
-        "Watch._watched",
-        "if _LOCAL in vars(cls):",
-        "if False:",
-    ),
+    Mutant("do not look who reads a local tensor", "Watch._watched", "if _LOCAL in vars(cls):", "if False:"),
     Mutant(
         "clip shards by the norm of this rank's",
         "total_norm",
@@ -1772,12 +1385,7 @@ MUTANTS = [
         "            sent.mul_(1.0 / divisor)\n            received",
         "            received",
     ),
-    Mutant(
-        "keep what was sent",
-        "ScatteredGradients.wait",
-        "            self._works, self._sent = [], []\n",
-        "            pass\n",
-    ),
+    Mutant("keep what was sent", "ScatteredGradients.wait", "            self._works, self._sent = [], []\n"),
     Mutant(
         "scatter what is only to be added to",
         "ZeroSource.communicate",
@@ -1821,10 +1429,7 @@ MUTANTS = [
         "        loaded = BoundHook(lambda optimizer: None)\n",
     ),
     Mutant(
-        "do not hear the other ranks",
-        "error_of",
-        "        return vote.verdict().error()\n",
-        "        return None\n",
+        "do not hear the other ranks", "error_of", "        return vote.verdict().error()\n", "        return None\n"
     ),
     Mutant(
         "keep a failure to oneself",
@@ -1839,10 +1444,7 @@ MUTANTS = [
         "        sets.append(frozenset(dist.get_process_group_ranks(mesh.get_all_groups()[0])))\n",
     ),
     Mutant(
-        "ask only neighbours",
-        "StepRanks._closed",
-        "                ranks.update(json.loads(store.get(str(rank))))\n",
-        "",
+        "ask only neighbours", "StepRanks._closed", "                ranks.update(json.loads(store.get(str(rank))))\n"
     ),
     Mutant(
         "do not ask who the neighbours' neighbours are",
@@ -1850,42 +1452,16 @@ MUTANTS = [
         "neighbours.ranks if neighbours.are_all else None",
         "neighbours.ranks",
     ),
+    Mutant("do not compare what ranks train", "StepVotes._meet", "            ranks.meet()\n"),
     Mutant(
-        "do not compare what ranks train",
-        "StepVotes._meet",
-        "            ranks.meet()\n",
-        "            pass\n",
+        "step though ranks train in different ways", "StepVotes.require_same", "            self.ranks.require_same()\n"
     ),
+    Mutant("send what ranks that differ cannot answer", "StepVotes._meet", "                self.stand_aside()\n"),
     Mutant(
-        "step though ranks train in different ways",
-        "StepVotes.require_same",
-        "            self.ranks.require_same()\n",
-        "            pass\n",
+        "keep the user's communication hook where ranks differ", "stand_aside", "            forget_comm_hook(ddp)\n"
     ),
-    Mutant(
-        "send what ranks that differ cannot answer",
-        "StepVotes._meet",
-        "                self.stand_aside()\n",
-        "                pass\n",
-    ),
-    Mutant(
-        "keep the user's communication hook where ranks differ",
-        "stand_aside",
-        "            forget_comm_hook(ddp)\n",
-        "            pass\n",
-    ),
-    Mutant(
-        "vote with ranks that differ",
-        "StepVotes._meet",
-        "                self.voting = None\n",
-        "                pass\n",
-    ),
-    Mutant(
-        "say what is trained only where backward begins",
-        "StepVotes.begin_forward",
-        "            ranks.tell()\n",
-        "            pass\n",
-    ),
+    Mutant("vote with ranks that differ", "StepVotes._meet", "                self.voting = None\n"),
+    Mutant("say what is trained only where backward begins", "StepVotes.begin_forward", "            ranks.tell()\n"),
     Mutant(
         "do not wait for the others before the first backward communicates",
         "StepRanks.meet",
@@ -1899,10 +1475,7 @@ MUTANTS = [
         "            if self._steps == 1:\n",
     ),
     Mutant(
-        "clip beside ranks that have not attached",
-        "StepRanks._take",
-        "(self._waits or self._matters)",
-        "self._waits",
+        "clip beside ranks that have not attached", "StepRanks._take", "(self._waits or self._matters)", "self._waits"
     ),
     Mutant(
         "by default, mind ranks that have not attached",
@@ -1934,12 +1507,7 @@ MUTANTS = [
         "    for here, there in zip(one, other, strict=False):\n",
         "    for here, there in ():\n",
     ),
-    Mutant(
-        "a rank that has joined does not vote",
-        "_Shadow.main_hook",
-        "        votes.abstain(joining.steps)\n",
-        "        pass\n",
-    ),
+    Mutant("a rank that has joined does not vote", "_Shadow.main_hook", "        votes.abstain(joining.steps)\n"),
     Mutant(
         "a rank that has joined answers one vote where the others ask first",
         "StepVotes.abstain",
@@ -1950,7 +1518,6 @@ MUTANTS = [
         "a rank that has joined votes in no_sync(), too",
         "_Shadow.main_hook",
         "            return  # in no_sync(): there is no vote\n",
-        "            pass\n",
     ),
     Mutant(
         "a rank that has joined waits for the others before it matches what they send",
@@ -1962,14 +1529,8 @@ MUTANTS = [
         "after join() ranks count the steps of before",
         "_Shadow.post_hook",
         "        self._joining._votes.joined(self._joining.steps)\n",
-        "        pass\n",
     ),
-    Mutant(
-        "DDP's join() stays changed after detach()",
-        "Joining.remove",
-        "            delattr(ddp, _NAME)\n",
-        "            pass\n",
-    ),
+    Mutant("DDP's join() stays changed after detach()", "Joining.remove", "            delattr(ddp, _NAME)\n"),
     Mutant(
         "vote only where a step is taken",
         "StepVotes.begin_backward",
@@ -1988,60 +1549,37 @@ MUTANTS = [
         "    return all(bool(v.isfinite().all()) for v in values)\n",
         "    return False\n",
     ),
-    Mutant(
-        "keep what a step that was left out counts",
-        "Round.restore_settings",
-        "                settings()\n",
-        "                pass\n",
-    ),
+    Mutant("keep what a step that was left out counts", "Round.restore_settings", "                settings()\n"),
     Mutant(
         "write the other buckets after one that is not finite",
         "BucketSink.apply",
         "if step.ledger.torn is not None or self._failure.error is not None or step.ledger.redoes:",
         "if step.ledger.torn is not None or step.ledger.redoes:",
     ),
-    Mutant(
-        "let a second thread in",
-        "Threads.begin_backward",
-        'self.require_one(thread, "backward")',
-        "pass",
-    ),
+    Mutant("let a second thread in", "Threads.begin_backward", 'self.require_one(thread, "backward")', "pass"),
     Mutant(
         "take a clip of another bucket for a write of the user's",
         "_VersionsAtStep.__init__",
         "p if g._is_view() else g",
         "g",
     ),
-    Mutant(
-        "average in no_sync too",
-        "Replicated.no_sync",
-        "        self.require_backward_grad_sync = False\n",
-        "",
-    ),
+    Mutant("average in no_sync too", "Replicated.no_sync", "        self.require_backward_grad_sync = False\n", ""),
     Mutant(
         "leave FSDP's state as a failed backward left it",
         "BackwardHooks._failed",
         "            self._sharding.backward_failed()\n",
-        "",
     ),
     Mutant(
         "go on counting micro-batches that are gone",
         "BackwardHooks._failed",
         "            self._accumulation.stepped()  # what the micro-batches before had added up is gone, too\n",
-        "",
     ),
     Mutant(
         "leave FSDP's state as a failed forward left it",
         "AfterErrors._failed",
         "            self._rebuild(gradients=False)\n",
-        "            pass\n",
     ),
-    Mutant(
-        "miss an interrupted forward",
-        "GuardedCall.__call__",
-        "except BaseException:",
-        "except Exception:",
-    ),
+    Mutant("miss an interrupted forward", "GuardedCall.__call__", "except BaseException:", "except Exception:"),
     Mutant(
         "lose the loop's error to that of a guard",
         "GuardedCall.__call__",
@@ -2094,7 +1632,6 @@ MUTANTS = [
         "keep FSDP2's gradients that are not reduced",
         "GroupGradients.__init__",
         "                parameter._unsharded_param.grad = None\n",
-        "                pass\n",
     ),
     Mutant(
         "drop FSDP2's gradients after a failed forward",
@@ -2124,7 +1661,6 @@ MUTANTS = [
         "save a torn step",
         "Attachment.require_committed",
         "        schedule.synchronize()\n        schedule.require_whole()\n",
-        "",
     ),
     Mutant(
         "save between micro-batches",
@@ -2156,24 +1692,9 @@ MUTANTS = [
         "NORM: math.nan if norm is None else norm.item(),",
         "**({} if norm is None else {NORM: norm.item()}),",
     ),
-    Mutant(
-        "load what was saved in the middle of a step",
-        "load_state",
-        "if not state[WHOLE]:",
-        "if False:",
-    ),
-    Mutant(
-        "load draws of another seed",
-        "load_state",
-        "if state[SEED] != seed:",
-        "if False:",
-    ),
-    Mutant(
-        "a load leaves a torn step torn",
-        "load_state",
-        "    schedule.give_up(gradients=True)\n",
-        "",
-    ),
+    Mutant("load what was saved in the middle of a step", "load_state", "if not state[WHOLE]:", "if False:"),
+    Mutant("load draws of another seed", "load_state", "if state[SEED] != seed:", "if False:"),
+    Mutant("a load leaves a torn step torn", "load_state", "    schedule.give_up(gradients=True)\n"),
     Mutant(
         "a load waits for what other ranks have said of the step before",
         "load_state",
@@ -2216,12 +1737,7 @@ MUTANTS = [
         "norm, dtype=dtype, device=device",
         "norm, dtype=torch.float64, device=device",
     ),
-    Mutant(
-        "forget gradients that were noted and not announced",
-        "LocalSource._end",
-        "        self._offer()\n",
-        "",
-    ),
+    Mutant("forget gradients that were noted and not announced", "LocalSource._end", "        self._offer()\n"),
     Mutant(
         "take a bucket for one that lay where it lies",
         "ReducerGroup.allreduce",
@@ -2265,17 +1781,9 @@ MUTANTS = [
         "            if False:\n",
     ),
     Mutant(
-        "operations are on a clock of their own",
-        "_Running.found",
-        "trace.shown(-self._offset)",
-        "trace.shown(0.0)",
+        "operations are on a clock of their own", "_Running.found", "trace.shown(-self._offset)", "trace.shown(0.0)"
     ),
-    Mutant(
-        "names are not escaped",
-        "page",
-        "autoescape=True",
-        "autoescape=False",
-    ),
+    Mutant("names are not escaped", "page", "autoescape=True", "autoescape=False"),
     Mutant(
         "the recorder keeps listening",
         "_Running.__init__",
@@ -2322,7 +1830,6 @@ MUTANTS = [
         "an entry that an update has deleted is there again",
         "_put_entries",
         "            state.pop(own, None)  # the update has deleted it\n",
-        "            pass\n",
     ),
     Mutant(
         "put off though the object has a method of its own",
@@ -2336,24 +1843,14 @@ MUTANTS = [
         "hooks[handle.id] = hook",
         "pass",
     ),
-    Mutant(
-        "hooks on parts of the model are always there",
-        "ModuleHooks.stop",
-        "hooks.pop(handle.id, None)",
-        "pass",
-    ),
+    Mutant("hooks on parts of the model are always there", "ModuleHooks.stop", "hooks.pop(handle.id, None)", "pass"),
     Mutant(
         "the default looks at every forward for good",
         "ForwardSchedule.before_forward",
         "self.rests = self.may_rest and self._readers_rest and self._is_left_alone",
         "self.rests = False",
     ),
-    Mutant(
-        "the default rests before it has looked",
-        "ForwardSchedule._is_left_alone",
-        "self.observed.is_over",
-        "True",
-    ),
+    Mutant("the default rests before it has looked", "ForwardSchedule._is_left_alone", "self.observed.is_over", "True"),
     Mutant(
         "the default rests though several optimizers take a step",
         "ForwardSchedule._is_left_alone",
@@ -2373,10 +1870,7 @@ MUTANTS = [
         "any(a.get().grad is not None for a in step.members.all)",
     ),
     Mutant(
-        "a step at rest that finds no gradient is counted",
-        "StepCalls.begin_at_rest",
-        "finds_gradient(optimizer)",
-        "1",
+        "a step at rest that finds no gradient is counted", "StepCalls.begin_at_rest", "finds_gradient(optimizer)", "1"
     ),
     Mutant(
         "a step at rest asks gradients for values",
@@ -2384,12 +1878,7 @@ MUTANTS = [
         "+ finds_gradient(optimizer)",
         "+ step.is_in_loop(optimizer, [])",
     ),
-    Mutant(
-        "a closure at rest is none of the loop",
-        "Schedule.closure_ran",
-        "if self.rests:",
-        "if False:",
-    ),
+    Mutant("a closure at rest is none of the loop", "Schedule.closure_ran", "if self.rests:", "if False:"),
     Mutant(
         "a step at rest has ended while it runs",
         "StepCalls.end_stopped",
@@ -2414,12 +1903,7 @@ MUTANTS = [
         "if self._count_at_rest is not None and",
         "if False and",
     ),
-    Mutant(
-        "a closure at rest is not waited for",
-        "StepHooks.before_step",
-        "len(args) == 1 and not kwargs",
-        "True",
-    ),
+    Mutant("a closure at rest is not waited for", "StepHooks.before_step", "len(args) == 1 and not kwargs", "True"),
     Mutant(
         "zeros are taken off while gradients add up",
         "LocalSource.before_backward",
@@ -2432,12 +1916,7 @@ MUTANTS = [
         "all(map(eq, then, now)) and ",
         "",
     ),
-    Mutant(
-        "a micro-batch leaves the short road",
-        "LocalSource._leaves_all",
-        " or self._sink.only_adds",
-        "",
-    ),
+    Mutant("a micro-batch leaves the short road", "LocalSource._leaves_all", " or self._sink.only_adds", ""),
     Mutant(
         "what adds up is counted in one backward alone",
         "LocalSource._forget",
@@ -2454,14 +1933,8 @@ MUTANTS = [
         "let one parameter speak for a bucket that is not complete",
         "LocalSource._have_come",
         "            return False\n",
-        "            pass\n",
     ),
-    Mutant(
-        "do not count what nobody spoke for",
-        "LocalSource._offer_rest",
-        "        if rest:",
-        "        if False:",
-    ),
+    Mutant("do not count what nobody spoke for", "LocalSource._offer_rest", "        if rest:", "        if False:"),
     Mutant(
         "let one parameter speak although backwards are nested",
         "LocalSource._count",
@@ -2514,7 +1987,6 @@ MUTANTS = [
         "do not hear in step() what another rank said",
         "BackwardCalls._prepare",
         "        step.hear(writes.stop_watching, wait=True)  # for a backward that nobody has seen to begin\n",
-        "        pass\n",
     ),
     Mutant(
         "step rows with gradients that were never reduced",
@@ -2526,7 +1998,6 @@ MUTANTS = [
         "refuse to have the weights of a torn step read",
         "FinalWrites._used",
         "        if self._step.ledger.torn is not None:\n            return  # there to be read\n",
-        "",
     ),
     Mutant(
         "count the gradients of several devices without a lock",
@@ -2558,12 +2029,7 @@ MUTANTS = [
         "            return same_bits(self._copy, other._copy)\n",
         "            return self._version == other._version\n",
     ),
-    Mutant(
-        "do not look into objects",
-        "attributes_of",
-        "    return found or None\n",
-        "    return None\n",
-    ),
+    Mutant("do not look into objects", "attributes_of", "    return found or None\n", "    return None\n"),
     Mutant(
         "do not look into slots",
         "attributes_of",
@@ -2606,17 +2072,11 @@ MUTANTS = [
         "            if dtypes.count(torch.float64) == 1:",
         "            if False:",
     ),
-    Mutant(
-        "ask inference tensors for a version",
-        "version_of",
-        "if tensor.is_inference():",
-        "if False:",
-    ),
+    Mutant("ask inference tensors for a version", "version_of", "if tensor.is_inference():", "if False:"),
     Mutant(
         "update in backward whatever autocast block step() is in",
         "require_settings_as_left",
         "    require_same_in_autocast(stepper)\n",
-        "",
     ),
     Mutant(
         "undo: keep an update whatever autocast block step() is in",
@@ -2628,7 +2088,6 @@ MUTANTS = [
         "update parts that backward has left whatever autocast block step() is in",
         "Writes._rest_of",
         "        require_same_in_autocast(stepper)\n",
-        "",
     ),
     Mutant(
         "put off a step whatever autocast block it is in",
@@ -2664,7 +2123,6 @@ MUTANTS = [
         "forget what the update has made of a gradient",
         "TrialWrites.update",
         "                    self._kept.outcomes[attached.spec.index] = outcome\n",
-        "                    pass\n",
     ),
     Mutant(
         "know a written gradient by its version alone",
@@ -2676,13 +2134,11 @@ MUTANTS = [
         "let optimizer.state be read while steps are due",
         "UpdateDeferral._take_over",
         "        deferred.state_watch.start(optimizer)\n",
-        "",
     ),
     Mutant(
         "let gradients be gone after an interrupted step that was handed over",
         "UpdateDeferral._hide",
         "        self._deferred.watch_in_step.start(attached.get() for attached, _ in gradients)\n",
-        "",
     ),
     Mutant(
         "let gradients be gone after an interrupted step on trial",
@@ -2694,13 +2150,11 @@ MUTANTS = [
         "let gradients be gone after an interrupted step that torch takes",
         "PlainCalls._leave_out",
         "        self._watch.start(a.get() for a, _ in gradients)\n",
-        "",
     ),
     Mutant(
         "answer for a step with what was found of one that was never finished",
         "ForwardSchedule.begin_backward",
         "        self.calls.drop_round()  # of a step that not all of its optimizers have taken\n",
-        "",
     ),
     Mutant(
         "do not look for state written through an older reference",
@@ -2721,10 +2175,7 @@ MUTANTS = [
         "if False:",
     ),
     Mutant(
-        "leave generators as an update that draws has left them",
-        "Generators.have_advanced",
-        "        self.restore()\n",
-        "",
+        "leave generators as an update that draws has left them", "Generators.have_advanced", "        self.restore()\n"
     ),
     Mutant(
         "take what another thread draws for the update's",
@@ -2744,23 +2195,16 @@ MUTANTS = [
         "if self.wrote_unseen():",
         "if False:",
     ),
-    Mutant(
-        "an update waits for itself",
-        "DeferredBuckets.finish",
-        "if self.worker.is_here:",
-        "if False:",
-    ),
+    Mutant("an update waits for itself", "DeferredBuckets.finish", "if self.worker.is_here:", "if False:"),
     Mutant(
         "let a turn pass DDP's end",
         "Backward.at",
         "            if self._turn is _Turn.DUE:\n                self._turn = _Turn.IDLE\n",
-        "",
     ),
     Mutant(
         "a wait takes the end of its task from the others",
         "Task.wait",
         "            self._gate.release()  # for whoever waits beside this one\n",
-        "",
     ),
     Mutant(
         "count writes that the plain loop's fused step does not count",
@@ -2772,14 +2216,8 @@ MUTANTS = [
         "let an older graph's backward read weights that are due",
         "ForwardSchedule.begin_backward",
         "        self._deferred.finish(self._deferred.all())\n",
-        "",
     ),
-    Mutant(
-        "put off gradients that are part of a graph",
-        "are_usual",
-        " and not any(map(_IN_GRAPH, gradients))",
-        "",
-    ),
+    Mutant("put off gradients that are part of a graph", "are_usual", " and not any(map(_IN_GRAPH, gradients))", ""),
     Mutant(
         "update in as many threads as the worker happens to have",
         "as_thread",
@@ -2787,16 +2225,10 @@ MUTANTS = [
         "    try",
     ),
     Mutant(
-        "let a scheduler hide a replaced step",
-        "replaced_step",
-        'getattr(patch, "_wrapped_by_lr_sched", False) or ',
-        "",
+        "let a scheduler hide a replaced step", "replaced_step", 'getattr(patch, "_wrapped_by_lr_sched", False) or ', ""
     ),
     Mutant(
-        "call a patched object's class",
-        "how_to_step",
-        "    if steps_one(optimizer) is not None:\n",
-        "    if False:\n",
+        "call a patched object's class", "how_to_step", "    if steps_one(optimizer) is not None:\n", "    if False:\n"
     ),
     Mutant(
         "number a bucket's parameters by themselves",
@@ -2808,13 +2240,11 @@ MUTANTS = [
         "leave a told step after detach",
         "ToldStep.remove",
         "            optimizer.step = told.__wrapped__.__wrapped__  # type: ignore[method-assign]\n",
-        "            pass\n",
     ),
     Mutant(
         "do not keep what an interrupted step() may write",
         "TrialWrites._prepare",
         "        self._save_rest(stepper, left)\n",
-        "        pass\n",
     ),
     Mutant(
         "take the step() of a parent class for that of the loop",
@@ -2863,7 +2293,6 @@ MUTANTS = [
         "do not look whether step() writes what backward has updated",
         "BackwardCalls._finish",
         "        self._writes.require_at_rest(stepper)\n",
-        "        pass\n",
     ),
     Mutant(
         "disabled, clip again for each optimizer",
@@ -2875,7 +2304,6 @@ MUTANTS = [
         "disabled, clip gradients that are still scaled",
         "PlainCalls._begin",
         "                take_off_here(optimizer, [g for a, g in found if a.stepper.optimizer() is optimizer])\n",
-        "",
     ),
     Mutant(
         "disabled, let each rank's backward communicate",
@@ -2889,12 +2317,7 @@ MUTANTS = [
         "        if not isinstance(one, Optimizer):\n",
         "        if False:\n",
     ),
-    Mutant(
-        "watch torch's own generator only",
-        "Generators.__init__",
-        "        self._find()\n",
-        "",
-    ),
+    Mutant("watch torch's own generator only", "Generators.__init__", "        self._find()\n"),
     Mutant(
         "leave the generators as the probe left them",
         "Generators.restore",
@@ -2907,12 +2330,7 @@ MUTANTS = [
         "leaves_all = step.accumulation.kept or (",
         "leaves_all = (",
     ),
-    Mutant(
-        "gradients are kept after the block",
-        "Accumulation.keep",
-        "            self.kept -= 1\n",
-        "            pass\n",
-    ),
+    Mutant("gradients are kept after the block", "Accumulation.keep", "            self.kept -= 1\n"),
     Mutant(
         "an error in the block keeps gradients from then on",
         "Accumulation.keep",
@@ -2991,12 +2409,7 @@ MUTANTS = [
         "            found = frame\n",
         "            found = found or frame\n",
     ),
-    Mutant(
-        "a message names the wrapper of the call",
-        "user_call",
-        " and frame.f_code.co_name not in _WRAPPERS:",
-        ":",
-    ),
+    Mutant("a message names the wrapper of the call", "user_call", " and frame.f_code.co_name not in _WRAPPERS:", ":"),
     Mutant(
         "a message names each parameter that load_state_dict() may not write",
         "FinalWrites.before_load",
@@ -3063,12 +2476,7 @@ MUTANTS = [
         'while type(optimizer).__module__.partition(".")[0] in _WRAP_ONLY:',
         "while True:",
     ),
-    Mutant(
-        "one layer of wrappers is taken off",
-        "_unwrapped",
-        "        optimizer = inner\n",
-        "        return inner\n",
-    ),
+    Mutant("one layer of wrappers is taken off", "_unwrapped", "        optimizer = inner\n", "        return inner\n"),
     Mutant(
         "bytes of gradients that were not applied count as freed",
         "BucketSink.count_freed",
@@ -3079,7 +2487,6 @@ MUTANTS = [
         "bytes of gradients that undo holds count as freed",
         "BucketSink.count_freed",
         "        if not self._writes.frees_gradients:\n            return\n",
-        "",
     ),
     Mutant(
         "waiting within step() is counted twice",
@@ -3087,35 +2494,16 @@ MUTANTS = [
         "        if self._began is None:",
         "        if True:",
     ),
+    Mutant("waiting for an update hides it", "StepTimes.committed", "max(0.0, sum(ran) - self._waited)", "sum(ran)"),
+    Mutant("times add up over steps", "StepTimes.committed", "        self._in_step = self._waited = 0.0\n"),
+    Mutant("torch.compile traces what is watched", "DeferredBuckets.begin", "            listen(owner)\n"),
     Mutant(
-        "waiting for an update hides it",
-        "StepTimes.committed",
-        "max(0.0, sum(ran) - self._waited)",
-        "sum(ran)",
-    ),
-    Mutant(
-        "times add up over steps",
-        "StepTimes.committed",
-        "        self._in_step = self._waited = 0.0\n",
-        "",
-    ),
-    Mutant(
-        "torch.compile traces what is watched",
-        "DeferredBuckets.begin",
-        "            listen(owner)\n",
-        "",
-    ),
-    Mutant(
-        "torch.compile is given a stand-in",
-        "DeferredBuckets.give_to_compiler",
-        "            become_real(stand_in)\n",
-        "            pass\n",
+        "torch.compile is given a stand-in", "DeferredBuckets.give_to_compiler", "            become_real(stand_in)\n"
     ),
     Mutant(
         "a function is compiled anew after each step",
         "ForwardSchedule.before_compile",
         "            self._compiles += 1\n",
-        "",
     ),
     Mutant(
         "the line takes the place of an attachment with options",
@@ -3129,17 +2517,11 @@ MUTANTS = [
         "(knows_some and options.asks_for_nothing)",
         "knows_some",
     ),
-    Mutant(
-        "the table of an attachment is not escaped",
-        "table_of",
-        "{escape(title)}",
-        "{title}",
-    ),
+    Mutant("the table of an attachment is not escaped", "table_of", "{escape(title)}", "{title}"),
     Mutant(
         "keyed: leave the loop's generators as an update has left them",
         "KeyedDraws.around",
         "            generators.restore()\n",
-        "            pass\n",
     ),
     Mutant(
         "keyed: what step() draws without a gradient is the loop's",
@@ -3148,10 +2530,7 @@ MUTANTS = [
         "                stepper.keyed and (",
     ),
     Mutant(
-        "keyed: leave to torch what backward has left",
-        "Writes._rest_of",
-        "not stepper.steps_every_parameter and ",
-        "",
+        "keyed: leave to torch what backward has left", "Writes._rest_of", "not stepper.steps_every_parameter and ", ""
     ),
     Mutant(
         "keyed: what was added since backward is stepped in the groups of then",
@@ -3171,18 +2550,8 @@ MUTANTS = [
         "id(parameter) not in self._places and parameter.grad is not None",
         "False",
     ),
-    Mutant(
-        "keyed: take a wrapper's name for a part of the parameter's",
-        "_WRAPPED",
-        '"_orig_mod", ',
-        "",
-    ),
-    Mutant(
-        "keyed: each shard draws as the whole",
-        "KeyedDraws.name",
-        "shard_index(parameter)",
-        "None",
-    ),
+    Mutant("keyed: take a wrapper's name for a part of the parameter's", "_WRAPPED", '"_orig_mod", ', ""),
+    Mutant("keyed: each shard draws as the whole", "KeyedDraws.name", "shard_index(parameter)", "None"),
     Mutant(
         "keyed: replicas of a shard draw for themselves",
         "shard_index",
@@ -3190,10 +2559,7 @@ MUTANTS = [
         "        if True:",
     ),
     Mutant(
-        "keyed: who takes all from another rank keeps its number",
-        "resync_from",
-        "        draws.earlier = earlier\n",
-        "        pass\n",
+        "keyed: who takes all from another rank keeps its number", "resync_from", "        draws.earlier = earlier\n"
     ),
     Mutant(
         "torn: parameters of an update that raised in backward were not updated",
@@ -3217,7 +2583,6 @@ MUTANTS = [
         "torn: forget what step() itself has updated",
         "DeferredBuckets.returned",
         "            outcome.applied = outcome.names\n",
-        "            pass\n",
     ),
     Mutant(
         "torn: an update that was put off has updated the rows of other ranks, too",
@@ -3229,7 +2594,6 @@ MUTANTS = [
         "torn: rows of other ranks that have arrived are none, in an update that was put off",
         "Shards.receive",
         "            outcome.applied += self._shared\n",
-        "",
     ),
     Mutant(
         "torn: an update that was put off begins what another rank updates",
@@ -3271,7 +2635,6 @@ MUTANTS = [
         "shard_state: write rows of ranks that could not update theirs, of a step that was put off",
         "Shards.receive",
         "        ranks.hear_of_updates()\n",
-        "",
     ),
     Mutant(
         "shard_state: a rank that could not update its rows says that it has, of a step that was put off",
@@ -3298,10 +2661,7 @@ MUTANTS = [
         "outcome.refused",
     ),
     Mutant(
-        "first failure: wait for rows after it, in backward",
-        "_Sent.communicating",
-        "            self.lost = True\n",
-        "            pass\n",
+        "first failure: wait for rows after it, in backward", "_Sent.communicating", "            self.lost = True\n"
     ),
     Mutant(
         "first failure: wait for rows after it, of a step that was put off",
@@ -3331,7 +2691,6 @@ MUTANTS = [
         "first failure: the end of gloo's group waits for a vote that nobody answers",
         "VoteGroup.finish_sending",
         "            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))\n",
-        "            pass\n",
     ),
     Mutant(
         "shard_state: an optimizer that keeps no state has some elsewhere",
@@ -3403,7 +2762,6 @@ MUTANTS = [
         "shard_state: a state that other ranks do not have is saved in part",
         "Zero._whole_state_dict",
         "                self._votes.require_same()\n",
-        "                pass\n",
     ),
     Mutant(
         "ranks that Ctrl-C has cut short while they said what they train have said it",
@@ -3427,14 +2785,8 @@ MUTANTS = [
         "what was looked at in an optimizer is kept, and with it the model",
         "Beside.end_step",
         "        self._groups, self._others, self.unseen, self._versions, self._shared = [], [], [], [], []\n",
-        "        pass\n",
     ),
-    Mutant(
-        "an evaluation is taken for a step",
-        "_WatchedStage.backward",
-        " and stage.has_backward",
-        "",
-    ),
+    Mutant("an evaluation is taken for a step", "_WatchedStage.backward", " and stage.has_backward", ""),
     Mutant(
         "a weight of two stages is stepped with the first of them",
         "PipelineSource._end",
@@ -3457,20 +2809,9 @@ MUTANTS = [
         "each rank clips by the norm of its own stages",
         "norm_over_stages",
         "    dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)\n",
-        "",
     ),
-    Mutant(
-        "the norm of stages is summed as it is",
-        "norm_over_stages",
-        "    total.pow_(norm_type)\n",
-        "",
-    ),
-    Mutant(
-        "an infinite norm of stages is summed",
-        "norm_over_stages",
-        "op=dist.ReduceOp.MAX",
-        "op=dist.ReduceOp.SUM",
-    ),
+    Mutant("the norm of stages is summed as it is", "norm_over_stages", "    total.pow_(norm_type)\n"),
+    Mutant("an infinite norm of stages is summed", "norm_over_stages", "op=dist.ReduceOp.MAX", "op=dist.ReduceOp.SUM"),
     Mutant(
         "a backward of another stage puts a trial back",
         "BackwardSchedule.begin_backward",
@@ -3487,26 +2828,14 @@ MUTANTS = [
         "a run waits for a rank whose step has failed",
         "PipelineSource.is_about_to_meet",
         "            self._steps.hear_of_last_step()\n",
-        "",
     ),
     Mutant(
         "a run that raises leaves what its other stages have written",
         "PipelineSource.run",
         "            self._steps.run_failed()  # what the stages before the error have written is put back, or torn\n",
-        "",
     ),
-    Mutant(
-        "the error of a stage's update is lost",
-        "PipelineSource.run",
-        "            self._sink.raise_failure()\n",
-        "",
-    ),
-    Mutant(
-        "ranks of a pipeline do not step together",
-        "neighbours_of",
-        "        groups[stages] = None\n",
-        "        pass\n",
-    ),
+    Mutant("the error of a stage's update is lost", "PipelineSource.run", "            self._sink.raise_failure()\n"),
+    Mutant("ranks of a pipeline do not step together", "neighbours_of", "        groups[stages] = None\n"),
     Mutant(
         "the stages of FSDP only add up, as far as it says",
         "build",
@@ -3523,7 +2852,6 @@ MUTANTS = [
         "a stage's methods stay watched when it is detached",
         "StandIn.remove",
         "            del vars(owner)[self._name]\n",
-        "            pass\n",
     ),
     Mutant(
         "a rank without gradients leaves out the step of a pipeline",
@@ -3549,17 +2877,11 @@ MUTANTS = [
         "        if self.ledger.votes.voting is not None:\n",
         "        if False:\n",
     ),
-    Mutant(
-        "a profiler that stops meets a vote",
-        "VoteGroup.minimum",
-        "with unseen_by_profiler():",
-        "with suppress():",
-    ),
+    Mutant("a profiler that stops meets a vote", "VoteGroup.minimum", "with unseen_by_profiler():", "with suppress():"),
     Mutant(
         "a recording ends while gradients are on their way",
         "RecordedLoop.stop_listening",
         "            self._schedule.synchronize()\n",
-        "            pass\n",
     ),
     Mutant(
         "micro-batches of a pipeline are counted as forwards of their own",
@@ -3621,7 +2943,6 @@ MUTANTS = [
         "own object: what buckets have left is not put in",
         "Stepper.commit",
         "                self.own_object.beside.commit()\n",
-        "                pass\n",
     ),
     Mutant(
         "own object: what step() has made without gradients stands",
@@ -3630,10 +2951,7 @@ MUTANTS = [
         "pass",
     ),
     Mutant(
-        "own object: what buckets have taken out stays",
-        "_Place.commit",
-        "            self.mapping.pop(key, None)\n",
-        "            pass\n",
+        "own object: what buckets have taken out stays", "_Place.commit", "            self.mapping.pop(key, None)\n"
     ),
     Mutant(
         "own object: large tensors are not looked at",
@@ -3647,12 +2965,7 @@ MUTANTS = [
         "if (what := self.changed()) is not None:",
         "if (what := None) is not None:",
     ),
-    Mutant(
-        "own object: an update may add groups",
-        "OwnObject._step",
-        "if groups.put_back():",
-        "if False:",
-    ),
+    Mutant("own object: an update may add groups", "OwnObject._step", "if groups.put_back():", "if False:"),
     Mutant(
         "own object: other threads see the bucket",
         "_of_thread",
@@ -3663,13 +2976,11 @@ MUTANTS = [
         "own object: methods that need all parameters see the bucket",
         "OwnObject._of_all",
         "            _put((g, p.whole, p.names) if isinstance(p, _Params) else (g, p, names) for g, p, names in now)\n",
-        "",
     ),
     Mutant(
         "own object: an update that has asked for all parameters goes on with all",
         "OwnObject._of_all",
         "                _put(now)\n",
-        "                pass\n",
     ),
     Mutant(
         "own object: another thread does not wait with what needs all parameters",
@@ -3678,10 +2989,7 @@ MUTANTS = [
         "if True:",
     ),
     Mutant(
-        "own object: a finalizer is copied",
-        "_Holdings._object",
-        'if hasattr(type(value), "__del__"):',
-        "if False:",
+        "own object: a finalizer is copied", "_Holdings._object", 'if hasattr(type(value), "__del__"):', "if False:"
     ),
     Mutant(
         "own object: a step without gradients is compared with those that have some",
@@ -3702,10 +3010,7 @@ MUTANTS = [
         "update.owned",
     ),
     Mutant(
-        "signals: those that have come are lost",
-        "_Waiting.release",
-        "        if self._came:\n",
-        "        if False:\n",
+        "signals: those that have come are lost", "_Waiting.release", "        if self._came:\n", "        if False:\n"
     ),
     Mutant(
         "signals: an error leaves those that are held",
@@ -3736,7 +3041,6 @@ MUTANTS = [
         "signals: one that comes while handlers are exchanged leaves some",
         "_Waiting.__init__",
         "            self._put_back()\n",
-        "",
     ),
     Mutant(
         "signals: a handler that was set meanwhile is lost",
@@ -3748,7 +3052,6 @@ MUTANTS = [
         "interrupts: what ends the lines under a step's lock tears nothing",
         "StepLock.__exit__",
         "                self.torn_by(error)\n",
-        "                pass\n",
     ),
     Mutant(
         "interrupts: handlers do not wait for a step's lock",
@@ -3762,18 +3065,8 @@ MUTANTS = [
         "        finally:\n            self._owner",
         "        except ImportError:\n            pass\n        else:\n            self._owner",
     ),
-    Mutant(
-        "interrupts: handlers are looked for once, at attach",
-        "look_for_handlers",
-        "    _waits = heard()\n",
-        "    pass\n",
-    ),
-    Mutant(
-        "signals: held on any thread",
-        "held",
-        " or threading.get_ident() != threading.main_thread().ident",
-        "",
-    ),
+    Mutant("interrupts: handlers are looked for once, at attach", "look_for_handlers", "    _waits = heard()\n"),
+    Mutant("signals: held on any thread", "held", " or threading.get_ident() != threading.main_thread().ident", ""),
     Mutant(
         "judge: a step without gradients is not asked for",
         "PartsOfUpdate._take_part",
@@ -3793,10 +3086,7 @@ MUTANTS = [
         "elif False:",
     ),
     Mutant(
-        "judge: state is not compared",
-        "_Belongings.digest",
-        "None if is_empty else digest_of_value(entry)",
-        "None",
+        "judge: state is not compared", "_Belongings.digest", "None if is_empty else digest_of_value(entry)", "None"
     ),
     Mutant(
         "judge: values are not compared",
@@ -3859,34 +3149,27 @@ MUTANTS = [
         "except ZeroDivisionError as error:",
     ),
     Mutant(
-        "judge: draws are not looked for",
-        "PartsOfUpdate._step",
-        "if self._generators.have_advanced():",
-        "if False:",
+        "judge: draws are not looked for", "PartsOfUpdate._step", "if self._generators.have_advanced():", "if False:"
     ),
     Mutant(
         "judge: parts leave their parameters as they are updated",
         "BeforeUpdate.put_back",
         "            saved.restore()\n",
-        "            pass\n",
     ),
     Mutant(
         "judge: gradients that a part writes are not put back",
         "BeforeUpdate.put_back",
         "                restore(gradient, values)\n",
-        "                pass\n",
     ),
     Mutant(
         "judge: gradients that a part replaces are not put back",
         "BeforeUpdate.put_back",
         "            tensor.grad = gradient\n",
-        "            pass\n",
     ),
     Mutant(
         "judge: what is kept by parameter in attributes is not put back",
         "BeforeUpdate.put_back",
         "        self._others.restore()\n",
-        "",
     ),
     Mutant(
         "skip: a foreign step() without gradients may write parameters",
@@ -3912,7 +3195,6 @@ MUTANTS = [
         "judge: what a part reads of other parameters is not asked",
         "PartsOfUpdate._take_all",
         "            self._take_again()\n",
-        "            pass\n",
     ),
     Mutant(
         "judge: what is held deep, in slots or in classes is not put back",
@@ -3942,7 +3224,6 @@ MUTANTS = [
         "own object: groups that an update replaces stay",
         "Groups.put_back",
         "        optimizer.param_groups = self._list\n",
-        "",
     ),
     Mutant(
         "own object: an update may take state out",
@@ -3963,29 +3244,16 @@ MUTANTS = [
         "        held.update({key: item()})\n",
     ),
     Mutant(
-        "judge: what a part writes in a module stays",
-        "PartsOfUpdate.take",
-        "                self._put_around_back()\n",
-        "                pass\n",
+        "judge: what a part writes in a module stays", "PartsOfUpdate.take", "                self._put_around_back()\n"
     ),
-    Mutant(
-        "judge: the first update alone is compared",
-        "FIRST",
-        "FIRST = 2",
-        "FIRST = 1",
-    ),
+    Mutant("judge: the first update alone is compared", "FIRST", "FIRST = 2", "FIRST = 1"),
     Mutant(
         "judge: buckets are compared in the first update alone",
         "Judge.before_update",
         "is_first = bool(self.due.get(stepper)) and stepper not in self._has_begun",
         "is_first = True",
     ),
-    Mutant(
-        "judge: no later step is compared",
-        "Judge.step_opens",
-        "if number % EVERY == 0 and",
-        "if False and",
-    ),
+    Mutant("judge: no later step is compared", "Judge.step_opens", "if number % EVERY == 0 and", "if False and"),
     Mutant(
         "judge: the same two buckets are compared each time",
         "Judge.step_opens",
@@ -4002,13 +3270,9 @@ MUTANTS = [
         "judge: an error of a part that was left does not tear the step",
         "BackwardCalls._require_in_parts",
         "                self._writes.tear(error)\n",
-        "                pass\n",
     ),
     Mutant(
-        "judge: pairs are not compared",
-        "PartsOfUpdate._take_all",
-        "if in_pairs and self.reason is None:",
-        "if False:",
+        "judge: pairs are not compared", "PartsOfUpdate._take_all", "if in_pairs and self.reason is None:", "if False:"
     ),
     Mutant(
         "judge: what is coupled in pairs is stepped",
@@ -4028,23 +3292,14 @@ MUTANTS = [
         "self.verdict, self.leaves_all = reason, True",
         "self.verdict, self.leaves_all = reason, False",
     ),
+    Mutant("judge: the verdict is not in the plan", "Judge.__str__", "if self.verdict is not None:", "if False:"),
     Mutant(
-        "judge: the verdict is not in the plan",
-        "Judge.__str__",
-        "if self.verdict is not None:",
-        "if False:",
-    ),
-    Mutant(
-        "judge: with undo nothing is compared",
-        "TrialWrites._prepare",
-        "        step.before_update(stepper, left)\n",
-        "",
+        "judge: with undo nothing is compared", "TrialWrites._prepare", "        step.before_update(stepper, left)\n"
     ),
     Mutant(
         "judge: in backward nothing is compared",
         "FinalWrites.before_step",
         "        self._step.before_update(stepper, left)\n",
-        "",
     ),
     Mutant(
         "judge: what is left whole is clipped as one bucket",
@@ -4064,42 +3319,16 @@ MUTANTS = [
         "if self.judge is not None and self.ledger.votes.objected_on is not None:",
         "if False:",
     ),
-    Mutant(
-        "proved: in any version",
-        "is_proved",
-        '_version_of(found["distribution"]) == found["version"]',
-        "True",
-    ),
-    Mutant(
-        "proved: with any settings",
-        "is_proved",
-        'settings_of(optimizer) in found["settings"]',
-        "True",
-    ),
-    Mutant(
-        "proved: over parameters of any kind",
-        "settings_of",
-        " | kinds)",
-        ")",
-    ),
-    Mutant(
-        "proved: with any step",
-        "is_proved",
-        "replaced_step(optimizer) is None",
-        "True",
-    ),
+    Mutant("proved: in any version", "is_proved", '_version_of(found["distribution"]) == found["version"]', "True"),
+    Mutant("proved: with any settings", "is_proved", 'settings_of(optimizer) in found["settings"]', "True"),
+    Mutant("proved: over parameters of any kind", "settings_of", " | kinds)", ")"),
+    Mutant("proved: with any step", "is_proved", "replaced_step(optimizer) is None", "True"),
     Mutant(
         "proved: attributes are no settings",
         "settings_of",
         '    places.append({name: value for name, value in read_by_update(optimizer).items() if name != "defaults"})\n',
-        "",
     ),
-    Mutant(
-        "proved: what is proved is compared",
-        "Judge.meet",
-        "0 if stepper.is_proved else FIRST",
-        "FIRST",
-    ),
+    Mutant("proved: what is proved is compared", "Judge.meet", "0 if stepper.is_proved else FIRST", "FIRST"),
     Mutant(
         "autocast: a foreign step is the same in every block",
         "Stepper.autocast_matters",
@@ -4116,7 +3345,6 @@ MUTANTS = [
         "autocast: nothing is said of what was compared in a block",
         "Judge.after_update",
         "            stepper.came_out_alike()\n",
-        "",
     ),
     Mutant(
         "judge: what is kept by a parameter is not compared",
@@ -4130,17 +3358,9 @@ MUTANTS = [
         "if attributes := vars(parameter):",
         "if attributes := {}:",
     ),
+    Mutant("judge: other parameters are not disturbed", "_Others._turn", "                disturb(tensor)\n"),
     Mutant(
-        "judge: other parameters are not disturbed",
-        "_Others._turn",
-        "                disturb(tensor)\n",
-        "                pass\n",
-    ),
-    Mutant(
-        "judge: numbers that belong to others are not disturbed",
-        "_Others._turn",
-        " else number + 1",
-        " else number",
+        "judge: numbers that belong to others are not disturbed", "_Others._turn", " else number + 1", " else number"
     ),
     Mutant(
         "judge: state of others is not disturbed",
@@ -4161,16 +3381,12 @@ MUTANTS = [
         "pass",
     ),
     Mutant(
-        "judge: a backward of its own is none",
-        "PartsOfUpdate._take_part",
-        "if count_of_runs() != runs:",
-        "if False:",
+        "judge: a backward of its own is none", "PartsOfUpdate._take_part", "if count_of_runs() != runs:", "if False:"
     ),
     Mutant(
         "judge: what nobody has put back before the whole update is not asked",
         "PartsOfUpdate.take",
         "                self._require_back()\n",
-        "                pass\n",
     ),
     Mutant(
         "judge: tables of modules are not put back",
@@ -4178,12 +3394,7 @@ MUTANTS = [
         "WRITES_UNSEEN if self._tables.put_back() else None",
         "None",
     ),
-    Mutant(
-        "judge: entries that looks have made stay",
-        "PartsOfUpdate._take_out",
-        "            del state[key]\n",
-        "            pass\n",
-    ),
+    Mutant("judge: entries that looks have made stay", "PartsOfUpdate._take_out", "            del state[key]\n"),
     Mutant(
         "judge: torch's own are judged, too",
         "Judge.before_update",
@@ -4191,10 +3402,7 @@ MUTANTS = [
         "self.verdict is not None or",
     ),
     Mutant(
-        "own object: an update clears the gradients of all",
-        "OwnObject._of_all",
-        'if name == "zero_grad":',
-        "if False:",
+        "own object: an update clears the gradients of all", "OwnObject._of_all", 'if name == "zero_grad":', "if False:"
     ),
     Mutant(
         "own object: an update may add a group",
@@ -4203,10 +3411,7 @@ MUTANTS = [
         "if False:",
     ),
     Mutant(
-        "contents: what is in a buffer is not compared",
-        "_Digests._inside",
-        "elif has_buffer(value):",
-        "elif False:",
+        "contents: what is in a buffer is not compared", "_Digests._inside", "elif has_buffer(value):", "elif False:"
     ),
     Mutant(
         "values: Python's modules are looked into",
@@ -4214,18 +3419,8 @@ MUTANTS = [
         "(torch.Tensor, type, ModuleType)",
         "(torch.Tensor, type)",
     ),
-    Mutant(
-        "views of one tensor are taken",
-        "shared_memory",
-        "share_versions(a, b)",
-        "False",
-    ),
-    Mutant(
-        "skip: attributes of a model stay",
-        "keep_all",
-        "        tables.put_back()\n",
-        "",
-    ),
+    Mutant("views of one tensor are taken", "shared_memory", "share_versions(a, b)", "False"),
+    Mutant("skip: attributes of a model stay", "keep_all", "        tables.put_back()\n"),
     Mutant(
         "autocast: parameters in lower precision are taken for float32",
         "Stepper.autocast_matters",
@@ -4233,10 +3428,7 @@ MUTANTS = [
         "",
     ),
     Mutant(
-        "judge: a part may use other parameters",
-        "_Untouched.__init__",
-        "        self._watch.start(self._parameters)\n",
-        "",
+        "judge: a part may use other parameters", "_Untouched.__init__", "        self._watch.start(self._parameters)\n"
     ),
     Mutant(
         "judge: other threads may not use parameters",
@@ -4340,17 +3532,11 @@ MUTANTS = [
         "self._found.note(update.owned)",
         "pass",
     ),
-    Mutant(
-        "the state is not looked at as gradients arrive",
-        "Arrivals",
-        "with_state=True",
-        "with_state=False",
-    ),
+    Mutant("the state is not looked at as gradients arrive", "Arrivals", "with_state=True", "with_state=False"),
     Mutant(
         "undo puts back what others have written on a parameter",
         "SavedParameter._restore_belongings",
         "            attributes.update(written)\n",
-        "",
     ),
     Mutant(
         "attributes are those of when another parameter's update had the values saved",
@@ -4392,7 +3578,6 @@ MUTANTS = [
         "what an optimizer refers to is looked for once",
         "Stepper.begin_parts",
         "        self._layout.reached = None  # what it refers to by now\n",
-        "",
     ),
     Mutant(
         "a weak reference is compared by what it refers to",
@@ -4404,7 +3589,6 @@ MUTANTS = [
         "a large tensor that was put back counts as written",
         "_Place.take_back",
         "                    self._looks[key] = fingerprint(self.mapping[key])\n",
-        "                    pass\n",
     ),
     Mutant(
         "state is looked up by parameters",

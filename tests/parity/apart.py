@@ -160,46 +160,42 @@ class CountsCalls(Apart):
         return 1.0 / (1 + self.calls)
 
 
-@apart("list")
-class KeepsList(Apart):
-    def made(self) -> None:
-        self.seen = [1.0]
+def holds(name: str, make: Callable[[], Any], move_on: Callable[[Any], Any], read: Callable[[Any], float]) -> None:
+    """Register a class that holds what ``make`` makes: each call moves it on, and each update is scaled with it."""
 
-    def after(self) -> None:
-        self.seen.append(self.seen[-1] * 0.9)
+    class Holds(Apart):
+        def made(self) -> None:
+            self.held = make()
 
-    def scale(self) -> float:
-        return self.seen[-1]
+        def after(self) -> None:
+            move_on(self.held)
 
+        def scale(self) -> float:
+            return read(self.held)
 
-@apart("deque")
-class KeepsDeque(Apart):
-    def made(self) -> None:
-        self.window = deque([1.0], maxlen=3)
-
-    def after(self) -> None:
-        self.window.append(self.window[-1] * 0.8)
-
-    def scale(self) -> float:
-        return sum(self.window) / len(self.window)
+    apart(name)(Holds)
 
 
-@apart("tensor in place")
-class KeepsTensor(Apart):
-    def made(self) -> None:
-        self.beta = torch.ones(())
-
-    def after(self) -> None:
-        self.beta.mul_(0.9)
-
-    def scale(self) -> float:
-        return self.beta.item()
+def shrink(array: Any) -> None:
+    array *= 0.9
 
 
-@apart("tensor written through NumPy")
-class WritesThroughNumpy(KeepsTensor):
-    def after(self) -> None:
-        self.beta.numpy()[...] *= 0.9
+def count(many: bytearray) -> None:
+    many[1] += 1
+
+
+holds("list", lambda: [1.0], lambda seen: seen.append(seen[-1] * 0.9), lambda seen: seen[-1])
+holds(
+    "deque",
+    lambda: deque([1.0], maxlen=3),
+    lambda window: window.append(window[-1] * 0.8),
+    lambda window: sum(window) / len(window),
+)
+holds("tensor in place", lambda: torch.ones(()), lambda beta: beta.mul_(0.9), torch.Tensor.item)
+holds("tensor written through NumPy", lambda: torch.ones(()), lambda beta: shrink(beta.numpy()), torch.Tensor.item)
+holds("set", set, lambda names: names.add(len(names)), lambda names: 1.0 / (1 + len(names)))
+holds("bytearray", lambda: bytearray(2), count, lambda many: 1.0 / (1 + many[1]))
+holds("NumPy array", lambda: np.ones(3), lambda array: shrink(array[1:2]), lambda array: float(array.mean()))
 
 
 @apart("two views of one tensor")
@@ -240,42 +236,6 @@ class KeepsDicts(Apart):
 
     def scale(self) -> float:
         return 1.0 / (self.counts.get("calls", 0) + next(iter(self.order.values())))
-
-
-@apart("set")
-class KeepsSet(Apart):
-    def made(self) -> None:
-        self.names: set[int] = set()
-
-    def after(self) -> None:
-        self.names.add(len(self.names))
-
-    def scale(self) -> float:
-        return 1.0 / (1 + len(self.names))
-
-
-@apart("bytearray")
-class KeepsBytes(Apart):
-    def made(self) -> None:
-        self.bytes = bytearray(2)
-
-    def after(self) -> None:
-        self.bytes[1] += 1
-
-    def scale(self) -> float:
-        return 1.0 / (1 + self.bytes[1])
-
-
-@apart("NumPy array")
-class KeepsArray(Apart):
-    def made(self) -> None:
-        self.array = np.ones(3)
-
-    def after(self) -> None:
-        self.array[1] *= 0.9
-
-    def scale(self) -> float:
-        return float(self.array.mean())
 
 
 @apart("helper object")

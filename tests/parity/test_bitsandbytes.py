@@ -123,9 +123,7 @@ def fresh(manager: Any) -> Iterator[Any]:
             setattr(manager, name, value)
 
 
-OPTIONS: dict[str, Any] = {
-    **{way: options for way, options in WAYS.items() if way != "two_pass"},
-}
+OPTIONS: dict[str, Any] = {**{way: options for way, options in WAYS.items() if way != "two_pass"}}
 
 
 @pytest.mark.parametrize("way", list(OPTIONS))

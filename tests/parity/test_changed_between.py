@@ -179,13 +179,7 @@ def set_lr(found: Any, i: int) -> None:
     found.lr = 0.01 / i
 
 
-CFG = {
-    "a dataclass": Settings,
-    "a slotted dataclass": Slotted,
-    "an object": Plain,
-    "slots": Private,
-    "a cycle": Cyclic,
-}
+CFG = {"a dataclass": Settings, "a slotted dataclass": Slotted, "an object": Plain, "slots": Private, "a cycle": Cyclic}
 IN_OBJECTS: dict[str, tuple[Callable[[], Any], Change]] = {
     f"{name} in {where}": (
         configured(lambda o, g: g["cfg"].lr, in_groups(make))

@@ -85,13 +85,17 @@ def clipping(clip: ClipNorm | ClipValue, loss: Callable[[Contender, int], torch.
 
     def step(lane: Contender, i: int) -> torch.Tensor | None:
         lane.backward(loss(lane, i))
-        norm = apply(clip, lane)
-        for optimizer in lane.optimizers:
-            optimizer.step()
-        lane.zero_grad()
-        return norm if lane.overlap is None else lane.overlap.grad_norm
+        return clip_and_step(clip, lane)
 
     return step
+
+
+def clip_and_step(clip: ClipNorm | ClipValue, lane: Contender) -> torch.Tensor | None:
+    norm = apply(clip, lane)
+    for optimizer in lane.optimizers:
+        optimizer.step()
+    lane.zero_grad()
+    return norm if lane.overlap is None else lane.overlap.grad_norm
 
 
 def apply(clip: ClipNorm | ClipValue, lane: Contender) -> torch.Tensor | None:
@@ -538,10 +542,7 @@ def test_clip_norm_where_layers_are_frozen_before_and_after_the_forward(way: str
         value = loss_of(call(lane.model, x), y)
         lane.model.blocks[1].requires_grad_(i % 3 != 1)
         lane.backward(value)
-        norm = apply(clip, lane)
-        lane.optimizer.step()
-        lane.zero_grad()
-        return norm if lane.overlap is None else lane.overlap.grad_norm
+        return clip_and_step(clip, lane)
 
     compare(way, blocks, step, 6, clip=clip)
 
@@ -806,10 +807,7 @@ def test_a_gradient_changed_after_it_was_measured(way: str, change: Callable[[An
     def step(lane: Contender, i: int) -> torch.Tensor | None:
         lane.backward(loss(lane, i))
         change(lane.model.blocks[i % 2][1].weight)
-        norm = apply(clip, lane)
-        lane.optimizer.step()
-        lane.zero_grad()
-        return norm if lane.overlap is None else lane.overlap.grad_norm
+        return clip_and_step(clip, lane)
 
     compare(way, blocks, step, clip=clip)
 
@@ -830,10 +828,7 @@ def test_a_gradient_changed_through_another_reference_to_it(way: str, max_norm: 
         taken.clear()
         lane.backward(loss(lane, i))
         taken.pop().mul_(3.0)
-        norm = apply(clip, lane)
-        lane.optimizer.step()
-        lane.zero_grad()
-        return norm if lane.overlap is None else lane.overlap.grad_norm
+        return clip_and_step(clip, lane)
 
     compare(way, build, step, clip=clip)
 
@@ -844,8 +839,7 @@ def fail(gradient: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("clear", [True, False], ids=["cleared", "not cleared"])
 @pytest.mark.parametrize(
-    ("way", "position"),
-    [(way, position) for way in ("forward", "undo", "two_pass") for position in range(16)],
+    ("way", "position"), [(way, position) for way in ("forward", "undo", "two_pass") for position in range(16)]
 )
 def test_clip_norm_after_a_backward_that_raised(way: str, position: int, clear: bool) -> None:
     """A hook raises in the place of each parameter's gradient, so after any number of gradients was measured."""
@@ -929,10 +923,7 @@ def test_clip_norm_of_gradients_that_autograd_grad_returned(way: str, max_norm: 
         gradients = torch.autograd.grad(loss(lane, i), parameters)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        norm = apply(clip, lane)
-        lane.optimizer.step()
-        lane.zero_grad()
-        return norm if lane.overlap is None else lane.overlap.grad_norm
+        return clip_and_step(clip, lane)
 
     compare(way, blocks, step, clip=clip)
 
@@ -945,10 +936,7 @@ def test_clip_norm_of_gradients_made_without_autograd(way: str, max_norm: float)
     def step(lane: Contender, i: int) -> torch.Tensor | None:
         for parameter in lane.model.parameters():
             parameter.grad = torch.randn_like(parameter) * (i + 1)
-        norm = apply(clip, lane)
-        lane.optimizer.step()
-        lane.zero_grad()
-        return norm if lane.overlap is None else lane.overlap.grad_norm
+        return clip_and_step(clip, lane)
 
     compare(way, blocks, step, clip=clip)
 

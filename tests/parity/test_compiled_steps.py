@@ -118,26 +118,27 @@ def test_a_compiled_step(way: str, part: Callable[..., Any]) -> None:
     in_lockstep(way, part, "aot_eager")
 
 
+def learned_in_a_graph(lane: Contender, i: int) -> Any:
+    """Forward and backward are compiled, and the step is not."""
+    if lane.extra is None:
+        model = lane.model
+
+        def learn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss = loss_of(model(x), y)
+            loss.backward()
+            return loss.detach()
+
+        lane.extra = torch.compile(learn, backend="aot_eager")
+    loss = lane.extra(*batch(i))
+    lane.step()
+    lane.zero_grad()
+    return loss
+
+
 @pytest.mark.parametrize("way", ["backward", "forward", "undo"])
 def test_a_compiled_forward_and_backward_with_a_step_that_is_not(way: str) -> None:
     """Nothing is refused: all of the step is taken outside of what is compiled."""
-
-    def step(lane: Contender, i: int) -> Any:
-        if lane.extra is None:
-            model = lane.model
-
-            def learn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-                loss = loss_of(model(x), y)
-                loss.backward()
-                return loss.detach()
-
-            lane.extra = torch.compile(learn, backend="aot_eager")
-        loss = lane.extra(*batch(i))
-        lane.step()
-        lane.zero_grad()
-        return loss
-
-    lane = lockstep(way, built(), step, bucket_bytes=1)
+    lane = lockstep(way, built(), learned_in_a_graph, bucket_bytes=1)
     if way != "forward":
         assert lane.overlap.step_count == 5
 
@@ -176,21 +177,5 @@ def test_torch_says_whether_a_hook_was_traced() -> None:
 def test_compiled_autograd(way: str) -> None:
     """The backward itself is compiled, and reads weights when some have been stepped."""
     compiled = Refused(InstepError, "untouched", match="backward is compiled")
-
-    def step(lane: Contender, i: int) -> Any:
-        if lane.extra is None:
-            model = lane.model
-
-            def learn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-                loss = loss_of(model(x), y)
-                loss.backward()
-                return loss.detach()
-
-            lane.extra = torch.compile(learn, backend="aot_eager")
-        loss = lane.extra(*batch(i))
-        lane.step()
-        lane.zero_grad()
-        return loss
-
     with torch._dynamo.config.patch(compiled_autograd=True):
-        lockstep(way, built(), step, bucket_bytes=1, refused={"backward": compiled})
+        lockstep(way, built(), learned_in_a_graph, bucket_bytes=1, refused={"backward": compiled})

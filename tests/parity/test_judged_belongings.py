@@ -5,8 +5,6 @@ import functools
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import warnings
 import weakref
@@ -27,6 +25,8 @@ from torch import nn
 import instep
 from instep._optim import values
 from instep.errors import AttachError, UnsupportedOptimizerError
+from tests import net
+from tests.forking import forking
 from tests.judged import own_steps_are_judged
 from tests.parity.judged_loops import WAYS, Plain, calls_while_judged, each_way, layers, require_same, usual
 
@@ -717,11 +717,10 @@ def train_with_read_only_memory(table: str) -> None:
 def test_memory_that_may_only_be_read(tmp_path: Path) -> None:
     """In a process of its own: who writes there ends it."""
     np.save(tmp_path / "table.npy", np.full(4, 0.5, dtype=np.float32))
-    code = f"from {__name__} import train_with_read_only_memory as train; train({str(tmp_path / 'table.npy')!r})"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    process = forking().Process(target=train_with_read_only_memory, args=(str(tmp_path / "table.npy"),))
+    process.start()
+    process.join(net.SECONDS)
+    assert process.exitcode == 0
 
 
 class LooksLate(Momentum):

@@ -410,10 +410,7 @@ def with_a_group_more(model: nn.Module, optimizer: Any, i: int) -> None:
 @each_way
 @pytest.mark.parametrize(
     ("make", "learn"),
-    [
-        (head_first, then_all),
-        (lambda model: Clipped(model[4].parameters()), with_a_group_more),
-    ],
+    [(head_first, then_all), (lambda model: Clipped(model[4].parameters()), with_a_group_more)],
     ids=["unfrozen", "a group"],
 )
 def test_parameters_that_come_late(make: Callable[[nn.Module], Any], learn: Callable[..., None], way: str) -> None:

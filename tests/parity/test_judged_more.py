@@ -25,10 +25,7 @@ from instep_tools.harness import first_difference, training_state
 from tests.devices import here, on_cpu_only
 from tests.judged import own_steps_are_judged
 
-WAYS: dict[str, dict[str, Any]] = {
-    "backward": {"schedule": "backward"},
-    "undo": {"schedule": "backward", "undo": True},
-}
+WAYS: dict[str, dict[str, Any]] = {"backward": {"schedule": "backward"}, "undo": {"schedule": "backward", "undo": True}}
 each_way = pytest.mark.parametrize("way", WAYS)
 Make = Callable[[nn.Module], Any]
 
@@ -105,6 +102,16 @@ def seed(i: int) -> None:
 def backward(model: nn.Module, i: int) -> None:
     seed(i)
     model(torch.randn(3, 4)).square().sum().backward()
+
+
+def require_refused(make: Make, because: str) -> None:
+    model = layers()
+    optimizer = make(model)
+    with instep.attach(model, optimizer, schedule="backward", bucket_bytes=64) as overlap:
+        with pytest.raises(UnsupportedOptimizerError, match=because):
+            backward(model, 0)
+        overlap.accept_torn()
+        optimizer.zero_grad()
 
 
 def both(
@@ -664,13 +671,7 @@ def test_two_buckets_that_leave_other_attributes() -> None:
             if those:
                 self.norm = norm_of(those)
 
-    model = layers()
-    optimizer = Notes(model)
-    with instep.attach(model, optimizer, schedule="backward", bucket_bytes=64) as overlap:
-        with pytest.raises(UnsupportedOptimizerError, match="'norm' in a way that depends on which parameters step"):
-            backward(model, 0)
-        overlap.accept_torn()
-        optimizer.zero_grad()
+    require_refused(Notes, "'norm' in a way that depends on which parameters step")
 
 
 class Slotted:
@@ -743,13 +744,7 @@ def test_a_group_that_an_update_adds(by_hand: bool) -> None:
             elif those and len(self.param_groups) == 1:
                 self.add_param_group({"params": [extra]})
 
-    model = layers()
-    optimizer = Adds(model)
-    with instep.attach(model, optimizer, schedule="backward", bucket_bytes=64) as overlap:
-        with pytest.raises(UnsupportedOptimizerError, match="its list of param_groups in a way that depends"):
-            backward(model, 0)
-        overlap.accept_torn()
-        optimizer.zero_grad()
+    require_refused(Adds, "its list of param_groups in a way that depends")
 
 
 def test_large_tensors_that_an_update_writes() -> None:
@@ -762,13 +757,7 @@ def test_large_tensors_that_an_update_writes() -> None:
             if those:
                 self.average.add_(1)
 
-    model = layers()
-    optimizer = Averages(model)
-    with instep.attach(model, optimizer, schedule="backward", bucket_bytes=64) as overlap:
-        with pytest.raises(UnsupportedOptimizerError, match="writes large tensors to which it refers"):
-            backward(model, 0)
-        overlap.accept_torn()
-        optimizer.zero_grad()
+    require_refused(Averages, "writes large tensors to which it refers")
 
 
 def test_a_module_that_an_update_writes() -> None:
@@ -782,13 +771,7 @@ def test_a_module_that_an_update_writes() -> None:
             if those:
                 self.average.weight.add_(1)
 
-    model = layers()
-    optimizer = Averages(model)
-    with instep.attach(model, optimizer, schedule="backward", bucket_bytes=64) as overlap:
-        with pytest.raises(UnsupportedOptimizerError, match="or those of a module"):
-            backward(model, 0)
-        overlap.accept_torn()
-        optimizer.zero_grad()
+    require_refused(Averages, "or those of a module")
 
 
 class Reaches(Plain):

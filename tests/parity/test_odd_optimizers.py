@@ -267,10 +267,7 @@ class OneIsKept(nn.Module):
         return cast(torch.Tensor, self.second(self.first(nn.functional.one_hot(indices, 5).float())))
 
 
-BEFORE_OTHERS = {
-    "sparse": lambda: nn.Sequential(nn.Embedding(7, 5, sparse=True), nn.Linear(5, 5)),
-    "kept": OneIsKept,
-}
+BEFORE_OTHERS = {"sparse": lambda: nn.Sequential(nn.Embedding(7, 5, sparse=True), nn.Linear(5, 5)), "kept": OneIsKept}
 
 
 @pytest.mark.parametrize("first", BEFORE_OTHERS)

@@ -784,10 +784,7 @@ def test_a_reader_of_gradients(reader: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "reader",
-    rows(GRADIENT_READERS, FAILING_GRADIENT_READERS),
-)
+@pytest.mark.parametrize("reader", rows(GRADIENT_READERS, FAILING_GRADIENT_READERS))
 def test_a_reader_of_gradients_that_are_never_cleared(reader: str, tmp_path: Path) -> None:
     # A gradient that was used while its update was due, and stays, may have an owner that is not known: its next steps
     # may be taken at once.

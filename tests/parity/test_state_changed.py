@@ -346,10 +346,7 @@ class KeepsLists(torch.optim.Optimizer):
 
 @pytest.mark.parametrize(
     ("change", "undone"),
-    [
-        (lambda o: o.state[first(o)]["norms"].append(1.0), PUT_BACK),
-        (lambda o: o.state.update(factor=0.5), None),
-    ],
+    [(lambda o: o.state[first(o)]["norms"].append(1.0), PUT_BACK), (lambda o: o.state.update(factor=0.5), None)],
 )
 @pytest.mark.parametrize("way", ["backward", "forward", "late", *UNDO])
 def test_lists_in_state_and_state_of_no_parameter(way: str, change: Change, undone: Refused | None) -> None:

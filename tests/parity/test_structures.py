@@ -21,7 +21,7 @@ from instep.errors import (
     TornStepError,
     UncommittedStepError,
 )
-from tests.cases import Blocks, Tied, assign, batch, grad_of
+from tests.cases import Blocks, Reentrant, Tied, assign, batch, grad_of
 from tests.devices import default_device, on_cpu_only
 from tests.parity.lockstep import (
     EXACT,
@@ -220,14 +220,6 @@ def segments(lane: Contender, x: torch.Tensor, reentrant: bool) -> torch.Tensor:
     return lane.model.outer(x)
 
 
-class Segmented(Blocks):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inner(x)
-        for block in self.blocks:
-            x = x + checkpoint(block, x, use_reentrant=True)
-        return self.outer(x)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @in_every_way
 def test_checkpointing(way: str, reentrant: bool) -> None:
@@ -423,7 +415,7 @@ def test_accumulation_steps(way: str, kind: str) -> None:
             lane.step()
             lane.zero_grad()
 
-    build = built(Segmented) if kind == "reentrant" else blocks
+    build = built(Reentrant) if kind == "reentrant" else blocks
     lockstep(way, build, step, steps=8, bucket_bytes=1, accumulation_steps=2)
 
 

@@ -80,9 +80,7 @@ def _agreeing(draw: Any, program: Program) -> Program:
         program = replace(program, way="backward" if program.way == "two_pass" else program.way)
     if program.recipe is not None:
         program = replace(
-            program,
-            width=draw(st.sampled_from([program.width, LARGE])),
-            scale=draw(st.sampled_from([1.0, 1.0, 1e4])),
+            program, width=draw(st.sampled_from([program.width, LARGE])), scale=draw(st.sampled_from([1.0, 1.0, 1e4]))
         )
     elif program.optimizer.startswith("SGD"):
         # torch's own couples parameters in bfloat16 (docs/limits.md).

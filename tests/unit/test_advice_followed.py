@@ -353,11 +353,7 @@ def test_ways_to_clip_exactly(scaled: bool) -> None:
 def test_options_of_shard_state_are_not_advised_against_each_other() -> None:
     """``undo`` and ``two_pass`` do not go with it."""
     shard: dict[str, Any] = {"schedule": "backward", "shard_state": True}
-    for option in (
-        {"clip": instep.ClipNorm(1.0)},
-        {"nonfinite": "skip"},
-        {"scaler": torch.amp.GradScaler("cpu")},
-    ):
+    for option in ({"clip": instep.ClipNorm(1.0)}, {"nonfinite": "skip"}, {"scaler": torch.amp.GradScaler("cpu")}):
         said = refusal(**shard, **option)
         assert "undo" not in said
         assert "two_pass" not in said

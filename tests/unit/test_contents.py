@@ -13,15 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from instep._optim.contents import (
-    Contents,
-    copy_of,
-    digest_of,
-    digest_of_value,
-    is_back,
-    require_contents,
-    restore,
-)
+from instep._optim.contents import Contents, copy_of, digest_of, digest_of_value, is_back, require_contents, restore
 from instep._torch.versions import version_of
 from tests.wrappers import Closed, Scaled
 

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,202 +11,37 @@ import pytest
 import instep
 
 ROOT = Path(instep.__file__).parent
-ALLOWED = {
-    "errors": set(),
-    "comm_hooks": set(),
-    "buckets": set(),
-    "_arguments": {
-        "errors",
-    },
-    "_torch": {
-        "errors",
-    },
-    "_optim": {
-        "buckets",
-        "errors",
-        "_torch",
-    },
-    "_ranks": {
-        "buckets",
-        "_torch",
-        "errors",
-        "_optim",
-    },
-    "_gradients": {
-        "errors",
-        "_torch",
-        "_optim",
-        "_ranks",
-    },
-    "_step": {
-        "buckets",
-        "errors",
-        "_torch",
-        "_optim",
-        "_ranks",
-        "_gradients",
-    },
-    "sources": {
-        "buckets",
-        "errors",
-        "_torch",
-        "_optim",
-        "_step",
-    },
-    "sources.ddp": {
-        "buckets",
-        "errors",
-        "comm_hooks",
-        "_torch",
-        "_optim",
-        "_ranks",
-        "sources",
-    },
-    "sources.zero": {
-        "buckets",
-        "errors",
-        "comm_hooks",
-        "_torch",
-        "_optim",
-        "_ranks",
-        "_step",
-        "sources",
-        "sources.ddp",
-    },
-    "sources.replicate": {
-        "buckets",
-        "errors",
-        "comm_hooks",
-        "_torch",
-        "_optim",
-        "_ranks",
-        "_step",
-        "sources",
-        "sources.ddp",
-    },
-    "sources.fsdp": {
-        "buckets",
-        "errors",
-        "_torch",
-        "_optim",
-        "sources",
-    },
-    "options": {
-        "buckets",
-        "errors",
-        "_torch",
-        "_optim",
-        "_gradients",
-        "sources.ddp",
-    },
-    "target": {
-        "_optim",
-        "sources.ddp",
-        "sources.replicate",
-        "sources.fsdp",
-    },
-    "naming": {
-        "sources.replicate",
-    },
-    "_refusals": {
-        "errors",
-        "_arguments",
-        "_torch",
-        "_optim",
-        "_gradients",
-        "sources.ddp",
-        "sources.replicate",
-        "sources.fsdp",
-        "options",
-        "target",
-    },
-    "_wiring": {
-        "buckets",
-        "errors",
-        "_torch",
-        "_optim",
-        "_ranks",
-        "_gradients",
-        "_step",
-        "sources",
-        "sources.ddp",
-        "sources.zero",
-        "sources.replicate",
-        "sources.fsdp",
-        "options",
-        "target",
-        "naming",
-    },
-    "_micro_batches": {
-        "errors",
-        "_torch",
-        "_optim",
-        "_step",
-        "sources.ddp",
-        "sources.fsdp",
-        "_wiring",
-    },
-    "attachment": {
-        "buckets",
-        "errors",
-        "_arguments",
-        "_torch",
-        "_optim",
-        "_step",
-        "options",
-        "target",
-        "_refusals",
-        "_wiring",
-        "_micro_batches",
-    },
-    "attaching": {
-        "errors",
-        "_arguments",
-        "_gradients",
-        "sources.ddp",
-        "options",
-        "target",
-        "attachment",
-    },
-    "replication": {
-        "errors",
-        "_arguments",
-        "sources.replicate",
-        "attachment",
-    },
-    "functional": {
-        "errors",
-        "comm_hooks",
-        "_arguments",
-        "_torch",
-        "_optim",
-        "_step",
-        "sources",
-        "sources.ddp",
-        "sources.fsdp",
-        "attachment",
-        "attaching",
-    },
-    "checkpoint": {
-        "errors",
-        "_arguments",
-        "_torch",
-        "_optim",
-        "sources.fsdp",
-        "naming",
-        "attachment",
-        "target",
-        "_version",
-    },
-    "integrations": {
-        "errors",
-        "_gradients",
-        "sources.ddp",
-        "options",
-        "attachment",
-        "attaching",
-    },
+BELOW = {
+    "errors": "",
+    "comm_hooks": "",
+    "buckets": "",
+    "_arguments": "errors",
+    "_torch": "errors",
+    "_optim": "buckets errors _torch",
+    "_ranks": "buckets _torch errors _optim",
+    "_gradients": "errors _torch _optim _ranks",
+    "_step": "buckets errors _torch _optim _ranks _gradients",
+    "sources": "buckets errors _torch _optim _step",
+    "sources.ddp": "buckets errors comm_hooks _torch _optim _ranks sources",
+    "sources.zero": "buckets errors comm_hooks _torch _optim _ranks _step sources sources.ddp",
+    "sources.replicate": "buckets errors comm_hooks _torch _optim _ranks _step sources sources.ddp",
+    "sources.fsdp": "buckets errors _torch _optim sources",
+    "options": "buckets errors _torch _optim _gradients sources.ddp",
+    "target": "_optim sources.ddp sources.replicate sources.fsdp",
+    "naming": "sources.replicate",
+    "_refusals": "errors _arguments _torch _optim _gradients sources.ddp sources.replicate sources.fsdp options target",
+    "_wiring": "buckets errors _torch _optim _ranks _gradients _step sources sources.ddp sources.zero "
+    "sources.replicate sources.fsdp options target naming",
+    "_micro_batches": "errors _torch _optim _step sources.ddp sources.fsdp _wiring",
+    "attachment": "buckets errors _arguments _torch _optim _step options target _refusals _wiring _micro_batches",
+    "attaching": "errors _arguments _gradients sources.ddp options target attachment",
+    "replication": "errors _arguments sources.replicate attachment",
+    "functional": "errors comm_hooks _arguments _torch _optim _step sources sources.ddp sources.fsdp attachment "
+    "attaching",
+    "checkpoint": "errors _arguments _torch _optim sources.fsdp naming attachment target _version",
+    "integrations": "errors _gradients sources.ddp options attachment attaching",
 }
+ALLOWED = {room: set(below.split()) for room, below in BELOW.items()}
 # From the ground up: a room stands on those before it.
 FLOORS = list(ALLOWED)
 
@@ -222,12 +58,18 @@ def room_of(module: str) -> str:
     return next(name for name in (".".join(parts[:2]), parts[0]) if name in ALLOWED)
 
 
+@cache
+def imports_of(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imported_by(path: Path) -> set[str]:
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in imports_of(path):
         if isinstance(node, ast.ImportFrom):
             found.add(node.module or "")
-        elif isinstance(node, ast.Import):
+        else:
             found.update(alias.name for alias in node.names)
     return found
 
@@ -277,30 +119,12 @@ def test_the_step_does_not_know_how_ranks_communicate(room: str) -> None:
 
 
 def test_the_public_names() -> None:
-    assert instep.__all__ == [
-        "AllreduceUpcastHookState",
-        "Attachment",
-        "ClipNorm",
-        "ClipValue",
-        "OptimInBackwardHookState",
-        "OptimizerHookState",
-        "OverlappedOptimizer",
-        "Replicated",
-        "Verification",
-        "apply_optim_in_backward_hook",
-        "apply_optimizer_in_backward",
-        "as_overlapped_optim",
-        "attach",
-        "attached",
-        "draw_key",
-        "get_in_backward_optimizers",
-        "hook_then_optimizer",
-        "record",
-        "reducer_allreduce_and_upcast_hook",
-        "register_overlapped",
-        "replicate",
-        "verify",
-    ]
+    assert " ".join(instep.__all__) == (
+        "AllreduceUpcastHookState Attachment ClipNorm ClipValue OptimInBackwardHookState OptimizerHookState "
+        "OverlappedOptimizer Replicated Verification apply_optim_in_backward_hook "
+        "apply_optimizer_in_backward as_overlapped_optim attach attached draw_key get_in_backward_optimizers "
+        "hook_then_optimizer record reducer_allreduce_and_upcast_hook register_overlapped replicate verify"
+    )
     for name in instep.__all__:
         assert callable(getattr(instep, name))
     assert issubclass(instep.errors.InstepError, RuntimeError)
@@ -321,9 +145,7 @@ TESTS = Path(__file__).parents[1]
 def test_no_test_module_is_imported_by_another(folder: Path) -> None:
     """What tests share is in a module that holds no tests. The command over seeded defects alone reads their table."""
     for path in folder.glob("*.py"):
-        imports = [
-            node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ImportFrom)
-        ]
+        imports = [node for node in imports_of(path) if isinstance(node, ast.ImportFrom)]
         names = {f"{node.module}.{alias.name}" for node in imports for alias in node.names} | imported_by(path)
         found = {name for name in names if name.startswith("tests.") and ".test_" in name}
         assert not found or path.name == "matrix.py", path

@@ -5,16 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from iteration_model import (
-    SCHEDULES,
-    Host,
-    Link,
-    ScheduleName,
-    Work,
-    bound,
-    exposed_seconds,
-    iteration_seconds,
-)
+from iteration_model import SCHEDULES, Host, Link, ScheduleName, Work, bound, exposed_seconds, iteration_seconds
 
 ONE, TWO = Host(), Host(cores=2)
 FREE = Link(1.0, 0.0, ranks=1)

@@ -10,7 +10,7 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn import functional as F  # noqa: N812
 
 from tests.loops.form import Run, form
-from tests.loops.parts import ConvNet, images, mlp, rows
+from tests.loops.parts import ConvNet, fit, images, mlp, rows
 
 
 @form("norms of gradients logged every three steps, layer by layer", "experiment trackers")
@@ -121,18 +121,10 @@ def flat_parameters(run: Run) -> None:
     flat = flattened(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     run.attach(model, optimizer)
-    for x, y in rows():
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        run.saw(model, optimizer, loss=loss.item(), elements=flat.numel())
+    fit(run, model, optimizer, elements=flat.numel)
 
 
-@form(
-    "parameters that are views of one flat tensor, whose average is taken after each step",
-    "flat EMA",
-)
+@form("parameters that are views of one flat tensor, whose average is taken after each step", "flat EMA")
 def flat_average(run: Run) -> None:
     model = mlp()
     flat = flattened(model)
@@ -147,10 +139,7 @@ def flat_average(run: Run) -> None:
         run.saw(model, optimizer, average=average)
 
 
-@form(
-    "one flat parameter is stepped, and the modules' weights are views of it",
-    "flat master weights",
-)
+@form("one flat parameter is stepped, and the modules' weights are views of it", "flat master weights")
 def flat_master(run: Run) -> None:
     model = mlp()
     master = nn.ParameterList([flattened(model)])
@@ -169,42 +158,25 @@ def flat_master(run: Run) -> None:
         run.saw(model, master, optimizer, loss=loss.item())
 
 
-@form(
-    "a NumPy view of a weight, made once and read after each step",
-    "plots and notebooks",
-)
+@form("a NumPy view of a weight, made once and read after each step", "plots and notebooks")
 def numpy_view(run: Run) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.attach(model, optimizer)
     view = model.get_parameter("0.weight").detach().numpy()
-    for x, y in rows():
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        run.saw(model, optimizer, size=float(abs(view).sum()))
+    fit(run, model, optimizer, size=lambda: float(abs(view).sum()))
 
 
-@form(
-    "a detached weight, made once and read after each step",
-    "monitors of one layer",
-)
+@form("a detached weight, made once and read after each step", "monitors of one layer")
 def detached_alias(run: Run) -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     run.attach(model, optimizer)
     watched = model.get_parameter("4.weight").detach()
-    for x, y in rows():
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        run.saw(model, optimizer, spectrum=torch.linalg.svdvals(watched))
+    fit(run, model, optimizer, spectrum=lambda: torch.linalg.svdvals(watched))
 
 
-@form(
-    "a tensor of the optimizer's state, taken once and read after each step",
-    "monitors of the second moment",
-)
+@form("a tensor of the optimizer's state, taken once and read after each step", "monitors of the second moment")
 def state_alias(run: Run) -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -461,9 +433,4 @@ def compiled_norm(run: Run) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     run.attach(model, optimizer)
     norm = compiled(lambda gradients: torch.stack([g.square().sum() for g in gradients]).sum().sqrt())
-    for x, y in rows(14):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        run.saw(model, optimizer, loss=loss.item(), norm=norm([p.grad for p in model.parameters()]).item())
+    fit(run, model, optimizer, 14, norm=lambda: norm([p.grad for p in model.parameters()]).item())

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.nn import functional as F  # noqa: N812
 
 from tests.loops.form import Run, form
-from tests.loops.parts import ConvNet, images, mlp, rows
+from tests.loops.parts import ConvNet, fit, images, mlp, rows
 
 
 @form("MAML: inner steps by `functional_call` with `create_graph`, an outer optimizer", "meta-learning")
@@ -189,34 +189,20 @@ def plain_loop(run: Run, optimizer_of: Any) -> None:
     model = mlp()
     optimizer = optimizer_of(model)
     run.attach(model, optimizer)
-    for x, y in rows():
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        run.saw(model, optimizer, loss=loss.item())
+    fit(run, model, optimizer)
 
 
-@form(
-    "Lookahead as an optimizer around another one",
-    "timm",
-)
+@form("Lookahead as an optimizer around another one", "timm")
 def lookahead(run: Run) -> None:
     plain_loop(run, lambda model: Lookahead(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)))
 
 
-@form(
-    "LAMB, which clips by the norm of all gradients",
-    "timm, large-batch training",
-)
+@form("LAMB, which clips by the norm of all gradients", "timm, large-batch training")
 def lamb(run: Run) -> None:
     plain_loop(run, lambda model: Lamb(model.parameters(), lr=1e-2, pre_norm=True))
 
 
-@form(
-    "Prodigy, which finds its own rate from all parameters",
-    "sd-scripts, OneTrainer",
-)
+@form("Prodigy, which finds its own rate from all parameters", "sd-scripts, OneTrainer")
 def prodigy(run: Run) -> None:
     plain_loop(run, lambda model: Prodigy(model.parameters(), lr=1.0))
 
@@ -237,10 +223,7 @@ class Rounded(torch.optim.Optimizer):
                     p.copy_(new.bitwise_and_(-65536).view(torch.float32))
 
 
-@form(
-    "stochastic rounding of bfloat16 weights",
-    "OneTrainer, musubi-tuner, torchao",
-)
+@form("stochastic rounding of bfloat16 weights", "OneTrainer, musubi-tuner, torchao")
 def stochastic_rounding(run: Run) -> None:
     model = mlp().bfloat16()
     optimizer = Rounded(model.parameters(), lr=1e-2)
@@ -278,12 +261,7 @@ def patched_step(run: Run) -> None:
     patched.step_param = types.MethodType(step_param, optimizer)
     patched.step = types.MethodType(step, optimizer)
     run.attach(model, optimizer)
-    for x, y in rows():
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        run.saw(model, optimizer, loss=loss.item())
+    fit(run, model, optimizer)
 
 
 @form("a schedule-free optimizer, with its modes for training and evaluation", "schedulefree")

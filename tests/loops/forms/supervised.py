@@ -162,10 +162,7 @@ def forward_forward(run: Run) -> None:
         run.saw(layers, *optimizers, losses=losses)
 
 
-@form(
-    "a time sequence: LSTM cells in float64, L-BFGS with a closure",
-    "pytorch/examples",
-)
+@form("a time sequence: LSTM cells in float64, L-BFGS with a closure", "pytorch/examples")
 def time_sequence(run: Run) -> None:
     model = nn.ModuleDict({"cell": nn.LSTMCell(1, 8), "out": nn.Linear(8, 1)}).double()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)
