@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from measure import processor_times, ratio, require_equal
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 import instep
 
@@ -40,8 +40,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (t.unflatten(-1, (8, -1)).transpose(1, 2) for t in self.qkv(self.before_attention(x)).chunk(3, -1))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        found: torch.Tensor = x + self.down(F.gelu(self.up(self.before_mlp(x))))
+        x = x + self.out(functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        found: torch.Tensor = x + self.down(functional.gelu(self.up(self.before_mlp(x))))
         return found
 
 
