@@ -2063,8 +2063,8 @@ MUTANTS = [
     Mutant(
         "take FSDP for rebuilt where that begins",
         "AfterErrors._rebuild",
-        "        model, running = self._model(), self._running\n",
-        "        model, running = self._model(), self._running\n        self._running = None\n",
+        "        model = self._model()\n",
+        "        model = self._model()\n        self._running = None\n",
     ),
     Mutant(
         "hear of a backward after FSDP's first hook",
@@ -2079,10 +2079,10 @@ MUTANTS = [
         "    for number, _ in ():",
     ),
     Mutant(
-        "take what FSDP2 makes in its first forward for made",
-        "_fsdp2_roots",
-        "        if state._is_root and not is_lazily_made(state):\n",
-        "        if False:\n",
+        "interrupt FSDP2 where it makes what the first forward needs",
+        "AfterErrors._begin",
+        "            with held(heard()):\n",
+        "            with held(()):\n",
     ),
     Mutant(
         "miss a failed backward of a part",
@@ -2092,27 +2092,15 @@ MUTANTS = [
     ),
     Mutant(
         "keep FSDP2's gradients that are not reduced",
-        "GroupGradients.__init__",
-        "                parameter._unsharded_param.grad = None\n",
-        "                pass\n",
+        "_gradients_kept",
+        "            parameter.grad = None\n",
+        "            pass\n",
     ),
     Mutant(
         "drop FSDP2's gradients after a failed forward",
         "rebuild_fsdp2",
-        "kept = [GroupGradients(group, unreduced=not gradients) for group in groups]",
-        "kept = [GroupGradients(group, unreduced=False) for group in groups]",
-    ),
-    Mutant(
-        "keep FSDP1's hooks of a failed forward",
-        "_rebuild_handle",
-        "    if hooks is not None and id(flat) not in awaited:",
-        "    if hooks is not None and False:",
-    ),
-    Mutant(
-        "drop FSDP1's hooks of the forward before",
-        "_rebuild_handle",
-        "    if hooks is not None and id(flat) not in awaited:",
-        "    if hooks is not None:",
+        "_gradients_kept(group, unreduced=not gradients)",
+        "_gradients_kept(group, unreduced=False)",
     ),
     Mutant(
         "save while a step is open",
