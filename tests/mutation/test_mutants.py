@@ -1060,7 +1060,7 @@ MUTANTS = [
     Mutant(
         "ignore the future's error",
         "Reduction.gradients",
-        "        result = value_of(self.communication)\n",
+        "        result = self.communication.value()\n",
         "        result = torch.ones(sum(p.numel() for p in self.members))\n",
     ),
     Mutant(
@@ -1174,7 +1174,7 @@ MUTANTS = [
     Mutant(
         "replicate: a backward begins before its end was asked for",
         "TransientBuckets._begin",
-        "        backward = _BackwardProgress(self._layout)\n",
+        "        backward = _BackwardProgress(self._layouts[self._trainable])\n",
         "        backward = self._backward = _BackwardProgress(self._layout)\n",
     ),
     Mutant(
@@ -1643,7 +1643,7 @@ MUTANTS = [
     Mutant(
         "keep the buckets of the first backward",
         "TransientBuckets._end",
-        "            if not backward.layout.agreed:\n",
+        "            if tuple(sorted(backward.bucket_of)) not in self._agreed:\n",
         "            if False:\n",
     ),
     Mutant(

@@ -154,7 +154,8 @@ class AllreduceUpcastHookState:
             self._buckets.begin()
         in_flight = _UpcastBucket(bucket, dtype, reduce, keep=ddp.static_graph)
         self._buckets.launched(bucket, in_flight)
-        return in_flight.communication
+        future: torch.futures.Future[torch.Tensor] = in_flight.communication
+        return future
 
     def _before_ddp_ends(self, buckets: "Sequence[_UpcastBucket]") -> None:
         """Nothing is stepped yet: which parameters other ranks have used is known once DDP's own end has been."""
@@ -235,7 +236,7 @@ def reducer_allreduce_and_upcast_hook(
 stepping_hooks.add(reducer_allreduce_and_upcast_hook)
 
 
-class _UpcastBucket(LaunchedBucket[torch.futures.Future[torch.Tensor]]):
+class _UpcastBucket(LaunchedBucket):
     """A bucket of a DDP instance with its own ``mixed_precision``: the local gradients, flat, in ``dtype``. Parameters
     without a gradient on this rank have zeros.
 

@@ -9,7 +9,7 @@ them stepped if the sink accepts them (``deliver``); where backward ends it rais
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from time import perf_counter
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
@@ -20,12 +20,13 @@ from instep._torch.engine import profiled
 from instep.buckets import Bucket
 
 
-class Source(Protocol):
+class Source:
     """What the attachment asks of a source, in the order of the calls of one attachment, and of each iteration."""
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """The buckets as they are now, in the order in which they are expected."""
+        raise NotImplementedError
 
     def connect(self) -> None:
         """Register the hooks: all of them, or none and an error."""
@@ -36,6 +37,7 @@ class Source(Protocol):
     def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
         """Between steps: take in those of ``parameters``, which were added to an optimizer, that this source has the
         gradients of. Returns the others."""
+        return parameters
 
     def before_backward(self) -> None:
         """A backward is about to begin: no gradient has changed yet."""
@@ -175,15 +177,7 @@ def step_all(sink: Sink, gradients: AttachedParameters) -> bool:
     return done
 
 
-class Collective(Protocol):
-    """A communication that was started: the future of a communication hook or of a backend, or several works in one."""
-
-    def wait(self) -> Any:
-        """Return when it is done; on an accelerator the current stream waits, and not the host. Raises what the
-        communication raised."""
-
-
-def drain(communications: Iterable[Collective]) -> None:
+def drain(communications: Iterable[Any]) -> None:
     """Return when all of ``communications`` are done, or one has failed. The failure is not raised: another error is on
     its way already. After it none is waited for: once a rank is lost, each takes as long as the process group waits."""
     with suppress(Exception):
@@ -191,20 +185,19 @@ def drain(communications: Iterable[Collective]) -> None:
             communication.wait()
 
 
-C = TypeVar("C", bound=Collective)
-
-
-class LaunchedBucket(Generic[C]):
+class LaunchedBucket:
     """A bucket of gradients whose communication was started.
 
     Attributes:
         members: all of the bucket's parameters.
-        communication: reduces the bucket.
+        communication: reduces the bucket: the future of a communication hook or of a backend, or several works in one.
+            Its ``wait()`` raises what the communication raised; on an accelerator the current stream waits, and not the
+            host.
     """
 
     __slots__ = ("communication", "members")
 
-    def __init__(self, members: Sequence[torch.Tensor], communication: C) -> None:
+    def __init__(self, members: Sequence[torch.Tensor], communication: Any) -> None:
         self.members = members
         self.communication = communication
 

@@ -18,10 +18,10 @@ from instep._step.schedule import Schedule
 from instep._torch.pipelining import Pipeline, StageCall
 from instep.buckets import Bucket, fill_buckets
 from instep.errors import InstepError
-from instep.sources import ErrorsKept, Sink
+from instep.sources import ErrorsKept, Sink, Source
 
 
-class PipelineSource:
+class PipelineSource(Source):
     """The runs of one pipeline on this rank.
 
     Args:
@@ -84,15 +84,6 @@ class PipelineSource:
 
     def connect(self) -> None:
         self._calls = self._pipeline.watch(self)
-
-    def refresh(self) -> None: ...
-
-    def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
-        return parameters
-
-    def before_backward(self) -> None: ...
-
-    def begin_step(self) -> None: ...
 
     def disconnect(self) -> None:
         for call in self._calls:

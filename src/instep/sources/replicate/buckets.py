@@ -37,7 +37,7 @@ IN_FLIGHT = 2
 """How many buckets are in flight at once. So many have memory of their own."""
 
 
-class TransientBucket(LaunchedBucket[torch.futures.Future[Any]]):
+class TransientBucket(LaunchedBucket):
     """A bucket in flight, whose memory is freed with the last of its gradients.
 
     Args:

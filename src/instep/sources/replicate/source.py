@@ -23,7 +23,7 @@ from instep._ranks.collectives import broadcast, require_the_same
 from instep._torch.engine import Phase, current, graph_task
 from instep.buckets import MIB, Bucket
 from instep.errors import AttachError, InstepError, class_name
-from instep.sources import Sink, WrappedParameters, as_bucket, deliver, record_arrival, step_all
+from instep.sources import Sink, Source, WrappedParameters, as_bucket, deliver, record_arrival, step_all
 from instep.sources.replicate.buckets import TransientBuckets
 
 # A module that is inside of one has no sign of it, so that all that there are can be asked.
@@ -190,7 +190,7 @@ def _refuse_parameters(module: nn.Module) -> None:
         )
 
 
-class ReplicatedSource:
+class ReplicatedSource(Source):
     """The gradients of a ``Replicated``, stepped while backward runs and later buckets are on their way.
 
     Args:
@@ -233,13 +233,6 @@ class ReplicatedSource:
         replicated = self._replicated()
         reduced = set() if replicated is None else {id(p) for p in replicated.parameters()}
         return self._parameters.adopt(parameters, reduced)
-
-    def refresh(self) -> None:
-        """``Replicated`` takes in what was frozen or unfrozen itself, after every forward."""
-
-    def before_backward(self) -> None:
-        """Gradients that are there already are reduced once more, with the new ones that are added to them, as DDP
-        without bucket views does."""
 
     def begin_step(self) -> None:
         self._writes = True

@@ -346,10 +346,6 @@ class ScatteredGradients:
                 self.wait()
         return done
 
-    def value(self) -> "ScatteredGradients":
-        """The argument of ``gradients``."""
-        return self
-
     def gradients(self, parameters: Sequence[torch.Tensor]) -> list[DTensor]:
         """This rank's parts of the gradients of ``parameters``, once the communication is done."""
         rows = self.rows
