@@ -604,7 +604,7 @@ MUTANTS = [
         "gradient is attached.spent:",
         "False:",
     ),
-    Mutant("leave the marks", "_Mark.remove", "parameter.grad = self._found", "pass"),
+    Mutant("leave the marks", "_Mark.remove", "parameter.grad = self.found", "pass"),
     Mutant("zero what the plain loop has not", "_Mark.zero", "parameter in reached", "True"),
     Mutant("do not see that what waits was zeroed", "_Mark.is_cleared", "or self.gradient.is_zeroed", ""),
     Mutant("forget what waits for a wrong last loss", "Waiting.take", "step.add(loss)  #", "pass  #"),
@@ -629,7 +629,7 @@ MUTANTS = [
     Mutant(
         "wait outside of no_sync",
         "Waiting.add",
-        "not (parts.accumulation.is_in_hold or self._defers_all_reduce)",
+        "self._is_reduced and not is_held",
         "False",
     ),
     Mutant("wait for the last, too", "_backward", "not accelerator.sync_gradients", "True"),
@@ -745,9 +745,9 @@ MUTANTS = [
     ),
     Mutant(
         "reduce what the loop does not",
-        "FSDP2Sync.no_sync",
-        "set_reduces(module, value)",
-        "set_reduces(module, True)",
+        "FSDP1Sync.no_sync",
+        "            for module, value in before:\n                self._set(module, value)",
+        "            for module, value in before:\n                self._set(module, True)",
     ),
     Mutant(
         "look for unused parameters in the last forward alone",

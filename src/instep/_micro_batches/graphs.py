@@ -23,12 +23,9 @@ Names = Callable[[torch.Tensor], str]
 """Returns the name of a leaf for messages."""
 
 
-KeepEach = Callable[[int, torch.Tensor | None], None]
-"""Takes the sum of one micro-batch's contributions to a leaf, with the number of the micro-batch."""
-
-KeeperOf = Callable[[torch.Tensor, Sequence[int]], WideGradient | None]
-"""Takes a leaf, and the number of contributions to it from each micro-batch. Returns who takes the sum where that must
-not go on to the leaf's node, since it has another dtype than the leaf."""
+Keeper = WideGradient | Callable[[int, torch.Tensor | None], None]
+"""Takes the sum of a leaf's contributions, which has another dtype than the leaf; or one micro-batch's sum, with the
+number of the micro-batch, in order."""
 
 # Names of nodes: the one that writes a leaf's .grad, and the one of reentrant checkpointing.
 _LEAF = "torch::autograd::AccumulateGrad"
@@ -105,20 +102,15 @@ class Graphs:
         for place, (*_, node) in enumerate(sorted(places, key=itemgetter(0, 1, 2))):
             cast(Any, node)._set_sequence_nr(place)
 
-    def add_in_order(
-        self, keeper_of: KeeperOf, apart_of: Callable[[torch.Tensor, Sequence[int]], KeepEach | None]
-    ) -> list[RemovableHandle]:
+    def add_in_order(self, keeper_of: Callable[[torch.Tensor, Sequence[int]], Keeper | None]) -> list[RemovableHandle]:
         """Have backward add the contributions to each leaf as the plain loop adds them. Returns the handles of the
         hooks that do it: a node may be a part of a later graph, too.
 
         Args:
-            apart_of: takes a leaf, and the contributions to it of each micro-batch. Returns who takes the sum of each
-                by itself; ``None``: they are added up.
+            keeper_of: takes a leaf, and the contributions to it of each micro-batch. Returns who takes the sum;
+                ``None``: the leaf's node.
         """
-        sums: dict[torch.Tensor, _LeafSum | _SumsApart] = {}
-        for leaf, each in self.contributions.items():
-            keep = apart_of(leaf, each)
-            sums[leaf] = _LeafSum(leaf, each, keeper_of(leaf, each)) if keep is None else _SumsApart(each, keep)
+        sums = {leaf: _LeafSum(leaf, each, keeper_of(leaf, each)) for leaf, each in self.contributions.items()}
         handles: list[RemovableHandle] = []
         for node, edges in self._edges.items():
             places = {place: sums[leaf] for place, leaf in edges}
@@ -217,19 +209,19 @@ class _Leaf(Protocol):
 class _LeafSum:
     """The sum that M plain backwards leave in ``.grad`` of a leaf: of each micro-batch its contributions in the order
     in which its own graph makes them, then the micro-batches, first to last. It goes on to the leaf's node or to a
-    keeper.
+    keeper, which may also take those of each micro-batch.
 
     Contributions of different micro-batches may arrive in any order. One that comes early is kept until those before
     it are there. Floating-point sums depend on their order; so each addition here is one that the plain loop makes.
 
     Args:
         contributions: for each micro-batch, how many edges of its graph lead to the leaf.
-        keeper: has the dtype in which micro-batches are added to each other; ``None``: that of the contributions.
+        keeper: may have the dtype in which micro-batches are added to each other; else that of the contributions.
     """
 
     __slots__ = ("_contributions", "_keeper", "_leaf", "_left", "_next", "_sums", "_total")
 
-    def __init__(self, leaf: torch.Tensor, contributions: Sequence[int], keeper: WideGradient | None) -> None:
+    def __init__(self, leaf: torch.Tensor, contributions: Sequence[int], keeper: Keeper | None) -> None:
         self._leaf = leaf
         self._keeper = keeper
         self._contributions = tuple(contributions)
@@ -250,7 +242,10 @@ class _LeafSum:
         # Micro-batches that are complete, and whose predecessors are.
         while self._next < len(self._left) and self._left[self._next] == 0:
             done, self._sums[self._next] = self._sums[self._next], None
-            if self._total is not None and done is not None:
+            if callable(self._keeper):
+                if self._contributions[self._next]:
+                    self._keeper(self._next, done)
+            elif self._total is not None and done is not None:
                 self._total.add_(done)
             elif done is not None:
                 self._total = done if self._keeper is None else done.to(self._keeper.dtype)
@@ -261,7 +256,7 @@ class _LeafSum:
         self._begin()
         if total is None:
             return None
-        if self._keeper is not None:
+        if isinstance(self._keeper, WideGradient):
             self._keeper.keep(total)
             return None
         if gradient is None:
@@ -273,28 +268,8 @@ class _LeafSum:
         return total
 
 
-class _SumsApart:
-    """The sum of each micro-batch's contributions to a leaf. Nothing goes on to the leaf's node."""
-
-    __slots__ = ("_contributions", "_keep", "_left", "_sums")
-
-    def __init__(self, contributions: Sequence[int], keep: KeepEach) -> None:
-        self._contributions = tuple(contributions)
-        self._keep = keep
-        self._left = list(contributions)
-        self._sums: list[torch.Tensor | None] = [None] * len(contributions)
-
-    def add(self, number: int, gradient: torch.Tensor | None) -> None:
-        self._sums[number] = _plus(self._sums[number], gradient)
-        self._left[number] -= 1
-        if self._left[number] == 0:
-            self._left[number] = self._contributions[number]  # the next backward of the same graphs
-            done, self._sums[number] = self._sums[number], None
-            self._keep(number, done)
-
-
 def _contribute(
-    number: int, places: Mapping[int, _LeafSum | _SumsApart], gradients: Sequence[torch.Tensor | None], _: object
+    number: int, places: Mapping[int, _LeafSum], gradients: Sequence[torch.Tensor | None], _: object
 ) -> tuple[torch.Tensor | None, ...]:
     """The hook: a node of micro-batch ``number`` has computed ``gradients``, of the shapes and dtypes of its inputs by
     now. In the places of leaves their sums go on."""

@@ -195,7 +195,7 @@ class Together:
             look_from(ddp, losses)
         _require_no_gradients(parts, graphs)
         fsdp2.join(len(losses), graphs.nodes(), graphs.edges())
-        handles = graphs.add_in_order(fsdp2.wide, fsdp2.apart)
+        handles = graphs.add_in_order(fsdp2.keeper_of)
         graphs.walk_side_by_side(fsdp2.ends_apart)
         del graphs  # the nodes are freed as backward comes to them
         if parts.sharding is not None:

@@ -143,13 +143,12 @@ class OneBackward:
             node.register_prehook(switches.before)
             node.register_hook(switches.after)
 
-    def apart(self, leaf: torch.Tensor, uses: Sequence[int]) -> "Callable[[int, torch.Tensor | None], None] | None":
-        """What takes the gradient of ``leaf`` of each micro-batch; ``None``: they are added up. Raises as ``wide``."""
-        group, parameter = self._leaves.get(leaf, (None, None))
-        if group not in self._apart:
-            return None
-        self.wide(leaf, uses)
-        return self._apart[group].takes(parameter, uses)
+    def keeper_of(
+        self, leaf: torch.Tensor, uses: Sequence[int]
+    ) -> "WideGradient | Callable[[int, torch.Tensor | None], None] | None":
+        """Who takes the gradient of ``leaf``: each micro-batch's, or the sum; ``None``: autograd. Raises as ``wide``."""
+        wide, (group, parameter) = self.wide(leaf, uses), self._leaves.get(leaf, (None, None))
+        return self._apart[group].takes(parameter, uses) if group in self._apart else wide
 
     def wide(self, leaf: torch.Tensor, uses: Sequence[int]) -> "WideGradient | None":
         """How FSDP2 adds up the gradient of ``leaf``; ``None``: as autograd does.

@@ -105,59 +105,65 @@ def put_shards_in_place(model: nn.Module) -> None:
         cast(Any, module).reshard()
 
 
-class _Sync:
+class FSDP1Sync:
     """Whether the next backward of a model reduces gradients, in the terms of ``DistributedDataParallel``.
 
     Attributes:
         asks_in_backward: whether that is asked in backward alone, and a forward may be outside of ``no_sync``.
     """
 
-    require_backward_grad_sync: bool
     asks_in_backward = False
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        before = self.require_backward_grad_sync
-        try:
-            self.require_backward_grad_sync = False
-            yield
-        finally:
-            self.require_backward_grad_sync = before
-
-
-class FSDP2Sync(_Sync):
-    """Whether the next backward of an FSDP2 model reduces gradients."""
-
-    asks_in_backward = True
-
     @property
     def require_backward_grad_sync(self) -> bool:
-        # FSDP2 has a public way to set it, and none to ask for it.
-        states = [module._get_fsdp_state() for module in self._modules()]
-        return any(group.reduce_grads for state in states for group in fsdp2_groups(state))
+        found = map(self._reduces, self._modules())
+        return any(found) if self.asks_in_backward else all(found)
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
         for module in self._modules():
-            set_reduces(module, value)
+            self._set(module, value)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """The loop may have set it for each module by itself."""
-        before = [(m, any(group.reduce_grads for group in fsdp2_groups(m._get_fsdp_state()))) for m in self._modules()]
+        before = [(module, self._reduces(module)) for module in self._modules()]
         try:
             self.require_backward_grad_sync = False
             yield
         finally:
             for module, value in before:
-                set_reduces(module, value)
+                self._set(module, value)
+
+    def _modules(self) -> Sequence[Any]:
+        model = self._model()
+        return [] if model is None else fsdp1_in(model)
+
+    def _reduces(self, module: Any) -> bool:
+        return bool(module._sync_gradients)  # which has no public name but no_sync(), a context
+
+    def _set(self, module: Any, value: bool) -> None:
+        module._sync_gradients = value
+
+
+class FSDP2Sync(FSDP1Sync):
+    """Whether the next backward of an FSDP2 model reduces gradients."""
+
+    asks_in_backward = True
 
     def _modules(self) -> Sequence[Any]:
         model = self._model()
         return [] if model is None else fsdp2_in(model)
+
+    def _reduces(self, module: Any) -> bool:
+        # FSDP2 has a public way to set it, and none to ask for it.
+        return any(group.reduce_grads for group in fsdp2_groups(module._get_fsdp_state()))
+
+    def _set(self, module: Any, value: bool) -> None:
+        set_reduces(module, value)
 
 
 def set_reduces(module: Any, value: bool) -> None:
@@ -227,24 +233,6 @@ class ReplicaSums:
                 group._all_reduce_state = None  # no public name; FSDP2 itself sets it to None where backward ends
         if ref is not None:
             self._applied[ref] = None
-
-
-class FSDP1Sync(_Sync):
-    """Whether the next backward of a model with FSDP1 instances reduces gradients."""
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        # FSDP1 has no public name for it but no_sync(), which is a context.
-        return all(wrapper._sync_gradients for wrapper in self._wrappers())
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, value: bool) -> None:
-        for wrapper in self._wrappers():
-            wrapper._sync_gradients = value
-
-    def _wrappers(self) -> Sequence[Any]:
-        model = self._model()
-        return [] if model is None else fsdp1_in(model)
 
 
 def fsdp2_reading_streams(model: nn.Module) -> Iterator[torch.Stream]:
