@@ -1829,7 +1829,7 @@ MUTANTS = [
     Mutant(
         "keep a failure to oneself",
         "StepVotes.say_failed",
-        "                self.voting.cast(step - self._before, failed=True)\n",
+        "            self._cast(step, failed=True)\n",
         "                self.voting.cast(step - self._before)\n",
     ),
     Mutant(
@@ -3432,8 +3432,8 @@ MUTANTS = [
     Mutant(
         "a stage is stepped in each of several runs",
         "PipelineSource.stage_is_through",
-        "            if not self._accumulation.is_in_hold:",
-        "            if True:",
+        "            if self._accumulation.is_in_hold:",
+        "            if False:",
     ),
     Mutant(
         "stages are left to step()",

@@ -25,6 +25,7 @@ from instep.attachment import attached_parameters
 from instep.errors import AttachError, UnsupportedOptimizerError
 from instep.functional.comm_hooks import (
     OPTIMIZERS,
+    NotCopied,
     apply_optim_in_backward_hook,
     has_in_backward_optimizers,
     step_in_backward,
@@ -281,12 +282,8 @@ def _refuse_hook(ddp: DistributedDataParallel) -> None:
             )
 
 
-class _DDPReference(weakref.ref):  # type: ignore[type-arg]
-    """The state of a hook that is registered for the user: a weak reference that is pickled as ``None``, since a DDP
-    instance is pickled with the states of its hooks."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
+class _DDPReference(NotCopied, weakref.ref):  # type: ignore[type-arg]
+    """The state of a hook that is registered for the user."""
 
 
 def _moved_by_fully_shard(parameter: torch.Tensor, sharded: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ An error of an update waits until the run is over on this rank: the other ranks 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from instep._optim.parameters import AttachedParameter, AttachedParameters
@@ -90,7 +91,10 @@ class PipelineSource(Source):
             call.remove()
         self._calls.clear()
 
+    # What the stages' own calls tell (``_torch/pipelining.py``).
+
     def run(self, call: Callable[[], Any]) -> Any:
+        """Make ``call``, which is one run, and return what it returns."""
         self._has_heard = False
         try:
             self.begin_run()
@@ -116,35 +120,29 @@ class PipelineSource(Source):
         return found
 
     def is_about_to_meet(self) -> None:
+        """The run goes on when another rank comes to the same point."""
         if not self._has_heard:
             self._has_heard = True
             self._steps.hear_of_last_step()
 
     def stage_ends_with_run(self, number: int) -> None:
+        """The gradients of a stage will be final when the run returns."""
         self._at_end.append(number)
 
     def stage_is_through(self, number: int) -> None:
-        with self._accumulation.in_run(stages=False):
-            if not self._accumulation.is_in_hold:  # else the loop adds up the gradients of several runs
-                self._deliver(number)
-
-    def _deliver(self, number: int) -> None:
-        if self._sink is None:
-            self._begin()
-            self._end(number)
-            return
-        with ErrorsKept(self._sink):
-            self._begin()
-            final = self._end(number)
-            for members in final:
-                self._step(self._sink, members)
-
-    def _begin(self) -> None:
-        """The first stage of this rank is through: all ranks know of the step by now, since each has sent something to
-        its neighbours."""
-        if not self._has_begun:
-            self._has_begun = True
-            self._steps.end_micro_batches()
+        """The gradients of this rank's stage ``number`` are final, unless the loop goes on to add to them."""
+        kept = nullcontext() if self._sink is None else ErrorsKept(self._sink)
+        with self._accumulation.in_run(stages=False), kept:
+            if self._accumulation.is_in_hold:
+                return  # the loop adds up the gradients of several runs
+            if not self._has_begun:
+                # The first stage of this rank is through: all ranks know of the step by now, since each has sent
+                # something to its neighbours.
+                self._has_begun = True
+                self._steps.end_micro_batches()
+            for members in self._end(number):
+                if self._sink is not None:
+                    self._step(self._sink, members)
 
     def _end(self, number: int) -> list[AttachedParameters]:
         """Returns the buckets that are final now."""

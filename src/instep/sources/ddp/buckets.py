@@ -62,19 +62,20 @@ class Reductions(Generic[B]):
     instance unusable. So there are two calls:
 
     Args:
-        step: is called before DDP's own end. It must not raise, and leaves ``.grad`` as it was.
+        step: is called before DDP's own end, if any. It must not raise, and leaves ``.grad`` as it was.
         settle: is called after DDP's own end. It may replace gradients, and raise.
         raised: is called in the place of either where the backward raises.
     """
 
     def __init__(
         self,
-        step: Callable[[Sequence[B]], None],
+        step: Callable[[Sequence[B]], None] | None,
         settle: Callable[[Sequence[B]], None],
         raised: Callable[[Sequence[B]], None],
     ) -> None:
         # Weakly: they are methods of the owner, which has this object.
-        self._step, self._settle, self._raised = weakly(step), weakly(settle), weakly(raised)
+        self._step = None if step is None else weakly(step)
+        self._settle, self._raised = weakly(settle), weakly(raised)
         self._under_way: list[B] = []
         self._task: int | None = None
 
@@ -104,7 +105,8 @@ class Reductions(Generic[B]):
         return True
 
     def _before_ddp_ends(self) -> None:
-        self._step(self._under_way)
+        if self._step is not None:
+            self._step(self._under_way)
         for in_flight in self._under_way:
             # Nobody waits for these where a step was given up, and the next backward writes the same memory: also after
             # one that has failed. gloo ends all that is under way with the first that runs out of time.

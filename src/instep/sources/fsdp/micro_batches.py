@@ -146,7 +146,8 @@ class OneBackward:
     def keeper_of(
         self, leaf: torch.Tensor, uses: Sequence[int]
     ) -> "WideGradient | Callable[[int, torch.Tensor | None], None] | None":
-        """Who takes the gradient of ``leaf``: each micro-batch's, or the sum; ``None``: autograd. Raises as ``wide``."""
+        """Who takes the gradient of ``leaf``: each micro-batch's, or the sum; ``None``: autograd. Raises as
+        ``wide``."""
         wide, (group, parameter) = self.wide(leaf, uses), self._leaves.get(leaf, (None, None))
         return self._apart[group].takes(parameter, uses) if group in self._apart else wide
 

@@ -147,7 +147,7 @@ class TransientBuckets:
         self._fresh: set[int] = set()
         self.refresh()
         # Hooks are on the parameters, which may outlive this: without a ``Replicated`` around it the model is plain.
-        weakref.finalize(self, _remove, self._handles).atexit = False
+        weakref.finalize(self, lambda of: list(map(RemovableHandle.remove, of.values())), self._handles).atexit = False
 
     @property
     def buckets(self) -> Iterator[list[nn.Parameter]]:
@@ -272,7 +272,7 @@ class TransientBuckets:
         parameters = [self._parameters[number] for number in members]
         factor = 1.0 / dist.get_world_size(self.group)
         own = parameters[0].dtype.to_real()
-        dtype = self._reduce_dtype or own
+        dtype = (self.receiver and self.receiver.reduce_dtype) or own
         size = sum(p.numel() * (2 if p.is_complex() else 1) for p in parameters)
         flat = torch.empty(size, dtype=own, device=parameters[0].device)
         for number, parameter, part in zip(members, parameters, slices_of(flat, parameters), strict=True):
@@ -311,12 +311,8 @@ class TransientBuckets:
             gradient = gradient.clone()
         else:
             parameter.grad = None
-        gradient = gradient.to(self._reduce_dtype or gradient.dtype)
+        gradient = gradient.to((self.receiver and self.receiver.reduce_dtype) or gradient.dtype)
         return mean_allreduce(gradient, self.group, dist.get_world_size(self.group))
-
-    @property
-    def _reduce_dtype(self) -> torch.dtype | None:
-        return None if self.receiver is None else self.receiver.reduce_dtype
 
     def _deliver(self, backward: _BackwardProgress, bucket: TransientBucket) -> None:
         with communicating(self.group):
@@ -402,8 +398,3 @@ def _future_of(work: dist.Work | None) -> torch.futures.Future[Any]:
     assert work is not None, "this rank is in the group"
     future: torch.futures.Future[Any] = work.get_future()
     return future
-
-
-def _remove(handles: dict[int, RemovableHandle]) -> None:
-    for handle in handles.values():
-        handle.remove()

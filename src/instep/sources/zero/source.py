@@ -105,12 +105,11 @@ class Zero:
             if optimizer.state:
                 self._votes.require_same()
             return state_dict
-        parts = {id(attached.get()): attached.shard for attached in parameters}
+        parts = {id(parameter): part for parameter, part in _parts(parameters)}
         ordered = [p for group in optimizer.param_groups for p in group["params"]]
         state = dict(state_dict["state"])
         for number, parameter in enumerate(ordered):
-            part = parts.get(id(parameter))
-            if isinstance(part, ZeroShard):
+            if (part := parts.get(id(parameter))) is not None:
                 entry = part.give(state.get(number))
                 if entry is None:
                     state.pop(number, None)
@@ -137,22 +136,22 @@ class Zero:
                 )
 
 
+def _parts(parameters: Iterable[AttachedParameter]) -> Iterator[tuple[torch.Tensor, ZeroShard]]:
+    return ((attached.get(), attached.shard) for attached in parameters if isinstance(attached.shard, ZeroShard))
+
+
 def _shard(optimizer: Optimizer, parameters: Iterable[AttachedParameter]) -> None:
     """Keep of the optimizer's state only what belongs to this rank's parts."""
-    for attached in parameters:
-        entry = optimizer.state.get(attached.get())
-        if entry is not None and isinstance(attached.shard, ZeroShard):
-            attached.shard.take(entry)
+    for parameter, part in _parts(parameters):
+        if (entry := optimizer.state.get(parameter)) is not None:
+            part.take(entry)
 
 
 def _unshard(optimizer: Optimizer, parameters: Iterable[AttachedParameter]) -> None:
     """Keep all of the optimizer's state, as the plain optimizer does. All ranks must call this."""
-    for attached in parameters:
-        parameter = attached.get()
+    for parameter, part in _parts(parameters):
         entry = optimizer.state.get(parameter)
-        if not isinstance(attached.shard, ZeroShard):
-            continue
-        whole = attached.shard.give(entry)
+        whole = part.give(entry)
         if whole is None:
             optimizer.state.pop(parameter, None)
         elif entry is not None:
