@@ -36,8 +36,8 @@ class LowPrecision:
     that is called by itself, or a checkpointed module that backward runs again.
 
     Args:
-        policy: ``torch.distributed.fsdp.MixedPrecisionPolicy``: ``param_dtype`` of the copies; what floating-point tensors in the output of ``model`` are cast to; and
-            whether those among its inputs are cast to ``param_dtype``.
+        policy: torch's ``MixedPrecisionPolicy``: ``param_dtype`` of the copies; what floating-point tensors in the
+            output of ``model`` are cast to; and whether those among its inputs are cast to ``param_dtype``.
     """
 
     def __init__(self, model: nn.Module, policy: Any) -> None:

@@ -7,15 +7,15 @@ them stepped if the sink accepts them (``deliver``); where backward ends it rais
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from instep._optim.parameters import AttachedParameter, AttachedParameters
-from instep._step.state import StepTimes
-from instep._step.streams import StepStreams
+from instep._step.in_backward import BucketSink
+from instep._step.norms import MeasuringSink
 from instep._torch.engine import profiled
 from instep.buckets import Bucket
 
@@ -49,85 +49,13 @@ class Source:
         """Take the hooks off again. Safe to call twice."""
 
 
-class Sink(Protocol):
-    """The step, as a source sees it: ``BucketSink`` steps what it is given, ``MeasuringSink`` takes norms alone.
+Sink = BucketSink | MeasuringSink
+"""The step, as a source sees it: ``BucketSink`` steps what it is given, ``MeasuringSink`` takes norms alone.
 
-    During backward the source offers final gradients with ``arrive``, has full buckets stepped with ``apply``, and
-    frees their gradients with ``retire``. Where backward ends, and nothing is left to run that an exception would
-    harm, the source calls ``raise_failure``. ``backward_raised`` takes the place of all calls that are still to come.
-
-    Attributes:
-        lock: held while gradients are counted: on accelerators each device has a thread of the engine's.
-        waits_for_all: whether nothing may be stepped before all gradients are there.
-        by_bucket: whether no two buckets may be stepped in one call of the optimizer.
-        frees_gradients: whether an applied gradient is needed no more.
-        keeps_gradients: whether the loop is to find all gradients of the running backward in ``.grad``.
-        only_adds: whether those are a micro-batch's, to which others will be added; before its first gradient:
-            ``next_only_adds``.
-    """
-
-    @property
-    def streams(self) -> StepStreams: ...
-    @property
-    def lock(self) -> AbstractContextManager[Any]: ...
-    @property
-    def step_count(self) -> int: ...
-    @property
-    def times(self) -> StepTimes: ...
-    @property
-    def waits_for_all(self) -> bool: ...
-    @property
-    def by_bucket(self) -> bool: ...
-    @property
-    def frees_gradients(self) -> bool: ...
-    @property
-    def keeps_gradients(self) -> bool: ...
-    @property
-    def only_adds(self) -> bool: ...
-    @property
-    def next_only_adds(self) -> bool: ...
-
-    def arrive(self, parameters: AttachedParameters) -> bool:
-        """Take final gradients into the step. ``False``: they stay in ``.grad``, nothing may be written now. Raises if
-        one of them cannot be a part of this step, before anything of it is written."""
-
-    def apply(self, bucket: AttachedParameters, fetch: Callable[[], None] | None = None, *, final: bool = True) -> bool:
-        """Step ``bucket`` from its ``.grad``, after ``fetch`` has put the gradients there. ``False``: it was not
-        stepped. An error is kept for ``raise_failure``."""
-
-    def compute_total_norm(self) -> None:
-        """All gradients of the step are in ``.grad``: take the norm to clip by. For a sink that ``waits_for_all``."""
-
-    def is_applied(self, attached: AttachedParameter) -> bool:
-        """Whether this step has updated the parameter already."""
-
-    def apply_and_free(self, bucket: AttachedParameters) -> bool:
-        """``apply`` gradients that nothing but instep needs any more, free those that were stepped, and count them."""
-
-    def retire(self, bucket: AttachedParameters) -> None:
-        """Nobody but instep needs ``.grad`` of these any more: free the gradients of those that were applied."""
-
-    def count_freed(self, bucket: AttachedParameters) -> None:
-        """Count the memory of applied gradients that ``retire`` has freed, as nobody else keeps them."""
-
-    def join(self) -> None:
-        """Where backward ends, before DDP's own end: whatever comes next comes after all that was stepped."""
-
-    def updated_on_all(self) -> bool:
-        """With ``shard_state``: whether every rank has stepped all of its parts. Each rank must ask once in a backward,
-        before it writes a part of another rank's. Waits for the ranks."""
-
-    def received(self, parameters: AttachedParameters) -> None:
-        """With ``shard_state``: other ranks' parts of these parameters were written."""
-
-    def fail(self, error: BaseException, begun: Sequence[str] = ()) -> None:
-        """Keep ``error`` for ``raise_failure``. ``begun`` are the parameters that it may have left half updated."""
-
-    def raise_failure(self) -> None:
-        """Raise the error that was kept, if any."""
-
-    def backward_raised(self) -> None:
-        """Backward ends with an exception of its own: nothing of this step is written any more."""
+During backward the source offers final gradients with ``arrive``, has full buckets stepped with ``apply``, and frees
+their gradients with ``retire``. Where backward ends, and nothing is left to run that an exception would harm, the
+source calls ``raise_failure``. ``backward_raised`` takes the place of all calls that are still to come.
+"""
 
 
 def record_arrival(sink: Sink, bucket: Iterable[AttachedParameter], future: torch.futures.Future[Any]) -> None:
