@@ -68,7 +68,7 @@ def _slot_of(ddp: DistributedDataParallel, comm_hook: CommHook | None, reduce_dt
             _refuse_lazy_views(ddp)
         slot = _HookSlot(ddp)
         try:
-            ddp.register_comm_hook(slot, _communicate)
+            ddp.register_comm_hook(slot, _HookSlot.reduce)
         except RuntimeError as error:
             raise AttachError(
                 "this DistributedDataParallel already has a communication hook, and DDP takes only one. Build it "
@@ -240,8 +240,9 @@ class _HookSlot:
     def __reduce__(self) -> tuple[type["_HookSlot"], tuple[()]]:
         return _HookSlot, ()
 
+    @untraced  # a compiled function may call backward()
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Start the communication of a bucket that DDP has filled, and tell the source."""
+        """The hook. Start the communication of a bucket that DDP has filled, and tell the source."""
         ddp = None if self._ddp is None else self._ddp()
         assert ddp is not None, "the reducer that calls this belongs to the DDP instance"
         if self.comm_hook is None:
@@ -292,11 +293,6 @@ class _HookSlot:
             else:
                 gradient.mul_(1.0 / divisor)
         return True
-
-
-@untraced  # a compiled function may call backward()
-def _communicate(slot: _HookSlot, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return slot.reduce(bucket)
 
 
 def _has_hook(ddp: DistributedDataParallel) -> bool:

@@ -83,19 +83,11 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
     it."""
     groups: list[ShardedGroup] = []
     seen: set[int] = set()
-    modules = [*fsdp2_in(model), *fsdp1_in(model)]
-    for module in modules:
-        members = frozenset(id(p) for p in _own_parameters(module, modules) if id(p) not in seen)
+    for module in reversed([*fsdp2_in(model), *fsdp1_in(model)]):  # those inside of another one first
+        members = frozenset(map(id, module.parameters())) - seen
         seen |= members
-        groups.append(ShardedGroup(weakref.ref(module), members))
+        groups.insert(0, ShardedGroup(weakref.ref(module), members))
     return groups
-
-
-def _own_parameters(module: nn.Module, without: Sequence[nn.Module]) -> Iterator[torch.Tensor]:
-    yield from module.parameters(recurse=False)
-    for child in module.children():
-        if child not in without:
-            yield from _own_parameters(child, without)
 
 
 def put_shards_in_place(model: nn.Module) -> None:

@@ -25,7 +25,22 @@ from instep._ranks.process_groups import communicating
 from instep.errors import AttachError
 
 
-class RowShard:
+class _Part:
+    """What a rank has of one parameter. Nobody else makes state for it."""
+
+    state_is_sharded = True
+
+    def fits(self, entry: Mapping[Any, Any]) -> bool:
+        return True
+
+    def of_state(self, value: Any) -> Any:
+        return value
+
+    def as_state(self, value: Any) -> Any:
+        return value
+
+
+class RowShard(_Part):
     """This rank's rows of one parameter. A parameter without dimensions is not divided: every rank steps it.
 
     Attributes:
@@ -35,7 +50,6 @@ class RowShard:
         is_shared: whether other ranks have rows of the same parameter.
     """
 
-    state_is_sharded = True
     is_owner = True
 
     def __init__(self, parameter: torch.Tensor, mesh: DeviceMesh) -> None:
@@ -80,9 +94,6 @@ class RowShard:
             return tensor._local_tensor
         return self.rows(tensor, self._rank) if self._divided else tensor.detach()
 
-    def fits(self, entry: Mapping[Any, Any]) -> bool:
-        return True  # nobody else makes state for it
-
     def of_state(self, value: Any) -> Any:
         return value._local_tensor if isinstance(value, DTensor) else value
 
@@ -114,7 +125,7 @@ class RowShard:
         return {key: v.full_tensor() if isinstance(v, DTensor) else v for key, v in entry.items()}
 
 
-class OwnedParameter:
+class OwnedParameter(_Part):
     """One parameter that one rank steps whole, and sends to the others.
 
     Its gradient is a ``DTensor`` of ``Partial`` placement, which is the sum over ranks, and zero on all ranks but the
@@ -125,8 +136,6 @@ class OwnedParameter:
         is_owner: whether that is this rank.
     """
 
-    state_is_sharded = True
-
     def __init__(self, owner: int, mesh: DeviceMesh) -> None:
         self._mesh = mesh
         self.owner = owner
@@ -135,15 +144,6 @@ class OwnedParameter:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
-
-    def fits(self, entry: Mapping[Any, Any]) -> bool:
-        return True  # nobody else makes state for it
-
-    def of_state(self, value: Any) -> Any:
-        return value
-
-    def as_state(self, value: Any) -> Any:
-        return value
 
     def spread(self, gradient: torch.Tensor) -> DTensor:
         """The owner's gradient, and the others' zeros, as the whole."""
