@@ -629,7 +629,7 @@ MUTANTS = [
     Mutant(
         "wait outside of no_sync",
         "Waiting.add",
-        "self._is_reduced and not is_held",
+        "self._is_reduced and not parts.accumulation.is_in_hold",
         "False",
     ),
     Mutant("wait for the last, too", "_backward", "not accelerator.sync_gradients", "True"),
@@ -687,36 +687,12 @@ MUTANTS = [
         "leaf.grad is not None or",
         "False and",
     ),
-    Mutant("do not see that a group runs twice", "_require_one_reduction", "len(nodes) > 1", "False"),
-    Mutant(
-        "do not see that a group runs twice before the last",
-        "_require_one_reduction",
-        "if each else []",
-        "if False else []",
-    ),
+    Mutant("do not see that a group runs twice", "_require_one_reduction", "len(ends[-1]) > 1", "False"),
     Mutant(
         "reduce over the shards once",
         "OneBackward.ran",
-        "filter(defers_all_reduce, self._groups)",
-        "()",
-    ),
-    Mutant(
-        "reduce over the shards as they come",
-        "ReducedApart._keep",
-        "self._left[self._next] == 0",
-        "True",
-    ),
-    Mutant(
-        "leave a group as FSDP2 leaves it where its backward ends",
-        "ReducedApart._reduce_over_shards",
-        "reduces, over_replicas, frees, group._training_state = found",
-        "reduces, over_replicas, frees, _ = found",
-    ),
-    Mutant(
-        "walk node by node over the shards",
-        "OneBackward.join",
-        "self.ends_apart.update(nodes_of_group)",
-        "pass",
+        "if any(map(defers_all_reduce, self._groups)):",
+        "if False:",
     ),
     Mutant("hold back what is reduced over the shards", "_one_by_one", "elif not deferred.is_set", "else"),
     Mutant(

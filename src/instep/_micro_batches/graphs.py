@@ -7,9 +7,9 @@ each node that leads to a leaf (a parameter): there the contributions of all mic
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import itemgetter, methodcaller
+from operator import methodcaller
 from typing import Any, Protocol, cast
 
 import torch
@@ -22,10 +22,6 @@ from instep.sources.fsdp.micro_batches import WideGradient
 Names = Callable[[torch.Tensor], str]
 """Returns the name of a leaf for messages."""
 
-
-Keeper = WideGradient | Callable[[int, torch.Tensor | None], None]
-"""Takes the sum of a leaf's contributions, which has another dtype than the leaf; or one micro-batch's sum, with the
-number of the micro-batch, in order."""
 
 # Names of nodes: the one that writes a leaf's .grad, and the one of reentrant checkpointing.
 _LEAF = "torch::autograd::AccumulateGrad"
@@ -71,7 +67,7 @@ class Graphs:
             for _, leaf in edges:
                 yield self._number_of[node], node, leaf
 
-    def walk_side_by_side(self, ends: Collection[Node] = ()) -> None:
+    def walk_side_by_side(self) -> None:
         """Have backward come to a layer of all graphs before it comes to the next: of a layer's nodes to that of the
         first micro-batch first. So the contributions to a parameter arrive together, in the plain loop's order.
 
@@ -79,36 +75,26 @@ class Graphs:
         number. As they came, it would end the last forward's graph before it began the one before: all gradients would
         be alive together. Within a graph the order stays what it was, and with it every sum that autograd makes there.
 
-        Args:
-            ends: where backward ends a layer of several nodes: it comes to all of the layer in a graph before it comes
-                to the layer in the next.
-
         There is no public way to set a node's number; ``tests/parity/test_micro_batches.py`` fails clearly when torch
         changes the private one, or the order.
         """
         graphs: list[list[Node]] = [[] for _ in range(self._count)]
         for node, number in self._number_of.items():
             graphs[number].append(node)
-        places: list[tuple[int, int, int, Node]] = []  # with ``ends``: of each node its layer, graph, and place there
         for number, nodes in enumerate(graphs):
             nodes.sort(key=_NUMBER)
-            layer = 0
             for place, node in enumerate(nodes):
-                if ends:
-                    layer += node in ends
-                    places.append((layer, -number, place, node))
-                else:
-                    cast(Any, node)._set_sequence_nr(self._count * place + self._count - 1 - number)
-        for place, (*_, node) in enumerate(sorted(places, key=itemgetter(0, 1, 2))):
-            cast(Any, node)._set_sequence_nr(place)
+                cast(Any, node)._set_sequence_nr(self._count * place + self._count - 1 - number)
 
-    def add_in_order(self, keeper_of: Callable[[torch.Tensor, Sequence[int]], Keeper | None]) -> list[RemovableHandle]:
+    def add_in_order(
+        self, keeper_of: Callable[[torch.Tensor, Sequence[int]], WideGradient | None]
+    ) -> list[RemovableHandle]:
         """Have backward add the contributions to each leaf as the plain loop adds them. Returns the handles of the
         hooks that do it: a node may be a part of a later graph, too.
 
         Args:
-            keeper_of: takes a leaf, and the contributions to it of each micro-batch. Returns who takes the sum;
-                ``None``: the leaf's node.
+            keeper_of: takes a leaf, and the contributions to it of each micro-batch. Returns who takes the sum where it
+                has another dtype than the leaf; ``None``: the leaf's node does.
         """
         sums = {leaf: _LeafSum(leaf, each, keeper_of(leaf, each)) for leaf, each in self.contributions.items()}
         handles: list[RemovableHandle] = []
@@ -209,19 +195,19 @@ class _Leaf(Protocol):
 class _LeafSum:
     """The sum that M plain backwards leave in ``.grad`` of a leaf: of each micro-batch its contributions in the order
     in which its own graph makes them, then the micro-batches, first to last. It goes on to the leaf's node or to a
-    keeper, which may also take those of each micro-batch.
+    keeper.
 
     Contributions of different micro-batches may arrive in any order. One that comes early is kept until those before
     it are there. Floating-point sums depend on their order; so each addition here is one that the plain loop makes.
 
     Args:
         contributions: for each micro-batch, how many edges of its graph lead to the leaf.
-        keeper: may have the dtype in which micro-batches are added to each other; else that of the contributions.
+        keeper: has the dtype in which micro-batches are added to each other; ``None``: that of the contributions.
     """
 
     __slots__ = ("_contributions", "_keeper", "_leaf", "_left", "_next", "_sums", "_total")
 
-    def __init__(self, leaf: torch.Tensor, contributions: Sequence[int], keeper: Keeper | None) -> None:
+    def __init__(self, leaf: torch.Tensor, contributions: Sequence[int], keeper: WideGradient | None) -> None:
         self._leaf = leaf
         self._keeper = keeper
         self._contributions = tuple(contributions)
@@ -242,10 +228,7 @@ class _LeafSum:
         # Micro-batches that are complete, and whose predecessors are.
         while self._next < len(self._left) and self._left[self._next] == 0:
             done, self._sums[self._next] = self._sums[self._next], None
-            if callable(self._keeper):
-                if self._contributions[self._next]:
-                    self._keeper(self._next, done)
-            elif self._total is not None and done is not None:
+            if self._total is not None and done is not None:
                 self._total.add_(done)
             elif done is not None:
                 self._total = done if self._keeper is None else done.to(self._keeper.dtype)
@@ -256,7 +239,7 @@ class _LeafSum:
         self._begin()
         if total is None:
             return None
-        if isinstance(self._keeper, WideGradient):
+        if self._keeper is not None:
             self._keeper.keep(total)
             return None
         if gradient is None:

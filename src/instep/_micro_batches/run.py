@@ -149,8 +149,7 @@ def _together(
         with _held_unless_last(parts, is_last, forward=True):
             loss = loss_of(batch)
         step.add(loss)
-    with DeferredAllReduce(parts.refs.model()).ended():
-        return step.backward()
+    return step.backward()
 
 
 class Together:
@@ -195,8 +194,8 @@ class Together:
             look_from(ddp, losses)
         _require_no_gradients(parts, graphs)
         fsdp2.join(len(losses), graphs.nodes(), graphs.edges())
-        handles = graphs.add_in_order(fsdp2.keeper_of)
-        graphs.walk_side_by_side(fsdp2.ends_apart)
+        handles = graphs.add_in_order(fsdp2.wide)
+        graphs.walk_side_by_side()
         del graphs  # the nodes are freed as backward comes to them
         if parts.sharding is not None:
             parts.sharding.reduces_once()

@@ -18,7 +18,6 @@ from instep._torch.lifetime import weakly
 from instep._torch.placeholders import WaitingGradient
 from instep._wiring.build import Parts
 from instep.errors import AccumulationError
-from instep.sources.fsdp.modules import DeferredAllReduce
 
 
 class Waiting:
@@ -48,14 +47,12 @@ class Waiting:
         if step is None:
             require_own_step(parts, "backward(more=True)")
             refuse_wrappers(parts)
-        is_held = parts.accumulation.is_in_hold or DeferredAllReduce(parts.refs.model()).is_set
-        if self._is_reduced and not is_held:
+        if self._is_reduced and not parts.accumulation.is_in_hold:
             self.drop()
             raise AccumulationError(
                 "backward(more=True) came outside of no_sync(): on several ranks the forward and backward of all "
-                "micro-batches but the last belong into it (with FSDP2 into set_requires_gradient_sync(False), or with "
-                "HSDP into set_requires_all_reduce(False)), or into `with overlap.accumulate():`. What had waited is "
-                "thrown away"
+                "micro-batches but the last belong into it (with FSDP2 into set_requires_gradient_sync(False)), or "
+                "into `with overlap.accumulate():`. What had waited is thrown away"
             )
         step = step or Together(parts)
         step.add(loss)
