@@ -709,7 +709,7 @@ MUTANTS = [
     ),
     Mutant(
         "do not see a model that is not attached",
-        "OneBackward._ends_of",
+        "OneBackward.join",
         "group not in ends",
         "False",
     ),

@@ -267,12 +267,11 @@ class StepAfterReduction:
         self._failure.error = None
         try:
             for reduction in reductions:
-                if any(map(self._wanted, reduction.parameters)):
-                    with self._streams.on(reduction.parameters[0].device):
-                        gradients = reduction.gradients()
-                        self._step_all(zip(reduction.parameters, gradients, strict=True))
-                else:
-                    reduction.gradients()  # waited for: if it has failed, no bucket after it may be stepped
+                with self._streams.on(reduction.members[0].device):
+                    gradients = (
+                        reduction.gradients()
+                    )  # where none is wanted, too: if it fails, none after it is stepped
+                    self._step_all(zip(reduction.parameters, gradients, strict=True))
         except BaseException as error:
             self._failure.keep(error)
         # DDP's own end of backward is next, on the loop's stream. It copies from the buckets, which an update on the

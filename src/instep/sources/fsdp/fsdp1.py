@@ -104,6 +104,3 @@ class _InPlaceOfOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._done()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _InPlaceOfOptimizer, (UntracedHook(None), UntracedHook(None))

@@ -9,6 +9,7 @@ Each private name of torch's that is used has a sentence; ``tests/distributed/te
 clearly when torch changes one.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -89,42 +90,31 @@ class OneBackward:
         ends: dict[Any, list[list[Node]]] = {group: [[] for _ in range(count)] for group in self._groups}
         for number, node in nodes:
             if node.name() == END:
-                self._ends_of(ends, node)[number].append(node)
-        for group in self._groups:
-            for parameter in group.fsdp_params:
-                if hasattr(parameter, "_unsharded_param"):  # since it was first gathered
-                    self._leaves[parameter._unsharded_param] = group, parameter
-        last_use: dict[Any, list[int | None]] = {group: [None] * count for group in self._groups}
+                group = cast(Any, node).param_group
+                if group not in ends:
+                    raise AccumulationError(
+                        "the losses depend on a model that fully_shard was applied to, and that is not attached: "
+                        "micro_batches() would have to reduce its gradients, too. Attach both: "
+                        "attach([model, other], …)"
+                    )
+                ends[group][number].append(node)
+        gathered = ((group, p) for group in self._groups for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
+        self._leaves = {parameter._unsharded_param: (group, parameter) for group, parameter in gathered}
+        uses: defaultdict[tuple[Any, int], list[int]] = defaultdict(list)
         for number, node, leaf in edges:
-            if leaf in self._leaves:
-                group, _ = self._leaves[leaf]
-                before = last_use[group][number]
-                place = node._sequence_nr()
-                last_use[group][number] = place if before is None else min(before, place)
+            uses[self._leaves.get(leaf, (None, None))[0], number].append(node._sequence_nr())
         for group, (module, name) in self._groups.items():
             # Before torch 2.8 or so FSDP2 does not reduce what earlier micro-batches have left in a group that the last
             # one does not use. The list of groups came later than that.
             reduces_unused = hasattr(module._get_fsdp_state(), "_fsdp_param_groups")
-            _require_one_reduction(name, ends[group], last_use[group], reduces_unused=reduces_unused)
-            self._connect(group, module, [node for each in ends[group] for node in each])
-
-    def _ends_of(self, ends: dict[Any, list[list[Node]]], node: Node) -> list[list[Node]]:
-        group = cast(Any, node).param_group
-        if group not in ends:
-            raise AccumulationError(
-                "the losses depend on a model that fully_shard was applied to, and that is not attached: "
-                "micro_batches() would have to reduce its gradients, too. Attach both: attach([model, other], …)"
-            )
-        return ends[group]
-
-    def _connect(self, group: Any, module: Any, nodes: Sequence[Node]) -> None:
-        if len(nodes) < 2:
-            return
-        switches = _Switches(module, group, len(nodes))
-        self._switches.append(switches)
-        for node in nodes:
-            node.register_prehook(switches.before)
-            node.register_hook(switches.after)
+            last_use = [min(uses[group, number], default=None) for number in range(count)]
+            _require_one_reduction(name, ends[group], last_use, reduces_unused=reduces_unused)
+            of_group = [node for each in ends[group] for node in each]
+            if len(of_group) > 1:
+                self._switches.append(switches := _Switches(module, group, len(of_group)))
+                for node in of_group:
+                    node.register_prehook(switches.before)
+                    node.register_hook(switches.after)
 
     def wide(self, leaf: torch.Tensor, uses: Sequence[int]) -> "WideGradient | None":
         """How FSDP2 adds up the gradient of ``leaf``; ``None``: as autograd does.
