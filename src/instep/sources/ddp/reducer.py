@@ -64,8 +64,14 @@ def _slot_of(ddp: DistributedDataParallel, comm_hook: CommHook | None, reduce_dt
     """The slot in the one hook of ``ddp``, which is registered if it is not yet."""
     slot = _slots.get(ddp)
     if slot is None:
-        if comm_hook is None and not _has_hook(ddp):  # else that hook is the reason
-            _refuse_lazy_views(ddp)
+        lazy_views = getattr(ddp, "lazy_bucket_allocation", False) and ddp.gradient_as_bucket_view
+        if lazy_views and comm_hook is None and not _has_hook(ddp):  # else that hook is the reason
+            # DDP (since torch 2.15) multiplies some gradients by ``1 / divisor`` then, and divides others.
+            raise AttachError(
+                "DistributedDataParallel(lazy_bucket_allocation=True, gradient_as_bucket_view=True) computes the mean "
+                "in a way that is not known here, and shard_state, mixed_precision and sparse gradients need to "
+                "compute it. Build it without one of the two, or say how to reduce: attach(…, comm_hook=(state, hook))"
+            )
         slot = _HookSlot(ddp)
         try:
             ddp.register_comm_hook(slot, _HookSlot.reduce)
@@ -298,16 +304,6 @@ class _HookSlot:
 def _has_hook(ddp: DistributedDataParallel) -> bool:
     """Whether the loop has registered a communication hook: one in Python, or one of torch's in C++."""
     return bool(ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"))
-
-
-def _refuse_lazy_views(ddp: DistributedDataParallel) -> None:
-    """With both options DDP (since torch 2.15) multiplies some gradients by ``1 / divisor`` and divides others."""
-    if getattr(ddp, "lazy_bucket_allocation", False) and ddp.gradient_as_bucket_view:
-        raise AttachError(
-            "DistributedDataParallel(lazy_bucket_allocation=True, gradient_as_bucket_view=True) computes the mean in a "
-            "way that is not known here, and shard_state, mixed_precision and sparse gradients need to compute it. "
-            "Build it without one of the two, or say how to reduce: attach(…, comm_hook=(state, hook))"
-        )
 
 
 _asides: "weakref.WeakKeyDictionary[DistributedDataParallel, GradientsAside]" = weakref.WeakKeyDictionary()
