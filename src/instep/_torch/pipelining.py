@@ -157,8 +157,8 @@ options of the call stand beside it."""
 
 
 class StageCall(StandIn):
-    """A method of a stage or schedule with something around it (an ``Around``, which must not lead to the object),
-    until it is removed. Copies of the object do without."""
+    """A method of a stage, schedule or other object with something around it (an ``Around``, which must not lead to the
+    object), until it is removed. Copies of the object do without."""
 
     __slots__ = ()
 

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from instep._torch.pipelining import StageCall
+
 T = TypeVar("T")
 
 
@@ -248,23 +250,14 @@ class BeforeFSDP1Gathers:
     """
 
     def __init__(self, wrapper: Any, call: Callable[[], None]) -> None:
-        self._handle = handle = wrapper._handle
-        if handle is not None:
-            of_handle = weakref.ref(handle)
-            for name in ("pre_unshard", "unshard"):
-                setattr(handle, name, _calling_first(call, of_handle, name))
+        def first(gather: Callable[[], Any], options: object) -> Any:
+            call()
+            return gather()
+
+        handle = wrapper._handle
+        names = () if handle is None else ("pre_unshard", "unshard")
+        self._calls = [StageCall(handle, name, first) for name in names]
 
     def remove(self) -> None:
-        if self._handle is not None:
-            for name in ("pre_unshard", "unshard"):
-                vars(self._handle).pop(name, None)
-            self._handle = None
-
-
-def _calling_first(call: Callable[[], None], of_handle: Callable[[], Any], name: str) -> Callable[[], Any]:
-    def calling() -> Any:
-        handle = of_handle()
-        call()
-        return getattr(type(handle), name)(handle)
-
-    return calling
+        for gathering in self._calls:
+            gathering.remove()
