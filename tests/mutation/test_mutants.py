@@ -1805,8 +1805,8 @@ MUTANTS = [
     Mutant(
         "keep a failure to oneself",
         "StepVotes.say_failed",
-        "            self._cast(step, failed=True)\n",
-        "                self.voting.cast(step - self._before)\n",
+        "                self._cast(self.voting, step, failed=True)\n",
+        "                self._cast(self.voting, step)\n",
     ),
     Mutant(
         "take one mesh dimension's ranks for the step's",
