@@ -292,7 +292,7 @@ def second_forward_fails(name: str, way: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name in ("prefetched", "mixed precision") else [pytest.mark.nightly])
+        pytest.param(name, marks=[] if name == "prefetched" else [pytest.mark.nightly])
         for name in FSDP2
     ],
 )
