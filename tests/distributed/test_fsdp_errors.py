@@ -291,10 +291,7 @@ def second_forward_fails(name: str, way: str) -> None:
 @pytest.mark.parametrize("way", ["backward", pytest.param("forward", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[] if name == "prefetched" else [pytest.mark.nightly])
-        for name in FSDP2
-    ],
+    [pytest.param(name, marks=[] if name == "prefetched" else [pytest.mark.nightly]) for name in FSDP2],
 )
 def test_a_second_forward_that_fails(two_ranks: RankPool, name: str, way: str) -> None:
     two_ranks.run(second_forward_fails, name, way)
