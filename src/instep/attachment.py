@@ -323,7 +323,7 @@ class Attachment:
         refuses, is said at ``micro_batches``. With ``schedule="forward"``, or ``INSTEP_DISABLE=1``, each call is a
         backward. ``zero_grad()`` in between throws away what waits, and ``optimizer.step()`` runs the backward of what
         waits where no last micro-batch came. Under DDP calls with ``more`` belong into ``no_sync()``, with FSDP2 into
-        ``set_requires_gradient_sync(False)`` (HSDP: ``set_requires_all_reduce(False)``); there it raises without one.
+        ``set_requires_gradient_sync(False)``; there it raises without one.
 
         Args:
             loss: that backward begins from; with ``more``, and for the last micro-batch, a tensor of one number.

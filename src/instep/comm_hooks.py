@@ -1,7 +1,5 @@
 """Building blocks for DDP communication hooks. Useful without the rest of instep."""
 
-from functools import partial
-
 import torch
 import torch.distributed as dist
 
@@ -32,7 +30,7 @@ def mean_allreduce(tensor: torch.Tensor, group: dist.ProcessGroup, divisor: int)
     else:
         tensor.mul_(1.0 / divisor)
     work = dist.all_reduce(tensor, group=group, async_op=True)
-    future: torch.futures.Future[torch.Tensor] = work.get_future().then(_only_tensor)
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
     return future
 
 
@@ -59,13 +57,9 @@ def cast_mean_allreduce(
     """
     if dtype is None or dtype == tensor.dtype:
         return mean_allreduce(tensor, group, divisor)
-    return mean_allreduce(tensor.to(dtype), group, divisor).then(partial(_cast_back, tensor))
 
+    def cast_back(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        reduced = done.value()
+        return reduced.to(tensor.dtype) if tensor.is_sparse else tensor.copy_(reduced)
 
-def _only_tensor(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-    return future.value()[0]
-
-
-def _cast_back(tensor: torch.Tensor, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-    reduced = future.value()
-    return reduced.to(tensor.dtype) if tensor.is_sparse else tensor.copy_(reduced)
+    return mean_allreduce(tensor.to(dtype), group, divisor).then(cast_back)

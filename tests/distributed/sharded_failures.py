@@ -69,7 +69,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def build(name: str) -> Loop:
     torch.manual_seed(0)
-    model = {**SHAPES, **ON_FOUR}[name](Blocks())
+    model = {**FSDP2, **FSDP1, **ON_FOUR}[name](Blocks())
     return Loop(model, adamw(model))
 
 
@@ -146,7 +146,7 @@ def hsdp(model: nn.Module) -> nn.Module:
 
 
 low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-SHAPES: Mapping[str, Callable[[nn.Module], nn.Module]] = {
+FSDP2: Mapping[str, Callable[[nn.Module], nn.Module]] = {
     "nested": nested,
     "root only": root_only,
     "not resharded": partial(nested, reshard_after_forward=False),
@@ -155,6 +155,8 @@ SHAPES: Mapping[str, Callable[[nn.Module], nn.Module]] = {
     "grouped": grouped,
     "several roots": several_roots,
     "offloaded": partial(nested, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+}
+FSDP1: Mapping[str, Callable[[nn.Module], nn.Module]] = {
     "fsdp1": fsdp1,
     "fsdp1, shard grad op": fsdp1_grad_op,
     "fsdp1, no shard": fsdp1_no_shard,
@@ -195,18 +197,5 @@ def fsdp2_state(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def fsdp1_state(model: nn.Module) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, FullyShardedDataParallel):
-            # It lets go of gradients that zero_grad() has taken off the original parameters when it is next asked to.
-            assert module._handle is not None
-            module._handle._reset_flat_param_grad_info_if_needed()
-            for owner in (module, module._exec_order_data, module._handle, module._handle.flat_param):
-                for key, value in vars(owner).items():
-                    found[f"{name}: {type(owner).__name__}.{key}"] = told(value)
-    return found
-
-
-# Counted over iterations, buffers that are reused, and FSDP1's tensors of a forward: not of the state between two.
-PASSING = ("_iter", "._tensors", "_pre_forward_order_index", "_free_event_queue", "_full_param_padded")
+# Counted over iterations, and buffers that are reused: not of the state between two.
+PASSING = ("_iter", "._tensors", "_pre_forward_order_index", "_free_event_queue")

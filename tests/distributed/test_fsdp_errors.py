@@ -5,32 +5,31 @@ import copy
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-)
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import instep
-from instep.errors import TornStepError
-from instep.sources.fsdp.recovery import rebuild_fsdp1, rebuild_fsdp2
+from instep.errors import InstepError, TornStepError
+from instep.sources.fsdp.recovery import rebuild_fsdp2
 from tests.cases import two_groups
 from tests.devices import here, on_cpu_only
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import WAYS, Loop
 from tests.distributed.sharded_failures import (
+    FSDP1,
+    FSDP2,
     ON_FOUR,
     PASSING,
-    SHAPES,
     BoomError,
     build,
     failing,
-    fsdp1_state,
     fsdp2_state,
     moved,
     require_equal,
@@ -73,19 +72,15 @@ def steps_before(name: str, where: str, way: str) -> bool:
 
 
 def cases(names: Mapping[str, Any], every: int) -> Iterator[Any]:
-    """One in ``every`` by default, nightly all. FSDP1 does not call hooks of its original parameters."""
+    """One in ``every`` by default, nightly all."""
     found = [
-        (name, where, way)
-        for name in names
-        for where in WHERE
-        for way in WAYS
-        if not steps_before(name, where, way) and not (name.startswith("fsdp1") and where == "gradient")
+        (name, where, way) for name in names for where in WHERE for way in WAYS if not steps_before(name, where, way)
     ]
     for number, case in enumerate(found):
         yield pytest.param(*case, marks=[] if number % every == 0 else [pytest.mark.nightly])
 
 
-@pytest.mark.parametrize(("name", "where", "way"), list(cases(SHAPES, 9)))
+@pytest.mark.parametrize(("name", "where", "way"), list(cases(FSDP2, 9)))
 def test_training_goes_on(two_ranks: RankPool, name: str, where: str, way: str) -> None:
     two_ranks.run(goes_on, name, where, way)
 
@@ -167,7 +162,6 @@ def torn(name: str, where: str) -> None:
         pytest.param("prefetched", "gradient", marks=pytest.mark.nightly),
         pytest.param("not resharded", "backward", marks=pytest.mark.nightly),
         pytest.param("mixed precision", "gradient", marks=pytest.mark.nightly),
-        ("fsdp1", "backward"),
     ],
 )
 def test_a_torn_step_says_so_and_can_be_accepted(two_ranks: RankPool, name: str, where: str) -> None:
@@ -210,19 +204,13 @@ def test_an_update_that_fails(two_ranks: RankPool, name: str) -> None:
 # Micro-batches.
 
 
-def without_sync(loop: Loop) -> AbstractContextManager[None]:
-    if isinstance(loop.model, FullyShardedDataParallel):
-        return loop.model.no_sync()
-
-    @contextmanager
-    def held() -> Iterator[None]:
-        loop.model.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            loop.model.set_requires_gradient_sync(True)
-
-    return held()
+@contextmanager
+def without_sync(loop: Loop) -> Iterator[None]:
+    loop.model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        loop.model.set_requires_gradient_sync(True)
 
 
 def micro_batch(loop: Loop, i: int, last: bool, how: str) -> None:
@@ -265,7 +253,7 @@ HOW = ("sync", "accumulate", "accumulation_steps")
     ("name", "way", "how"),
     [
         pytest.param(name, way, how, marks=[] if default else [pytest.mark.nightly])
-        for name in ("nested", "mixed precision", "not resharded", "fsdp1", "fsdp1, shard grad op")
+        for name in ("nested", "mixed precision", "not resharded")
         for way in ("backward", "forward", "undo")
         for how in HOW
         for default in [
@@ -274,7 +262,7 @@ HOW = ("sync", "accumulate", "accumulation_steps")
                 ("nested", "backward", "accumulation_steps"),
                 ("mixed precision", "forward", "accumulate"),
                 ("nested", "undo", "sync"),
-                ("fsdp1", "backward", "sync"),
+                ("nested", "backward", "sync"),
             )
         ]
     ],
@@ -303,10 +291,7 @@ def second_forward_fails(name: str, way: str) -> None:
 @pytest.mark.parametrize("way", ["backward", pytest.param("forward", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[] if name in ("prefetched", "fsdp1, mixed precision") else [pytest.mark.nightly])
-        for name in SHAPES
-    ],
+    [pytest.param(name, marks=[] if name == "prefetched" else [pytest.mark.nightly]) for name in FSDP2],
 )
 def test_a_second_forward_that_fails(two_ranks: RankPool, name: str, way: str) -> None:
     two_ranks.run(second_forward_fails, name, way)
@@ -336,10 +321,9 @@ def interrupted(name: str, way: str) -> None:
     loop.overlap.detach()
 
 
-@pytest.mark.parametrize("name", ["nested", pytest.param("fsdp1", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("way", ["backward", pytest.param("forward", marks=pytest.mark.nightly)])
-def test_an_interrupted_forward(two_ranks: RankPool, name: str, way: str) -> None:
-    two_ranks.run(interrupted, name, way)
+def test_an_interrupted_forward(two_ranks: RankPool, way: str) -> None:
+    two_ranks.run(interrupted, "nested", way)
 
 
 def part_by_itself(where: str, way: str) -> None:
@@ -367,16 +351,15 @@ def test_a_part_called_by_itself(two_ranks: RankPool, where: str, way: str) -> N
 def nothing_left(name: str, where: str, gradients: bool) -> list[str]:
     """What differs from the state between two iterations, of all that FSDP has."""
     loop = build(name)
-    state_of, rebuild = (fsdp1_state, rebuild_fsdp1) if name.startswith("fsdp1") else (fsdp2_state, rebuild_fsdp2)
     for i in range(2):
         loop.learn(i)
-    expected = state_of(loop.model)
+    expected = fsdp2_state(loop.model)
     with failing(loop.model, where), pytest.raises(BoomError):
         loop.backward(2)
     loop.optimizer.zero_grad()
-    assert state_of(loop.model) != expected, "there was nothing to do"
-    rebuild(loop.model, gradients=gradients)
-    found = state_of(loop.model)
+    assert fsdp2_state(loop.model) != expected, "there was nothing to do"
+    assert rebuild_fsdp2(loop.model, gradients=gradients)
+    found = fsdp2_state(loop.model)
     return [
         f"{key}: {expected.get(key)} was, {found.get(key)} is"
         for key in sorted(expected.keys() | found.keys())
@@ -385,13 +368,44 @@ def nothing_left(name: str, where: str, gradients: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", pytest.param("early", marks=pytest.mark.nightly)])
-@pytest.mark.parametrize(
-    "name", ["nested", "prefetched", pytest.param("mixed precision", marks=pytest.mark.nightly), "fsdp1"]
-)
+@pytest.mark.parametrize("name", ["nested", "prefetched", pytest.param("mixed precision", marks=pytest.mark.nightly)])
 def test_all_of_torchs_state_is_as_between_two_iterations(two_ranks: RankPool, name: str, where: str) -> None:
     """Should it fail with a new torch: ``instep.sources.fsdp.recovery`` does not know of what is named here."""
     for left in two_ranks.run(nothing_left, name, where, where != "forward"):
         assert not left
+
+
+# What cannot go on, and says so.
+
+
+def breaks(name: str, where: str, way: str) -> None:
+    loop = build(name)
+    loop.overlap = instep.attach(loop.model, loop.optimizer, **WAYS[way])
+    loop.learn(0)
+    with failing(loop.model, where), pytest.raises(BoomError):
+        loop.backward(1)
+    loop.optimizer.zero_grad()
+    for _ in range(2):
+        with pytest.raises(InstepError, match="build and attach the model anew"):
+            loop.loss(2)
+    loop.overlap.detach()
+
+
+@pytest.mark.parametrize("where", ["forward", "early"])
+@pytest.mark.parametrize("name", [*FSDP1])
+def test_fsdp1_must_be_built_anew(two_ranks: RankPool, name: str, where: str) -> None:
+    two_ranks.run(breaks, name, where, "undo")
+
+
+def older_torch(where: str) -> None:
+    with patch.object(FSDPModule, "reset_iter_state"):
+        del FSDPModule.reset_iter_state
+        breaks("nested", where, "undo")
+
+
+@pytest.mark.parametrize("where", ["forward", "early"])
+def test_fsdp2_of_an_older_torch_must_be_built_anew(two_ranks: RankPool, where: str) -> None:
+    two_ranks.run(older_torch, where)
 
 
 # On one rank only.

@@ -17,13 +17,13 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep.errors import AccumulationError, InstepError
-from instep.sources.fsdp.micro_batches import END, ReducedApart
+from instep.sources.fsdp.micro_batches import END
 from instep.sources.fsdp.modules import fsdp2_groups, fsdp2_in
 from instep_tools.harness import first_difference
 from tests.cases import Blocks, Checkpointed, Sometimes, Tied, batch
 from tests.devices import here
 from tests.distributed.pool import RankPool
-from tests.distributed.sharded import WAYS, Loop, both, fsdp1, hsdp, mesh, nested, parameters_of
+from tests.distributed.sharded import WAYS, Loop, both, fsdp1, hsdp, nested, parameters_of
 
 STEPS = 3
 COUNTS = (3, 1, 2, 5)
@@ -323,139 +323,24 @@ def _stepped_once(loop: Loop, losses: Sequence[torch.Tensor]) -> torch.Tensor:
 DEFERRED = {"in the loop": in_the_loop, "before the verb": set_before, "in the loss": set_in_the_loss}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["forward", "late"])
 @pytest.mark.parametrize("form", DEFERRED)
 def test_the_all_reduce_waits_for_the_last(four_ranks: RankPool, form: str, way: str) -> None:
     four_ranks.run(train, hsdp, way=way, iteration=DEFERRED[form])
 
 
-def on_two(sizes: tuple[int, int], model: nn.Module) -> nn.Module:
-    return nested(model, mesh=mesh(*sizes))
+@pytest.mark.parametrize("form", DEFERRED)
+def test_one_backward_reduces_over_the_replicas_too(four_ranks: RankPool, form: str) -> None:
+    for said in four_ranks.run(_refused_deferral, DEFERRED[form]):
+        assert "set_requires_gradient_sync(False)" in said
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=str)
-def test_the_all_reduce_waits_on_two_ranks(two_ranks: RankPool, sizes: tuple[int, int]) -> None:
-    two_ranks.run(train, partial(on_two, sizes), iteration=in_the_loop)
-
-
-def hsdp_experts(model: Any) -> nn.Module:
-    for expert in model.experts:
-        fully_shard(expert, mesh=mesh(2, 2))
-    return fully_shard(model, mesh=mesh(2, 2))
-
-
-def test_one_all_reduce_of_each_group(four_ranks: RankPool) -> None:
-    for plain, found in four_ranks.run(_reductions):
-        assert found == plain == (4, 4 * 3), "one all-reduce of each group, and a reduce-scatter in each micro-batch"
-
-
-def _reductions() -> list[tuple[int, int]]:
-    """All-reduces and reduce-scatters of a plain step's backwards, and of a step that waits."""
-    counts = []
-    for attached in (False, True):
-        loop = _attached(hsdp)
-        in_the_loop(loss_of_blocks, (3,), loop, 0)
-        if not attached:
-            loop.overlap.detach()
-        reduced = Counter[str]()
-        for micro in range(3):
-            loop.model.set_requires_all_reduce(micro == 2)
-            loss = loss_of_blocks(loop.model, micro, micro)
-            with torch.profiler.profile() as profile:
-                if attached:
-                    loop.overlap.backward(loss, more=micro < 2)
-                else:
-                    loss.backward()
-            reduced.update(event.name for event in profile.events())
-        loop.optimizer.step()
-        counts.append((reduced[ALL_REDUCED], reduced[REDUCED]))
-    return counts
-
-
-def test_one_group_at_a_time_over_the_shards(four_ranks: RankPool) -> None:
-    """Backward comes to a group in one micro-batch after the other, so that no whole gradient waits for another's."""
-    assert four_ranks.run(_unreduced_in_turn) == [(0, 1)] * 4
-
-
-def _unreduced_in_turn() -> tuple[int, int]:
-    """The most gradients of later micro-batches that wait, and the most groups with gradients that are not reduced."""
-    loop = _attached(hsdp_blocks_alone)
-    in_the_loop(loss_of_blocks, (3,), loop, 0)
-    groups, waiting = [0], [0]
-    keep = ReducedApart._keep
-
-    def keeping(self: Any, parameter: Any, number: int, gradient: Any) -> None:
-        waiting.append(sum(len(kept) for kept in self._kept[self._next + 1 :]))
-        keep(self, parameter, number, gradient)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(ReducedApart, "_keep", keeping)
-        with BeforeReducing(lambda: groups.append(_with_gradients(loop.model))):
-            in_the_loop(loss_of_blocks, (3,), loop, 1)
-    assert len(waiting) == 1 + 3 * len(list(loop.model.parameters()))
-    return max(waiting), max(groups)
-
-
-def hsdp_blocks_alone(model: Any) -> nn.Module:
-    """The root has no parameters of its own."""
-    for module in (model.inner, model.outer):
-        fully_shard(module, mesh=mesh(2, 2))
-    return hsdp(model)
-
-
-@pytest.mark.parametrize("chosen", [(0, 1), (0, None)], ids=str)
-def test_what_the_last_does_not_use_is_not_all_reduced(four_ranks: RankPool, chosen: Any) -> None:
-    """The plain loop leaves half a reduction, which the next step's is added to."""
-    assert all("is not used in the last micro-batch" in said for said in four_ranks.run(_half_reduced, chosen))
-
-
-def _half_reduced(chosen: Any) -> str:
-    return _not_reduced_so(hsdp_experts, Sometimes, partial(one_expert, chosen))
-
-
-def test_a_group_that_runs_twice_before_the_last(four_ranks: RankPool) -> None:
-    for said in four_ranks.run(_not_reduced_so, hsdp, Blocks, twice_at_first):
-        assert "runs 2 times in micro-batch 1: the plain loop reduces" in said
-
-
-def twice_at_first(model: nn.Module, seed: int, micro: int) -> torch.Tensor:
-    loss = loss_of_blocks(model, seed, micro)
-    return loss if micro else loss + loss_of_blocks(model, seed + 1, micro)
-
-
-def _not_reduced_so(shard: Any, build: Any, loss: Losses) -> str:
-    loop = _attached(shard, build)
-    with pytest.raises(AccumulationError) as raised:
-        in_the_loop(loss, (2,), loop, 0)
-    assert loop.overlap.state == "idle"
-    return str(raised.value)
-
-
-SWITCHED: Mapping[str, tuple[Sequence[tuple[bool, bool]], str]] = {
-    "neither": ([(True, True)], "set_requires_all_reduce(False)"),
-    "first the one, then the other": ([(True, False), (False, True)], "as the one before"),
-}
-
-
-@pytest.mark.parametrize("name", SWITCHED)
-def test_switches_that_no_step_has(four_ranks: RankPool, name: str) -> None:
-    switches, match = SWITCHED[name]
-    assert all(match in said for said in four_ranks.run(_switched, switches))
-
-
-def _switched(switches: Sequence[tuple[bool, bool]]) -> str:
+def _refused_deferral(iteration: Any) -> str:
     loop = _attached(hsdp)
     with pytest.raises(AccumulationError) as raised:
-        _run_with(loop, [*switches, (True, True)])
+        iteration(loss_of_blocks, (2,), loop, 0)
     assert loop.overlap.state == "idle"
     return str(raised.value)
-
-
-def _run_with(loop: Loop, switches: Sequence[tuple[bool, bool]]) -> None:
-    for micro, (reduces, all_reduces) in enumerate(switches, 1):
-        loop.model.set_requires_gradient_sync(reduces)
-        loop.model.set_requires_all_reduce(all_reduces)
-        loop.overlap.backward(loss_of_blocks(loop.model, micro, micro), more=micro < len(switches))
 
 
 def test_micro_batches_that_are_held_leave_the_switch(four_ranks: RankPool) -> None:

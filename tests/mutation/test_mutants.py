@@ -389,7 +389,8 @@ MUTANTS = [
     ),
     Mutant("do not see that a node's number is taken", "Graphs._require_in_order", "number in numbers", "False"),
     Mutant("do not see hooks on parameters", "Graphs._require_alike", "leaf._backward_hooks:", "False:"),
-    Mutant("add to gradients from before", "_require_no_gradients", "leaf.grad is not None and", "False and"),
+    Mutant("add to gradients from before", "Together._run_one", "leaf.grad is not None and", "False and"),
+    Mutant("interrupt FSDP2 where it makes what the first forward needs", "AfterErrors._begin", "(heard())", "(())"),
     Mutant("walk graphs one after the other", "Together._run_one", "graphs.walk_side_by_side(", "len("),
     Mutant("walk the last graph first", "Graphs.walk_side_by_side", "self._count - 1 - number", "number"),
     Mutant("walk nodes in any order", "Graphs.walk_side_by_side", "nodes.sort(key=_NUMBER)", "pass"),
@@ -400,7 +401,7 @@ MUTANTS = [
     ),
     Mutant("mark no gradient that waits", "Waiting._mark", "if parameter.requires_grad:", "if False:"),
     Mutant("wait beside a gradient of the step before", "Waiting._mark", "gradient is attached.spent:", "False:"),
-    Mutant("leave the marks", "_Mark.remove", "parameter.grad = self._found", "pass"),
+    Mutant("leave the marks", "_Mark.remove", "parameter.grad = self.found", "pass"),
     Mutant("zero what the plain loop has not", "_Mark.zero", "parameter in reached", "True"),
     Mutant("do not see that what waits was zeroed", "_Mark.is_cleared", "or self.gradient.is_zeroed", ""),
     Mutant("forget what waits for a wrong last loss", "Waiting.take", "step.add(loss)  #", "pass  #"),
@@ -417,12 +418,7 @@ MUTANTS = [
     Mutant("leave sums on the nodes", "Together._run_one", "handle.remove()", "pass"),
     Mutant("do not see a backward within the backward", "BackwardSideEffects.require_none", "if times > 1", "if False"),
     Mutant("do not see sparse rows that were gathered", "Graphs._walk", '"_saved_sparse_grad"', '"_none"'),
-    Mutant(
-        "wait outside of no_sync",
-        "Waiting.add",
-        "not (parts.accumulation.is_in_hold or self._defers_all_reduce)",
-        "False",
-    ),
+    Mutant("wait outside of no_sync", "Waiting.add", "self._is_reduced and not parts.accumulation.is_in_hold", "False"),
     Mutant("wait for the last, too", "_backward", "not accelerator.sync_gradients", "True"),
     Mutant("wait for nobody in the Trainer", "_backward", "together and", "False and"),
     Mutant("wait for nobody in Lightning", "InstepCallback._backward", "more=self._together and", "more=False and"),
@@ -443,19 +439,8 @@ MUTANTS = [
     Mutant("gather ahead of every forward", "OneBackward.ran", "forget_forwards(self._noted)", "pass"),
     Mutant("add micro-batches in the parameter's dtype", "OneBackward.wide", "WideGradient(parameter, dtype)", "None"),
     Mutant("add to gradients that are not reduced", "OneBackward.wide", "leaf.grad is not None or", "False and"),
-    Mutant("do not see that a group runs twice", "_require_one_reduction", "len(nodes) > 1", "False"),
-    Mutant(
-        "do not see that a group runs twice before the last", "_require_one_reduction", "each else []", "False else []"
-    ),
-    Mutant("reduce over the shards once", "OneBackward.ran", "filter(defers_all_reduce, self._groups)", "()"),
-    Mutant("reduce over the shards as they come", "ReducedApart._keep", "self._left[self._next] == 0", "True"),
-    Mutant(
-        "leave a group as FSDP2 leaves it where its backward ends",
-        "ReducedApart._reduce_over_shards",
-        "reduces, over_replicas, frees, group._training_state = found",
-        "reduces, over_replicas, frees, _ = found",
-    ),
-    Mutant("walk node by node over the shards", "OneBackward.join", "self.ends_apart.update(nodes_of_group)", "pass"),
+    Mutant("do not see that a group runs twice", "_require_one_reduction", "len(ends[-1]) > 1", "False"),
+    Mutant("reduce over the shards once", "OneBackward.ran", "any(map(defers_all_reduce, self._groups))", "False"),
     Mutant("hold back what is reduced over the shards", "_one_by_one", "elif not deferred.is_set", "else"),
     Mutant(
         "forget that the all-reduce waits",
@@ -469,9 +454,14 @@ MUTANTS = [
         "use is not None and use <",
         "False and use <",
     ),
-    Mutant("do not see a model that is not attached", "OneBackward._ends_of", "group not in ends", "False"),
+    Mutant("do not see a model that is not attached", "OneBackward.join", "group not in ends", "False"),
     Mutant("step a group where backward ends", "Together._run_one", "parts.sharding.reduces_once()", "pass"),
-    Mutant("reduce what the loop does not", "FSDP2Sync.no_sync", "(module, value)", "(module, True)"),
+    Mutant(
+        "reduce what the loop does not",
+        "FSDP1Sync.no_sync",
+        "for module, value in before:\n                self._set(module, value)",
+        "for module, value in before:\n                self._set(module, True)",
+    ),
     Mutant("look for unused parameters in the last forward alone", "look_from", "ddp.find_unused_parameters", "False"),
     Mutant("refuse what only torch can step", "left_to_torch", "if options.takes_any_loop:", "if False:"),
     Mutant("try to gain more than there is", "DeferralTrial.step_begins", "share < LEAST_GAIN", "share < 0.0"),
@@ -660,7 +650,7 @@ MUTANTS = [
     Mutant(
         "ignore the future's error",
         "Reduction.gradients",
-        "result = value_of(self.communication)",
+        "result = self.communication.value()",
         "result = torch.ones(sum(p.numel() for p in self.members))",
     ),
     Mutant(
@@ -748,7 +738,7 @@ MUTANTS = [
     Mutant(
         "replicate: a backward begins before its end was asked for",
         "TransientBuckets._begin",
-        "backward = _BackwardProgress(self._layout)",
+        "backward = _BackwardProgress(self._layouts[self._trainable])",
         "backward = self._backward = _BackwardProgress(self._layout)",
     ),
     Mutant(
@@ -1059,7 +1049,12 @@ MUTANTS = [
         "torch.mul(gradient, factor, out=part)",
         "torch.div(gradient, dist.get_world_size(self.group), out=part)",
     ),
-    Mutant("keep the buckets of the first backward", "TransientBuckets._end", "not backward.layout.agreed", "False"),
+    Mutant(
+        "keep the buckets of the first backward",
+        "TransientBuckets._end",
+        "if tuple(sorted(backward.bucket_of)) not in self._agreed:",
+        "if False:",
+    ),
     Mutant(
         "lay out the buckets in this rank's own order",
         "TransientBuckets._agree_on_order",
@@ -1162,15 +1157,15 @@ MUTANTS = [
     ),
     Mutant(
         "leave the other ranks' rows as they are",
-        "StateShards._gather_rows.write",
-        "_copy([(rows, flat) for flat, rows in _in_rows(received, members)])",
-        "_copy([(rows, flat) for flat, rows in _in_rows(received, members[:-1])])",
+        "StateShards._gather_rows",
+        "_in_rows(received, members)]",
+        "_in_rows(received, members[:-1])]",
     ),
     Mutant(
         "leave the parameters of other ranks as they are",
-        "StateShards._gather_whole.write",
-        "if owner != self._rank:",
-        "if False:",
+        "StateShards._gather_whole",
+        "tensors if owner != self._rank else []",
+        "[]",
     ),
     Mutant("step whole parameters on every rank", "OwnedParameter.__init__", "mesh.get_local_rank() == owner", "True"),
     Mutant("save the rows of one rank as the whole state", "RowShard.give", "v.full_tensor()", "v.to_local()"),
@@ -1181,7 +1176,7 @@ MUTANTS = [
         "loaded = BoundHook(lambda optimizer: None)",
     ),
     Mutant("do not hear the other ranks", "error_of", "return vote.verdict().error()", "return None"),
-    Mutant("keep a failure to oneself", "StepVotes.say_failed", "- self._before, failed=True", "- self._before"),
+    Mutant("keep a failure to oneself", "StepVotes.say_failed", "self.voting, step, failed=True", "self.voting, step"),
     Mutant(
         "take one mesh dimension's ranks for the step's",
         "neighbours_of",
@@ -1309,8 +1304,8 @@ MUTANTS = [
     Mutant(
         "take FSDP for rebuilt where that begins",
         "AfterErrors._rebuild",
-        "model, running = self._model(), self._running",
-        "model, running = self._model(), self._running\n        self._running = None",
+        "model = self._model()",
+        "model = self._model()\n        self._running = None",
     ),
     Mutant(
         "hear of a backward after FSDP's first hook",
@@ -1320,30 +1315,13 @@ MUTANTS = [
     ),
     Mutant("put a hook behind those of a tensor", "first_of_tensor_hooks", "number, _ in others", "number, _ in ()"),
     Mutant(
-        "take what FSDP2 makes in its first forward for made",
-        "_fsdp2_roots",
-        "if state._is_root and not is_lazily_made(state):",
-        "if False:",
-    ),
-    Mutant(
         "miss a failed backward of a part",
         "AfterErrors._begin",
         "if any(map(_is_in_backward,",
         "if False and any(map(_is_in_backward,",
     ),
-    Mutant(
-        "keep FSDP2's gradients that are not reduced",
-        "GroupGradients.__init__",
-        "parameter._unsharded_param.grad = None",
-    ),
+    Mutant("keep FSDP2's gradients that are not reduced", "_gradients_kept", "parameter.grad = None"),
     Mutant("drop FSDP2's gradients after a failed forward", "rebuild_fsdp2", "not gradients", "False"),
-    Mutant(
-        "keep FSDP1's hooks of a failed forward",
-        "_rebuild_handle",
-        "if hooks is not None and id(flat) not in awaited:",
-        "if hooks is not None and False:",
-    ),
-    Mutant("drop FSDP1's hooks of the forward before", "_rebuild_handle", "None and id(flat) not in awaited", "None"),
     Mutant(
         "save while a step is open",
         "Attachment.require_committed",
@@ -2315,8 +2293,8 @@ MUTANTS = [
     Mutant(
         "a stage is stepped in each of several runs",
         "PipelineSource.stage_is_through",
-        "if not self._accumulation.is_in_hold:",
-        "if True:",
+        "if self._accumulation.is_in_hold:",
+        "if False:",
     ),
     Mutant("stages are left to step()", "PipelineSource.stage_is_through", "in_run(stages=False)", "in_run()"),
     Mutant(

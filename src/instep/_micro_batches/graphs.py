@@ -7,9 +7,9 @@ each node that leads to a leaf (a parameter): there the contributions of all mic
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import itemgetter, methodcaller
+from operator import methodcaller
 from typing import Any, Protocol, cast
 
 import torch
@@ -22,13 +22,6 @@ from instep.sources.fsdp.micro_batches import WideGradient
 Names = Callable[[torch.Tensor], str]
 """Returns the name of a leaf for messages."""
 
-
-KeepEach = Callable[[int, torch.Tensor | None], None]
-"""Takes the sum of one micro-batch's contributions to a leaf, with the number of the micro-batch."""
-
-KeeperOf = Callable[[torch.Tensor, Sequence[int]], WideGradient | None]
-"""Takes a leaf, and the number of contributions to it from each micro-batch. Returns who takes the sum where that must
-not go on to the leaf's node, since it has another dtype than the leaf."""
 
 # Names of nodes: the one that writes a leaf's .grad, and the one of reentrant checkpointing.
 _LEAF = "torch::autograd::AccumulateGrad"
@@ -74,7 +67,7 @@ class Graphs:
             for _, leaf in edges:
                 yield self._number_of[node], node, leaf
 
-    def walk_side_by_side(self, ends: Collection[Node] = ()) -> None:
+    def walk_side_by_side(self) -> None:
         """Have backward come to a layer of all graphs before it comes to the next: of a layer's nodes to that of the
         first micro-batch first. So the contributions to a parameter arrive together, in the plain loop's order.
 
@@ -82,43 +75,28 @@ class Graphs:
         number. As they came, it would end the last forward's graph before it began the one before: all gradients would
         be alive together. Within a graph the order stays what it was, and with it every sum that autograd makes there.
 
-        Args:
-            ends: where backward ends a layer of several nodes: it comes to all of the layer in a graph before it comes
-                to the layer in the next.
-
         There is no public way to set a node's number; ``tests/parity/test_micro_batches.py`` fails clearly when torch
         changes the private one, or the order.
         """
         graphs: list[list[Node]] = [[] for _ in range(self._count)]
         for node, number in self._number_of.items():
             graphs[number].append(node)
-        places: list[tuple[int, int, int, Node]] = []  # with ``ends``: of each node its layer, graph, and place there
         for number, nodes in enumerate(graphs):
             nodes.sort(key=_NUMBER)
-            layer = 0
             for place, node in enumerate(nodes):
-                if ends:
-                    layer += node in ends
-                    places.append((layer, -number, place, node))
-                else:
-                    cast(Any, node)._set_sequence_nr(self._count * place + self._count - 1 - number)
-        for place, (*_, node) in enumerate(sorted(places, key=itemgetter(0, 1, 2))):
-            cast(Any, node)._set_sequence_nr(place)
+                cast(Any, node)._set_sequence_nr(self._count * place + self._count - 1 - number)
 
     def add_in_order(
-        self, keeper_of: KeeperOf, apart_of: Callable[[torch.Tensor, Sequence[int]], KeepEach | None]
+        self, keeper_of: Callable[[torch.Tensor, Sequence[int]], WideGradient | None]
     ) -> list[RemovableHandle]:
         """Have backward add the contributions to each leaf as the plain loop adds them. Returns the handles of the
         hooks that do it: a node may be a part of a later graph, too.
 
         Args:
-            apart_of: takes a leaf, and the contributions to it of each micro-batch. Returns who takes the sum of each
-                by itself; ``None``: they are added up.
+            keeper_of: takes a leaf, and the contributions to it of each micro-batch. Returns who takes the sum where it
+                has another dtype than the leaf; ``None``: the leaf's node does.
         """
-        sums: dict[torch.Tensor, _LeafSum | _SumsApart] = {}
-        for leaf, each in self.contributions.items():
-            keep = apart_of(leaf, each)
-            sums[leaf] = _LeafSum(leaf, each, keeper_of(leaf, each)) if keep is None else _SumsApart(each, keep)
+        sums = {leaf: _LeafSum(leaf, each, keeper_of(leaf, each)) for leaf, each in self.contributions.items()}
         handles: list[RemovableHandle] = []
         for node, edges in self._edges.items():
             places = {place: sums[leaf] for place, leaf in edges}
@@ -273,28 +251,8 @@ class _LeafSum:
         return total
 
 
-class _SumsApart:
-    """The sum of each micro-batch's contributions to a leaf. Nothing goes on to the leaf's node."""
-
-    __slots__ = ("_contributions", "_keep", "_left", "_sums")
-
-    def __init__(self, contributions: Sequence[int], keep: KeepEach) -> None:
-        self._contributions = tuple(contributions)
-        self._keep = keep
-        self._left = list(contributions)
-        self._sums: list[torch.Tensor | None] = [None] * len(contributions)
-
-    def add(self, number: int, gradient: torch.Tensor | None) -> None:
-        self._sums[number] = _plus(self._sums[number], gradient)
-        self._left[number] -= 1
-        if self._left[number] == 0:
-            self._left[number] = self._contributions[number]  # the next backward of the same graphs
-            done, self._sums[number] = self._sums[number], None
-            self._keep(number, done)
-
-
 def _contribute(
-    number: int, places: Mapping[int, _LeafSum | _SumsApart], gradients: Sequence[torch.Tensor | None], _: object
+    number: int, places: Mapping[int, _LeafSum], gradients: Sequence[torch.Tensor | None], _: object
 ) -> tuple[torch.Tensor | None, ...]:
     """The hook: a node of micro-batch ``number`` has computed ``gradients``, of the shapes and dtypes of its inputs by
     now. In the places of leaves their sums go on."""

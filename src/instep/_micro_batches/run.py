@@ -148,8 +148,7 @@ def _together(
         with _held_unless_last(parts, is_last, forward=True):
             loss = loss_of(batch)
         step.add(loss)
-    with DeferredAllReduce(parts.refs.model()).ended():
-        return step.backward()
+    return step.backward()
 
 
 class Together:
@@ -192,10 +191,15 @@ class Together:
         # Wrappers have seen several forwards, and are told that one backward follows.
         for ddp in parts.refs.ddps():
             look_from(ddp, losses)
-        _require_no_gradients(parts, graphs)
+        for leaf in graphs.contributions:
+            if leaf.grad is not None and bool(leaf.grad.ne(0).any()):  # (a + b) + c is not a + (b + c)
+                raise AccumulationError(
+                    f"{_name_of(parts, leaf)} has a gradient from an earlier backward: micro_batches() runs all "
+                    "micro-batches of a step. Call zero_grad() before it, or run the step with overlap.accumulate()"
+                )
         fsdp2.join(len(losses), graphs.nodes(), graphs.edges())
-        handles = graphs.add_in_order(fsdp2.wide, fsdp2.apart)
-        graphs.walk_side_by_side(fsdp2.ends_apart)
+        handles = graphs.add_in_order(fsdp2.wide)
+        graphs.walk_side_by_side()
         del graphs  # the nodes are freed as backward comes to them
         if parts.sharding is not None:
             parts.sharding.reduces_once()
@@ -244,16 +248,6 @@ def _require_loss(number: int, loss: object) -> torch.Tensor:
             f"the loss of micro-batch {number + 1} has no graph: it was computed within torch.no_grad(), or detached"
         )
     return loss
-
-
-def _require_no_gradients(parts: Parts, graphs: Graphs) -> None:
-    """Raise if the plain loop would add to gradients from before: (a + b) + c is not a + (b + c)."""
-    for leaf in graphs.contributions:
-        if leaf.grad is not None and bool(leaf.grad.ne(0).any()):
-            raise AccumulationError(
-                f"{_name_of(parts, leaf)} has a gradient from an earlier backward: micro_batches() runs all "
-                "micro-batches of a step. Call zero_grad() before it, or run the step with overlap.accumulate()"
-            )
 
 
 class BackwardSideEffects:

@@ -5,7 +5,7 @@ For loops that call backward themselves for each micro-batch, as those of framew
 uses it is told, and a loop that clears it has thrown the sum away, as in the plain loop.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,7 +18,6 @@ from instep._torch.lifetime import weakly
 from instep._torch.placeholders import WaitingGradient
 from instep._wiring.build import Parts
 from instep.errors import AccumulationError
-from instep.sources.fsdp.modules import DeferredAllReduce
 
 
 class Waiting:
@@ -48,13 +47,12 @@ class Waiting:
         if step is None:
             require_own_step(parts, "backward(more=True)")
             refuse_wrappers(parts)
-        if self._is_reduced and not (parts.accumulation.is_in_hold or self._defers_all_reduce):
+        if self._is_reduced and not parts.accumulation.is_in_hold:
             self.drop()
             raise AccumulationError(
                 "backward(more=True) came outside of no_sync(): on several ranks the forward and backward of all "
-                "micro-batches but the last belong into it (with FSDP2 into set_requires_gradient_sync(False), or with "
-                "HSDP into set_requires_all_reduce(False)), or into `with overlap.accumulate():`. What had waited is "
-                "thrown away"
+                "micro-batches but the last belong into it (with FSDP2 into set_requires_gradient_sync(False)), or "
+                "into `with overlap.accumulate():`. What had waited is thrown away"
             )
         step = step or Together(parts)
         step.add(loss)
@@ -90,10 +88,6 @@ class Waiting:
     def _is_reduced(self) -> bool:
         return bool(self._parts.refs.ddps()) or self._parts.sharding is not None
 
-    @property
-    def _defers_all_reduce(self) -> bool:
-        return not self._parts.refs.ddps() and DeferredAllReduce(self._parts.refs.model()).is_set
-
     def _of_this_step(self) -> Together | None:
         """What waits, unless the loop has thrown it away by clearing all gradients."""
         step, marks = self._step, self._marks
@@ -103,7 +97,7 @@ class Waiting:
         if not cleared:
             return step
         if len(cleared) < len(marks):
-            name = cleared[0].name
+            name = cleared[0].attached.spec.name
             raise AccumulationError(
                 f"the gradient of {name!r} was cleared, and others were not, while the backward of {self.drop()} "
                 "micro-batches waits for that of the last: it would have to throw a part of each away. Call "
@@ -125,44 +119,37 @@ class Waiting:
                 self.drop()
                 raise never_cleared(attached.spec.name, "backward()")
             if parameter.requires_grad:
-                self._marks.append(_Mark(attached, gradient, partial(while_waiting, attached.spec.name)))
+                waiting = WaitingGradient(parameter, partial(while_waiting, attached.spec.name))
+                self._marks.append(_Mark(attached, gradient, waiting))
+                parameter.grad = waiting
 
 
+@dataclass(slots=True, eq=False)
 class _Mark:
     """What stands in ``.grad`` of one parameter while losses wait.
 
-    Args:
-        found: what stood there before: nothing, or zeros, to which autograd adds.
-
     Attributes:
-        name: of the parameter.
+        found: what stood there before: nothing, or zeros, to which autograd adds.
         gradient: what stands there.
     """
 
-    __slots__ = ("_attached", "_found", "gradient", "name")
-
-    def __init__(
-        self, attached: AttachedParameter, found: torch.Tensor | None, explain: Callable[[str], Exception]
-    ) -> None:
-        parameter = attached.get()
-        self._attached = attached
-        self._found = found
-        self.name = attached.spec.name
-        self.gradient = parameter.grad = WaitingGradient(parameter, explain)
+    attached: AttachedParameter
+    found: torch.Tensor | None
+    gradient: WaitingGradient
 
     @property
     def is_cleared(self) -> bool:
-        parameter = self._attached.peek()
+        parameter = self.attached.peek()
         return parameter is None or parameter.grad is not self.gradient or self.gradient.is_zeroed
 
     def zero(self, reached: set[torch.Tensor]) -> None:
         """Leave in ``.grad`` the zeros of the plain loop, if it has any there. It was zeroed."""
-        parameter = self._attached.peek()
-        if parameter is not None and self._found is None and parameter in reached:
-            self._found = torch.zeros_like(parameter, requires_grad=False)
+        parameter = self.attached.peek()
+        if parameter is not None and self.found is None and parameter in reached:
+            self.found = torch.zeros_like(parameter, requires_grad=False)
 
     def remove(self) -> None:
         """Put back what was found, unless the loop has put something else there."""
-        parameter = self._attached.peek()
+        parameter = self.attached.peek()
         if parameter is not None and parameter.grad is self.gradient:
-            parameter.grad = self._found
+            parameter.grad = self.found

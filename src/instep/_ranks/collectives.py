@@ -1,4 +1,4 @@
-"""What ranks send one another: JSON and tensors, in collectives of plain numbers, so that nothing received is ever run.
+"""What ranks send one another: objects and tensors.
 
 First the messages. Then what stands on them: the models of all ranks are compared (``require_the_same``) and made equal
 (``broadcast``), one rank's model and optimizers go to all (``resync``), and the stages of a pipeline take one norm
@@ -15,61 +15,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from instep._optim.values import bytes_of
 from instep.buckets import MIB
 from instep.errors import AttachError, InstepError
 
 
-def broadcast_json(value: Any, group: dist.ProcessGroup, source: int) -> Any:
-    """``value`` of the group's rank ``source``, on all of them. Tuples arrive as lists."""
-    mine = dist.get_rank(group) == source
-    message = _bytes(value if mine else None, group)
-    length = torch.tensor([message.numel()], device=message.device)
-    dist.broadcast(length, dist.get_global_rank(group, source), group)
-    if not mine:
-        message = message.new_empty(int(length))
-    dist.broadcast(message, dist.get_global_rank(group, source), group)
-    return _value(message)
+def broadcast_object(value: Any, group: dist.ProcessGroup, source: int) -> Any:
+    """``value`` of the group's rank ``source``, on all of them."""
+    box = [value]
+    dist.broadcast_object_list(box, dist.get_global_rank(group, source), group)
+    return box[0]
 
 
-def all_gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """``value`` of each rank of the group, in the order of ranks. Tuples arrive as lists."""
-    padded, lengths = _padded(value, group)
-    everyone = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(everyone, padded, group)
-    return [_value(one[:length]) for one, length in zip(everyone, lengths, strict=True)]
-
-
-def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any] | None:
-    """``value`` of each rank of the group, on its first rank; ``None`` on the others. Tuples arrive as lists."""
-    padded, lengths = _padded(value, group)
-    everyone = [torch.empty_like(padded) for _ in lengths] if dist.get_rank(group) == 0 else None
-    dist.gather(padded, everyone, dist.get_global_rank(group, 0), group)
-    return None if everyone is None else [_value(one[:size]) for one, size in zip(everyone, lengths, strict=True)]
-
-
-def _padded(value: Any, group: dist.ProcessGroup) -> tuple[torch.Tensor, list[int]]:
-    """This rank's message, padded to the longest of all ranks, and the length of each rank's message."""
-    message = _bytes(value, group)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=message.device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(lengths, torch.tensor([message.numel()], device=message.device), group)
-    found = [int(length) for length in lengths]
-    return torch.nn.functional.pad(message, (0, max(found) - message.numel())), found
-
-
-def _bytes(value: Any, group: dist.ProcessGroup) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(_device_of(group))
-
-
-def _value(message: torch.Tensor) -> Any:
-    return json.loads(message.cpu().numpy().tobytes())
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """The device of tensors that the group's backend sends."""
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any] | None:
+    """``value`` of each rank of the group, on its first rank; ``None`` on the others."""
+    everyone = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+    dist.gather_object(value, everyone, dist.get_global_rank(group, 0), group)
+    return everyone
 
 
 def broadcast_entries(
@@ -77,49 +38,36 @@ def broadcast_entries(
 ) -> dict[str, Any] | None:
     """A dictionary of tensors and JSON values, or ``None``, of the group's rank ``source``, on all of them.
 
-    There its own objects are returned. Elsewhere tuples arrive as lists, and tensors on devices of the same type.
+    There its own objects are returned, elsewhere tensors on devices of the same type.
 
     Raises:
         InstepError: on all ranks, where a value is neither.
     """
     mine = dist.get_rank(group) == source
-    # What is sent, first: all ranks must take part in the same broadcasts of tensors, or raise in the same place.
-    described = None if entries is None else {key: _described(value) for key, value in entries.items()}
-    described = broadcast_json(described if mine else None, group, source)
-    if described is None:
+    sent = {key: _sendable(value) for key, value in entries.items()} if mine and entries is not None else None
+    received = broadcast_object(sent, group, source)
+    if received is None:
         return None
-    found: dict[str, Any] = {}
-    for key, (kind, *what) in described.items():
+    for key, (kind, value) in received.items():
         if kind == "unknown":
             raise InstepError(
-                f"{key!r} holds a {what[0]}, which cannot be sent to other ranks: only numbers, strings, "
+                f"{key!r} holds a {value}, which cannot be sent to other ranks: only numbers, strings, "
                 "lists and tensors can"
             )
-        if kind == "value":
-            found[key] = entries[key] if mine and entries is not None else what[0]
-            continue
-        shape, dtype, device = what
-        there = _device_of(group)
-        if mine and entries is not None:
-            found[key] = entries[key]
-            sent = entries[key].detach().to(there).contiguous()
-        else:
-            sent = torch.empty(shape, dtype=getattr(torch, dtype), device=there)
-        if sent.numel():  # as bytes: not every backend sends every dtype
-            dist.broadcast(bytes_of(sent), dist.get_global_rank(group, source), group)
-        if not mine:
-            found[key] = sent.to(device)
-    return found
+    if mine and entries is not None:
+        return dict(entries)
+    return {key: value if kind == "value" else value.to(kind) for key, (kind, value) in received.items()}
 
 
-def _described(value: Any) -> list[Any]:
+def _sendable(value: Any) -> tuple[str, Any]:
+    """``value`` as it is pickled, and what it is: a tensor's type of device, "value" or "unknown"."""
     if isinstance(value, torch.Tensor):
-        return ["tensor", list(value.shape), str(value.dtype).removeprefix("torch."), value.device.type]
+        return value.device.type, value.detach().to("cpu", copy=True)  # without the rest of its storage
     try:
         json.dumps(value)
     except (TypeError, ValueError):
-        return ["unknown", type(value).__name__]
-    return ["value", value]
+        return "unknown", type(value).__name__
+    return "value", value
 
 
 # What the ranks of a replicated model must have in common, and how it is made so.
@@ -132,7 +80,8 @@ def require_the_same(module: nn.Module, options: dict[str, Any], group: dist.Pro
         **{f"parameter {name!r}": _description(p, p.requires_grad) for name, p in module.named_parameters()},
         **{f"buffer {name!r}": _description(b, True) for name, b in module.named_buffers()},
     }
-    everyone = all_gather_json(mine, group)
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group)
     for rank, theirs in enumerate(everyone):
         for name in {**everyone[0], **theirs}:
             first, other = everyone[0].get(name, "missing"), theirs.get(name, "missing")
@@ -192,10 +141,8 @@ def resync(model: nn.Module, optimizers: Iterable[Optimizer], group: dist.Proces
     broadcast([*model.parameters(), *model.buffers()], group, source)
     for optimizer in optimizers:
         for settings in optimizer.param_groups:
-            mine = {k: v for k, v in settings.items() if k != "params" and _described(v)[0] != "unknown"}
-            theirs = broadcast_entries(mine, group, source) or {}
-            # JSON knows lists only: tuples, where this rank has tuples.
-            settings.update((k, tuple(v) if isinstance(settings.get(k), tuple) else v) for k, v in theirs.items())
+            mine = {k: v for k, v in settings.items() if k != "params" and _sendable(v)[0] != "unknown"}
+            settings.update(broadcast_entries(mine, group, source) or {})
             for parameter in settings["params"]:
                 entry = optimizer.state.get(parameter, None)
                 received = broadcast_entries(entry, group, source)

@@ -116,18 +116,16 @@ class StepVotes:
         self.owes = False
         if self.ranks is not None and not self.ranks.has_met:
             self._meet(self.ranks)  # nobody has seen the first backward begin
-        if self.voting is None:
-            return None
-        self.count += 1
-        return self.voting.cast(step - self._before, nonfinite=nonfinite)
+        return None if self.voting is None else self._cast(self.voting, step, nonfinite=nonfinite)
 
     def updated(self, step: int, *, failed: bool) -> Vote | None:
         """This rank has updated its parts of the parameters, or has ``failed`` to: a vote beside that on the step."""
         self.owes = self.owes and not failed  # who fails in these updates casts no vote on the step
-        if self.voting is None:
-            return None
+        return None if self.voting is None else self._cast(self.voting, step, failed=failed)
+
+    def _cast(self, voting: StepRanks, step: int, **said: bool) -> Vote:
         self.count += 1
-        return self.voting.cast(step - self._before, failed=failed)
+        return voting.cast(step - self._before, **said)
 
     def committed(self, step: int, *, objects: bool = False) -> None:
         """This rank has taken ``step``. What the others say is heard later.
@@ -142,9 +140,8 @@ class StepVotes:
         self._vote = None
         self.owes = False
         if self.voting is not None:
-            self.count += 1
             with suppress(Exception):  # of what may have failed it: the communication
-                self.voting.cast(step - self._before, failed=True)
+                self._cast(self.voting, step, failed=True)
 
     def cast_owed(self, step: int) -> None:
         """The others are about to be waited for, and may wait for this rank's vote on a backward that no step has

@@ -231,6 +231,12 @@ class BucketSink(Schedule):
         return updates
 
     def step_prepared(self, bucket: AttachedParameters, update: PreparedUpdate, *, arrived: bool = False) -> bool:
+        """The gradients of a prepared bucket are final: step it. ``False``: it is not as it was found, and is to be
+        offered, and applied, as others are. The caller holds the lock.
+
+        Args:
+            arrived: whether ``arrive`` was called with it.
+        """
         step, tensors = self._step, update.tensors
         gradients: list[Any] = list(map(GRADIENT, tensors))
         if (

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,17 +18,6 @@ from instep.errors import InstepError
 
 _TO_MODULE_CALL = 3
 """Frames up from ``_check_caller`` to torch's ``Module._call_impl``, which calls the hooks and then the forward."""
-
-
-class Policy(Protocol):
-    """The part of ``torch.distributed.fsdp.MixedPrecisionPolicy`` that does not concern communication."""
-
-    @property
-    def param_dtype(self) -> torch.dtype | None: ...
-    @property
-    def output_dtype(self) -> torch.dtype | None: ...
-    @property
-    def cast_forward_inputs(self) -> bool: ...
 
 
 _Swap = tuple[nn.Module, str, torch.Tensor, torch.Tensor, int]
@@ -47,11 +36,11 @@ class LowPrecision:
     that is called by itself, or a checkpointed module that backward runs again.
 
     Args:
-        policy: ``param_dtype`` of the copies; what floating-point tensors in the output of ``model`` are cast to; and
-            whether those among its inputs are cast to ``param_dtype``.
+        policy: torch's ``MixedPrecisionPolicy``: ``param_dtype`` of the copies; what floating-point tensors in the
+            output of ``model`` are cast to; and whether those among its inputs are cast to ``param_dtype``.
     """
 
-    def __init__(self, model: nn.Module, policy: Policy) -> None:
+    def __init__(self, model: nn.Module, policy: Any) -> None:
         self._dtype = policy.param_dtype
         self._casts_inputs = policy.cast_forward_inputs
         self._running: list[nn.Module] = []

@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -70,11 +70,11 @@ class Pipeline:
         """Those of this rank's stages, first stage first."""
         return list(self.stages.values())
 
-    def watch(self, runs: "Runs") -> "list[StageCall]":
-        """Have ``runs`` told of each run, until what is returned is removed."""
+    def watch(self, runs: Any) -> "list[StageCall]":
+        """Have ``runs`` (a ``PipelineSource``) told of each run, until what is returned is removed."""
         schedule, ref = self._schedule(), weakref.ref(runs)
         assert schedule is not None, "it was just attached"
-        calls = [StageCall(schedule, "step", lambda call, _: _around_run(ref, call))]
+        calls = [StageCall(schedule, "step", lambda call, _: call() if (runs := ref()) is None else runs.run(call))]
         for number, stage in enumerate(_stages_of(schedule)):
             watched = _WatchedStage(ref, number, stage)
             calls += [StageCall(stage, name, watched.meet) for name in MEETS]
@@ -116,31 +116,10 @@ def _stages_of(schedule: Any) -> Sequence[Any]:
     return sorted(stages, key=lambda stage: int(stage.stage_index))
 
 
-class Runs(Protocol):
-    """What is told of the runs of a pipeline, that is of each ``schedule.step(…)``."""
-
-    def run(self, call: Callable[[], Any]) -> Any:
-        """Make ``call``, which is one run, and return what it returns."""
-
-    def is_about_to_meet(self) -> None:
-        """The run goes on when another rank comes to the same point."""
-
-    def stage_is_through(self, number: int) -> None:
-        """The gradients of this rank's stage ``number`` are final, unless the loop goes on to add to them."""
-
-    def stage_ends_with_run(self, number: int) -> None:
-        """They will be when the run returns."""
-
-
-def _around_run(runs: "weakref.ref[Runs]", call: Callable[[], Any]) -> Any:
-    found = runs()
-    return call() if found is None else found.run(call)
-
-
 class _WatchedStage:
     """One stage in its runs. ``runs`` is referred to weakly: the stage is the model's, and must not keep parameters."""
 
-    def __init__(self, runs: "weakref.ref[Runs]", number: int, stage: Any) -> None:
+    def __init__(self, runs: "weakref.ref[Any]", number: int, stage: Any) -> None:
         self._runs = runs
         self._number = number
         self._stage = weakref.ref(stage)
@@ -178,8 +157,8 @@ options of the call stand beside it."""
 
 
 class StageCall(StandIn):
-    """A method of a stage or schedule with something around it (an ``Around``, which must not lead to the object),
-    until it is removed. Copies of the object do without."""
+    """A method of a stage, schedule or other object with something around it (an ``Around``, which must not lead to the
+    object), until it is removed. Copies of the object do without."""
 
     __slots__ = ()
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from instep._ranks.collectives import gather_json
+from instep._ranks.collectives import gather_objects
 from instep._step.schedule import Schedule
 from instep._step.state import Listener, Recorder
 from instep._torch.engine import Backward, Phase, current
@@ -109,10 +109,9 @@ class RecordedLoop:
 
     @staticmethod
     def gather(value: Any) -> list[Any] | None:
-        """What each rank gives, on the first; ``None`` on the others. As JSON: nothing that another rank sent is ever
-        run, as a pickle would be."""
+        """What each rank gives, on the first; ``None`` on the others."""
         assert dist.group.WORLD is not None
-        return gather_json(value, dist.group.WORLD)
+        return gather_objects(value, dist.group.WORLD)
 
 
 def _tell(recorders: Sequence[Recorder], kind: str, names: Sequence[str], start: float, end: float) -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from instep._ranks.collectives import broadcast_json, resync
+from instep._ranks.collectives import broadcast_object, resync
 from instep._step.schedule import Schedule
 from instep._torch.pipelining import Pipeline
 from instep._wiring.build import Parts
@@ -58,7 +58,7 @@ def resync_from(parts: Parts, rank: int) -> None:
         raise InstepError(f"resync_from({rank!r}): the ranks that share this model are {ranks}")
     draws = parts.draws
     told = [parts.schedule.last_complete_step(), None if draws is None else draws.earlier]
-    step, earlier = broadcast_json(told, group, ranks.index(rank))
+    step, earlier = broadcast_object(told, group, ranks.index(rank))
     if step is None:
         raise InstepError(
             f"resync_from({rank}): the last step was applied only in part on that rank. Name one where it was "

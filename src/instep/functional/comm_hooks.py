@@ -208,9 +208,19 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool, *, comm_hook: Co
     return made
 
 
-class _Hook:
-    """A communication hook that is copied and pickled as ``None``: a copy of a DDP instance carries its hooks, and does
-    not register them."""
+class NotCopied:
+    """What is copied and pickled as ``None``: a copy of a DDP instance carries its hooks and their states, and does not
+    register them."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        return
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+class _Hook(NotCopied):
+    """A communication hook."""
 
     def __init__(self, call: Hook, name: str) -> None:
         self._call = call
@@ -218,12 +228,6 @@ class _Hook:
 
     def __call__(self, hook_state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         return self._call(hook_state, bucket)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> None:
-        return
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
 
 
 class StepAfterReduction:
@@ -254,8 +258,7 @@ class StepAfterReduction:
         self._reductions = Reductions(self._step, self._settle, self._raised)
 
     def launched(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> bool:
-        """The communication of ``bucket`` was started, and ``future`` is its result. ``False`` on a rank that has
-        joined (``ddp.join()``): it steps nothing."""
+        """As ``Reductions.launched``."""
         return self._reductions.launched(bucket, Reduction(bucket, future))
 
     def _step(self, reductions: Sequence[Reduction]) -> None:
@@ -264,12 +267,11 @@ class StepAfterReduction:
         self._failure.error = None
         try:
             for reduction in reductions:
-                if any(map(self._wanted, reduction.parameters)):
-                    with self._streams.on(reduction.parameters[0].device):
-                        gradients = reduction.gradients()
-                        self._step_all(zip(reduction.parameters, gradients, strict=True))
-                else:
-                    reduction.gradients()  # waited for: if it has failed, no bucket after it may be stepped
+                with self._streams.on(reduction.members[0].device):
+                    gradients = (
+                        reduction.gradients()
+                    )  # where none is wanted, too: if it fails, none after it is stepped
+                    self._step_all(zip(reduction.parameters, gradients, strict=True))
         except BaseException as error:
             self._failure.keep(error)
         # DDP's own end of backward is next, on the loop's stream. It copies from the buckets, which an update on the

@@ -25,6 +25,7 @@ from instep.attachment import attached_parameters
 from instep.errors import AttachError, UnsupportedOptimizerError
 from instep.functional.comm_hooks import (
     OPTIMIZERS,
+    NotCopied,
     apply_optim_in_backward_hook,
     has_in_backward_optimizers,
     step_in_backward,
@@ -94,7 +95,10 @@ def apply_optimizer_in_backward(
         raise AttachError(f"optimizer_kwargs={optimizer_kwargs!r} do not fit: {error}") from error
     for parameter, optimizer in zip(parameters, optimizers, strict=True):
         _forget_removed(parameter)
-        _record(parameter, optimizer, optimizer_kwargs)
+        # On the parameter, where DDP and FSDP look for it. The lists are freed with the parameter: by the collector,
+        # since optimizers refer to parameters.
+        for name, value in zip(_RECORDS, (optimizer, type(optimizer), optimizer_kwargs), strict=True):
+            vars(parameter).setdefault(name, []).append(value)
         _hooks.setdefault(parameter, None)
         if register_hook:
             param_to_optim_hook_handle_map.setdefault(parameter, []).append(_Handle(optimizer))
@@ -164,16 +168,6 @@ def _refuse_parameters(parameters: Sequence[Any]) -> None:
 
 _RECORDS = (OPTIMIZERS, "_optimizer_classes", "_optimizer_kwargs")
 """The attributes of a parameter in which torch's own function keeps its optimizers, their classes and arguments."""
-
-
-def _record(parameter: torch.Tensor, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
-    """Put ``optimizer`` on the parameter, where DDP and FSDP look for it."""
-    # The lists are on the parameter, and are freed with it: by the collector, since optimizers refer to parameters.
-    if not has_in_backward_optimizers(parameter):
-        for name in _RECORDS:
-            setattr(parameter, name, [])
-    for name, value in zip(_RECORDS, (optimizer, type(optimizer), kwargs), strict=True):
-        getattr(parameter, name).append(value)
 
 
 class _Handle:
@@ -281,12 +275,8 @@ def _refuse_hook(ddp: DistributedDataParallel) -> None:
             )
 
 
-class _DDPReference(weakref.ref):  # type: ignore[type-arg]
-    """The state of a hook that is registered for the user: a weak reference that is pickled as ``None``, since a DDP
-    instance is pickled with the states of its hooks."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
+class _DDPReference(NotCopied, weakref.ref):  # type: ignore[type-arg]
+    """The state of a hook that is registered for the user."""
 
 
 def _moved_by_fully_shard(parameter: torch.Tensor, sharded: torch.Tensor) -> None:

@@ -26,6 +26,7 @@ from instep._torch.mixed_precision import LowPrecision
 from instep.comm_hooks import cast_mean_allreduce, mean_allreduce
 from instep.errors import AttachError
 from instep.functional.comm_hooks import (
+    NotCopied,
     StepAfterReduction,
     has_in_backward_optimizers,
     step_in_backward,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class AllreduceUpcastHookState:
+class AllreduceUpcastHookState(NotCopied):
     """The state that ``reducer_allreduce_and_upcast_hook`` is registered with.
 
     It is for either of two kinds of DDP instance. A plain one, with ``mixed_precision`` given here: instep then casts
@@ -91,7 +92,8 @@ class AllreduceUpcastHookState:
             )
         self._streams = StepStreams(self.upcast_stream)
         self._after = StepAfterReduction(has_in_backward_optimizers, step_with, self._streams, self._settled)
-        self._buckets = Reductions(self._before_ddp_ends, self._after_ddp_ended, self._raised)
+        # Nothing is stepped before DDP's own end: which parameters other ranks have used is known once that has been.
+        self._buckets = Reductions(None, self._after_ddp_ended, self._raised)
         ddp = self._ddp()
         if (ddp.mixed_precision is None) == (self.mixed_precision is None):
             found = "neither has" if self.mixed_precision is None else "both have"
@@ -113,27 +115,10 @@ class AllreduceUpcastHookState:
                 )
         ddp.register_forward_pre_hook(_before_forward)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> None:
-        """A copy of a DDP instance carries the states of its hooks, and does not register them."""
-        return
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
-
     def _ddp(self) -> DistributedDataParallel:
         ddp = self.ddp_weakref()
         assert isinstance(ddp, DistributedDataParallel), "the reducer that calls this belongs to the DDP instance"
         return ddp
-
-    def _reduce_plain(
-        self, ddp: DistributedDataParallel, policy: "MixedPrecisionPolicy", bucket: GradBucket
-    ) -> torch.futures.Future[torch.Tensor]:
-        """Reduce a bucket of a plain DDP instance, whose gradients have come through the casts: they are in full
-        precision already."""
-        dtype = policy.reduce_dtype or policy.param_dtype
-        future = cast_mean_allreduce(bucket.buffer(), ddp.process_group, self._divisor(ddp, bucket), dtype)
-        self.wait_for_stream_enqueued = self._after.launched(bucket, future)
-        return future
 
     def _settled(self) -> None:
         self.wait_for_stream_enqueued = False
@@ -154,10 +139,8 @@ class AllreduceUpcastHookState:
             self._buckets.begin()
         in_flight = _UpcastBucket(bucket, dtype, reduce, keep=ddp.static_graph)
         self._buckets.launched(bucket, in_flight)
-        return in_flight.communication
-
-    def _before_ddp_ends(self, buckets: "Sequence[_UpcastBucket]") -> None:
-        """Nothing is stepped yet: which parameters other ranks have used is known once DDP's own end has been."""
+        future: torch.futures.Future[torch.Tensor] = in_flight.communication
+        return future
 
     def _after_ddp_ended(self, buckets: "Sequence[_UpcastBucket]") -> None:
         try:
@@ -170,7 +153,6 @@ class AllreduceUpcastHookState:
             # The side stream begins after all that the loop's stream holds now: the sums are there.
             with self._streams.on(buckets[0].members[0].device):
                 for bucket in buckets:
-                    bucket.upcast()
                     bucket.step()
         except BaseException:
             self._raised(buckets)
@@ -227,15 +209,20 @@ def reducer_allreduce_and_upcast_hook(
         ```
     """
     ddp = hook_state._ddp()
-    if hook_state.mixed_precision is not None:
-        return hook_state._reduce_plain(ddp, hook_state.mixed_precision, bucket)
-    return hook_state._reduce_low(ddp, bucket)
+    policy = hook_state.mixed_precision
+    if policy is None:
+        return hook_state._reduce_low(ddp, bucket)
+    # Gradients have come through the casts: they are in full precision already.
+    dtype = policy.reduce_dtype or policy.param_dtype
+    future = cast_mean_allreduce(bucket.buffer(), ddp.process_group, hook_state._divisor(ddp, bucket), dtype)
+    hook_state.wait_for_stream_enqueued = hook_state._after.launched(bucket, future)
+    return future
 
 
 stepping_hooks.add(reducer_allreduce_and_upcast_hook)
 
 
-class _UpcastBucket(LaunchedBucket[torch.futures.Future[torch.Tensor]]):
+class _UpcastBucket(LaunchedBucket):
     """A bucket of a DDP instance with its own ``mixed_precision``: the local gradients, flat, in ``dtype``. Parameters
     without a gradient on this rank have zeros.
 
@@ -272,9 +259,9 @@ class _UpcastBucket(LaunchedBucket[torch.futures.Future[torch.Tensor]]):
             parameter.grad = None
         super().__init__(members, reduce(flat))
 
-    def upcast(self) -> None:
+    def step(self) -> None:
         """DDP's own end has been: give each parameter that any rank used its gradient, in the parameter's own
-        precision."""
+        precision. Step those that have in-backward optimizers, and free their gradients."""
         for parameter, part, before in zip(self.members, self._parts, self._before, strict=True):
             # Never the tensor that DDP set: with gradient_as_bucket_view it is DDP's own view of the bucket, and DDP's
             # next forward would point that at other memory.
@@ -282,10 +269,6 @@ class _UpcastBucket(LaunchedBucket[torch.futures.Future[torch.Tensor]]):
                 parameter.grad = part.to(parameter.dtype)
             elif before is not None:
                 parameter.grad = before.to(parameter.dtype, copy=True)
-
-    def step(self) -> None:
-        """Step the parameters that have in-backward optimizers, and free their gradients."""
-        for parameter in self.members:
             if has_in_backward_optimizers(parameter) and parameter.grad is not None:
                 step_in_backward(parameter)
                 parameter.grad = None
@@ -295,12 +278,10 @@ def _put(gradient: torch.Tensor | None, part: torch.Tensor) -> None:
     """Write ``gradient`` into its ``part`` of a bucket, which may be the same memory."""
     if gradient is None:
         part.zero_()
-        return
-    gradient = gradient.detach()
-    if gradient.data_ptr() != part.data_ptr():
-        part.copy_(gradient)
+    elif gradient.data_ptr() != part.data_ptr():
+        part.copy_(gradient.detach())
     elif gradient.stride() != part.stride():
-        part.copy_(gradient.clone())  # the same memory in another order
+        part.copy_(gradient.detach().clone())  # the same memory in another order
 
 
 # The rest knows the attributes in which DDP keeps its mixed precision (torch/nn/parallel/distributed.py,

@@ -143,14 +143,6 @@ class InstepCallback(Callback):
             self._runs_backward = pl_module
             vars(pl_module)["backward"] = partial(self._backward, trainer, self._attachment)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        # Lightning clears gradients between forward and backward. In its second forward DDP lays out its buckets anew,
-        # and with gradient_as_bucket_view copies .grad into them: it can copy no spent gradient, and no rank's rows.
-        may_be_left = self._writes_in_backward or self._shard_state
-        if may_be_left and pl_module.automatic_optimization and batch_idx % trainer.accumulate_grad_batches == 0:
-            for optimizer in trainer.optimizers:
-                optimizer.zero_grad()
-
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         # FSDP2 reduces the gradients of each micro-batch, with Lightning; accumulate() would add them up before.
         if self._attachment is None or self._together:

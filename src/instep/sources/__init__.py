@@ -7,26 +7,26 @@ them stepped if the sink accepts them (``deliver``); where backward ends it rais
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from time import perf_counter
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 
 from instep._optim.parameters import AttachedParameter, AttachedParameters
-from instep._optim.stepper import PreparedUpdate
-from instep._step.state import StepTimes
-from instep._step.streams import StepStreams
+from instep._step.in_backward import BucketSink
+from instep._step.norms import MeasuringSink
 from instep._torch.engine import profiled
 from instep.buckets import Bucket
 
 
-class Source(Protocol):
+class Source:
     """What the attachment asks of a source, in the order of the calls of one attachment, and of each iteration."""
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """The buckets as they are now, in the order in which they are expected."""
+        raise NotImplementedError
 
     def connect(self) -> None:
         """Register the hooks: all of them, or none and an error."""
@@ -37,6 +37,7 @@ class Source(Protocol):
     def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
         """Between steps: take in those of ``parameters``, which were added to an optimizer, that this source has the
         gradients of. Returns the others."""
+        return parameters
 
     def before_backward(self) -> None:
         """A backward is about to begin: no gradient has changed yet."""
@@ -48,97 +49,13 @@ class Source(Protocol):
         """Take the hooks off again. Safe to call twice."""
 
 
-class Sink(Protocol):
-    """The step, as a source sees it: ``BucketSink`` steps what it is given, ``MeasuringSink`` takes norms alone.
+Sink = BucketSink | MeasuringSink
+"""The step, as a source sees it: ``BucketSink`` steps what it is given, ``MeasuringSink`` takes norms alone.
 
-    During backward the source offers final gradients with ``arrive``, has full buckets stepped with ``apply``, and
-    frees their gradients with ``retire``. Where backward ends, and nothing is left to run that an exception would
-    harm, the source calls ``raise_failure``. ``backward_raised`` takes the place of all calls that are still to come.
-
-    Attributes:
-        lock: held while gradients are counted: on accelerators each device has a thread of the engine's.
-        waits_for_all: whether nothing may be stepped before all gradients are there.
-        by_bucket: whether no two buckets may be stepped in one call of the optimizer.
-        frees_gradients: whether an applied gradient is needed no more.
-        keeps_gradients: whether the loop is to find all gradients of the running backward in ``.grad``.
-        only_adds: whether those are a micro-batch's, to which others will be added; before its first gradient:
-            ``next_only_adds``.
-    """
-
-    @property
-    def streams(self) -> StepStreams: ...
-    @property
-    def lock(self) -> AbstractContextManager[Any]: ...
-    @property
-    def step_count(self) -> int: ...
-    @property
-    def times(self) -> StepTimes: ...
-    @property
-    def waits_for_all(self) -> bool: ...
-    @property
-    def by_bucket(self) -> bool: ...
-    @property
-    def frees_gradients(self) -> bool: ...
-    @property
-    def keeps_gradients(self) -> bool: ...
-    @property
-    def only_adds(self) -> bool: ...
-    @property
-    def next_only_adds(self) -> bool: ...
-
-    def arrive(self, parameters: AttachedParameters) -> bool:
-        """Take final gradients into the step. ``False``: they stay in ``.grad``, nothing may be written now. Raises if
-        one of them cannot be a part of this step, before anything of it is written."""
-
-    def apply(self, bucket: AttachedParameters, fetch: Callable[[], None] | None = None, *, final: bool = True) -> bool:
-        """Step ``bucket`` from its ``.grad``, after ``fetch`` has put the gradients there. ``False``: it was not
-        stepped. An error is kept for ``raise_failure``."""
-
-    def compute_total_norm(self) -> None:
-        """All gradients of the step are in ``.grad``: take the norm to clip by. For a sink that ``waits_for_all``."""
-
-    def is_applied(self, attached: AttachedParameter) -> bool:
-        """Whether this step has updated the parameter already."""
-
-    def apply_and_free(self, bucket: AttachedParameters) -> bool:
-        """``apply`` gradients that nothing but instep needs any more, free those that were stepped, and count them."""
-
-    def prepare(self, buckets: Sequence[AttachedParameters]) -> Sequence[PreparedUpdate | None]:
-        """Once ``arrive`` has taken gradients of a backward: the updates of its ``buckets`` that can be made before
-        their gradients are there. Empty: none can."""
-
-    def step_prepared(self, bucket: AttachedParameters, update: PreparedUpdate, *, arrived: bool = False) -> bool:
-        """The gradients of a prepared bucket are final: step it. ``False``: it is not as it was found, and is to be
-        offered, and applied, as others are. The caller holds the lock.
-
-        Args:
-            arrived: whether ``arrive`` was called with it.
-        """
-
-    def retire(self, bucket: AttachedParameters) -> None:
-        """Nobody but instep needs ``.grad`` of these any more: free the gradients of those that were applied."""
-
-    def count_freed(self, bucket: AttachedParameters) -> None:
-        """Count the memory of applied gradients that ``retire`` has freed, as nobody else keeps them."""
-
-    def join(self) -> None:
-        """Where backward ends, before DDP's own end: whatever comes next comes after all that was stepped."""
-
-    def updated_on_all(self) -> bool:
-        """With ``shard_state``: whether every rank has stepped all of its parts. Each rank must ask once in a backward,
-        before it writes a part of another rank's. Waits for the ranks."""
-
-    def received(self, parameters: AttachedParameters) -> None:
-        """With ``shard_state``: other ranks' parts of these parameters were written."""
-
-    def fail(self, error: BaseException, begun: Sequence[str] = ()) -> None:
-        """Keep ``error`` for ``raise_failure``. ``begun`` are the parameters that it may have left half updated."""
-
-    def raise_failure(self) -> None:
-        """Raise the error that was kept, if any."""
-
-    def backward_raised(self) -> None:
-        """Backward ends with an exception of its own: nothing of this step is written any more."""
+During backward the source offers final gradients with ``arrive``, has full buckets stepped with ``apply``, and frees
+their gradients with ``retire``. Where backward ends, and nothing is left to run that an exception would harm, the
+source calls ``raise_failure``. ``backward_raised`` takes the place of all calls that are still to come.
+"""
 
 
 def record_arrival(sink: Sink, bucket: Iterable[AttachedParameter], future: torch.futures.Future[Any]) -> None:
@@ -188,15 +105,7 @@ def step_all(sink: Sink, gradients: AttachedParameters) -> bool:
     return done
 
 
-class Collective(Protocol):
-    """A communication that was started: the future of a communication hook or of a backend, or several works in one."""
-
-    def wait(self) -> Any:
-        """Return when it is done; on an accelerator the current stream waits, and not the host. Raises what the
-        communication raised."""
-
-
-def drain(communications: Iterable[Collective]) -> None:
+def drain(communications: Iterable[Any]) -> None:
     """Return when all of ``communications`` are done, or one has failed. The failure is not raised: another error is on
     its way already. After it none is waited for: once a rank is lost, each takes as long as the process group waits."""
     with suppress(Exception):
@@ -204,20 +113,19 @@ def drain(communications: Iterable[Collective]) -> None:
             communication.wait()
 
 
-C = TypeVar("C", bound=Collective)
-
-
-class LaunchedBucket(Generic[C]):
+class LaunchedBucket:
     """A bucket of gradients whose communication was started.
 
     Attributes:
         members: all of the bucket's parameters.
-        communication: reduces the bucket.
+        communication: reduces the bucket: the future of a communication hook or of a backend, or several works in one.
+            Its ``wait()`` raises what the communication raised; on an accelerator the current stream waits, and not the
+            host.
     """
 
     __slots__ = ("communication", "members")
 
-    def __init__(self, members: Sequence[torch.Tensor], communication: C) -> None:
+    def __init__(self, members: Sequence[torch.Tensor], communication: Any) -> None:
         self.members = members
         self.communication = communication
 
@@ -256,23 +164,3 @@ class WrappedParameters:
 def as_bucket(source: str, parameters: Iterable[AttachedParameter]) -> Bucket:
     """A bucket of the wrapper as a plan shows it."""
     return Bucket(source, tuple(attached.spec for attached in parameters))
-
-
-class ShownBuckets:
-    """The buckets that a DDP instance has shown in its last backward, for a plan. Before the first one: a single bucket
-    that holds everything, as DDP's own in its first backward."""
-
-    def __init__(self, parameters: WrappedParameters) -> None:
-        self._parameters = parameters
-        self._by_index: dict[int, Bucket] = {}
-
-    @property
-    def in_order(self) -> tuple[Bucket, ...]:
-        shown = self._by_index or {0: as_bucket("ddp", self._parameters)}
-        return tuple(bucket for _, bucket in sorted(shown.items()))
-
-    def show(self, index: int, members: Sequence[torch.Tensor]) -> None:
-        """DDP hands over the bucket numbered ``index``. The first one begins a backward."""
-        if index == 0:
-            self._by_index = {}
-        self._by_index[index] = as_bucket("ddp", self._parameters.among(members))

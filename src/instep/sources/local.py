@@ -33,10 +33,10 @@ from instep._torch.placeholders import HeldGradient, Placeholder, ZeroedGradient
 from instep._torch.versions import is_pinned, versions_of
 from instep.buckets import Bucket, default_buckets, fill_buckets
 from instep.errors import InstepError
-from instep.sources import Sink, deliver
+from instep.sources import Sink, Source, deliver
 
 
-class LocalSource:
+class LocalSource(Source):
     """Post-accumulate-grad hooks, gathered into the buckets of a ``LocalLayout``. A bucket with a parameter that gets
     no gradient is never full: ``optimizer.step()`` steps the rest of it.
 

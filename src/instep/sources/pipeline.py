@@ -9,19 +9,20 @@ backward. An update inside of that backward would hold up all stages before it.
 An error of an update waits until the run is over on this rank: the other ranks need what this one still has to send.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
-from instep._optim.parameters import AttachedParameter, AttachedParameters
+from instep._optim.parameters import AttachedParameters
 from instep._step.accumulation import Accumulation
 from instep._step.schedule import Schedule
 from instep._torch.pipelining import Pipeline, StageCall
 from instep.buckets import Bucket, fill_buckets
 from instep.errors import InstepError
-from instep.sources import ErrorsKept, Sink
+from instep.sources import ErrorsKept, Sink, Source
 
 
-class PipelineSource:
+class PipelineSource(Source):
     """The runs of one pipeline on this rank.
 
     Args:
@@ -82,21 +83,15 @@ class PipelineSource:
     def connect(self) -> None:
         self._calls = self._pipeline.watch(self)
 
-    def refresh(self) -> None: ...
-
-    def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
-        return parameters
-
-    def before_backward(self) -> None: ...
-
-    def begin_step(self) -> None: ...
-
     def disconnect(self) -> None:
         for call in self._calls:
             call.remove()
         self._calls.clear()
 
+    # What the stages' own calls tell (``_torch/pipelining.py``).
+
     def run(self, call: Callable[[], Any]) -> Any:
+        """Make ``call``, which is one run, and return what it returns."""
         self._has_heard = False
         try:
             self.begin_run()
@@ -122,35 +117,29 @@ class PipelineSource:
         return found
 
     def is_about_to_meet(self) -> None:
+        """The run goes on when another rank comes to the same point."""
         if not self._has_heard:
             self._has_heard = True
             self._steps.hear_of_last_step()
 
     def stage_ends_with_run(self, number: int) -> None:
+        """The gradients of a stage will be final when the run returns."""
         self._at_end.append(number)
 
     def stage_is_through(self, number: int) -> None:
-        with self._accumulation.in_run(stages=False):
-            if not self._accumulation.is_in_hold:  # else the loop adds up the gradients of several runs
-                self._deliver(number)
-
-    def _deliver(self, number: int) -> None:
-        if self._sink is None:
-            self._begin()
-            self._end(number)
-            return
-        with ErrorsKept(self._sink):
-            self._begin()
-            final = self._end(number)
-            for members in final:
-                self._step(self._sink, members)
-
-    def _begin(self) -> None:
-        """The first stage of this rank is through: all ranks know of the step by now, since each has sent something to
-        its neighbours."""
-        if not self._has_begun:
-            self._has_begun = True
-            self._steps.end_micro_batches()
+        """The gradients of this rank's stage ``number`` are final, unless the loop goes on to add to them."""
+        kept = nullcontext() if self._sink is None else ErrorsKept(self._sink)
+        with self._accumulation.in_run(stages=False), kept:
+            if self._accumulation.is_in_hold:
+                return  # the loop adds up the gradients of several runs
+            if not self._has_begun:
+                # The first stage of this rank is through: all ranks know of the step by now, since each has sent
+                # something to its neighbours.
+                self._has_begun = True
+                self._steps.end_micro_batches()
+            for members in self._end(number):
+                if self._sink is not None:
+                    self._step(self._sink, members)
 
     def _end(self, number: int) -> list[AttachedParameters]:
         """Returns the buckets that are final now."""

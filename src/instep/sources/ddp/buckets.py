@@ -1,52 +1,58 @@
 """The buckets of a DDP instance in one backward, from the start of their communication until they are used.
 
-DDP hands each bucket to a ``BucketListener``, which puts it into a ``Reduction``. ``Reductions`` collects them, and
-gives them to their owner where backward ends: before DDP's own end, to step them ``as_they_arrive``, and after it.
+DDP hands each bucket to a source, or to a communication hook, which puts it into a ``Reduction``. ``Reductions``
+collects them, and gives them to their owner where backward ends: before DDP's own end, to step them ``as_they_arrive``,
+and after it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
-import torch.distributed as dist
+from torch.distributed import GradBucket
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from instep._torch.engine import Phase, current, graph_task
 from instep._torch.lifetime import weakly
 from instep.errors import InstepError
-from instep.sources import Collective, LaunchedBucket, drain
+from instep.sources import LaunchedBucket, drain
 
 
-class GradBucketLike(Protocol):
-    """What is asked of a ``torch.distributed.GradBucket``, which Python cannot make."""
+@dataclass(frozen=True, slots=True, eq=False)
+class ReducerBucket:
+    """A bucket of the reducer's, in the terms of a ``torch.distributed.GradBucket``, which Python cannot make. There is
+    one as long as ``storage`` is.
 
-    def index(self) -> int: ...
-    def buffer(self) -> torch.Tensor: ...
-    def parameters(self) -> list[torch.Tensor]: ...
-    def is_last(self) -> bool: ...
+    Attributes:
+        tensor: the bucket's memory, while the reducer sends it.
+    """
+
+    number: int
+    members: Sequence[torch.Tensor]
+    last: bool
+    storage: StorageWeakRef
+    tensor: torch.Tensor | None = None
+
+    def index(self) -> int:
+        return self.number
+
+    def buffer(self) -> torch.Tensor:
+        assert self.tensor is not None
+        return self.tensor
+
+    def parameters(self) -> list[torch.Tensor]:
+        return list(self.members)
+
+    def is_last(self) -> bool:
+        return self.last
 
 
-class FutureLike(Collective, Protocol):
-    """What is asked of a ``torch.futures.Future``: also of several works that stand for one."""
-
-    def done(self) -> bool: ...
-    def value(self) -> Any: ...
+AnyBucket = GradBucket | ReducerBucket
 
 
-class BucketListener(Protocol):
-    """A source, as a DDP instance sees it: told of each bucket in backward, when DDP has filled it."""
-
-    def communicate(
-        self, bucket: GradBucketLike, group: dist.ProcessGroup, divisor: int
-    ) -> torch.futures.Future[torch.Tensor] | None:
-        """Reduce ``bucket``, which is still to be divided by ``divisor``, in place of the plain mean. ``None``: take
-        the plain mean."""
-
-    def launched(self, bucket: GradBucketLike, future: torch.futures.Future[Any]) -> None:
-        """The communication of ``bucket`` was started, and ``future`` is its result."""
-
-
-B = TypeVar("B", bound=LaunchedBucket[Any])
+B = TypeVar("B", bound=LaunchedBucket)
 
 
 class Reductions(Generic[B]):
@@ -56,19 +62,20 @@ class Reductions(Generic[B]):
     instance unusable. So there are two calls:
 
     Args:
-        step: is called before DDP's own end. It must not raise, and leaves ``.grad`` as it was.
+        step: is called before DDP's own end, if any. It must not raise, and leaves ``.grad`` as it was.
         settle: is called after DDP's own end. It may replace gradients, and raise.
         raised: is called in the place of either where the backward raises.
     """
 
     def __init__(
         self,
-        step: Callable[[Sequence[B]], None],
+        step: Callable[[Sequence[B]], None] | None,
         settle: Callable[[Sequence[B]], None],
         raised: Callable[[Sequence[B]], None],
     ) -> None:
         # Weakly: they are methods of the owner, which has this object.
-        self._step, self._settle, self._raised = weakly(step), weakly(settle), weakly(raised)
+        self._step = None if step is None else weakly(step)
+        self._settle, self._raised = weakly(settle), weakly(raised)
         self._under_way: list[B] = []
         self._task: int | None = None
 
@@ -78,7 +85,7 @@ class Reductions(Generic[B]):
         self._under_way.clear()  # of a backward that raised before it came to an end
         current().at(Phase.BEFORE_DDP, lambda: None, self._failed)
 
-    def launched(self, bucket: GradBucketLike, in_flight: B) -> bool:
+    def launched(self, bucket: AnyBucket, in_flight: B) -> bool:
         """The communication of ``bucket`` was started, as ``in_flight``. ``False`` on a rank that has joined and only
         helps the others: ``join()`` copies their weights to it at the end."""
         if graph_task() is None:
@@ -98,7 +105,8 @@ class Reductions(Generic[B]):
         return True
 
     def _before_ddp_ends(self) -> None:
-        self._step(self._under_way)
+        if self._step is not None:
+            self._step(self._under_way)
         for in_flight in self._under_way:
             # Nobody waits for these where a step was given up, and the next backward writes the same memory: also after
             # one that has failed. gloo ends all that is under way with the first that runs out of time.
@@ -114,11 +122,7 @@ class Reductions(Generic[B]):
         self._raised(buckets)
 
 
-Slices = Callable[[Any, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
-"""Finds the gradients of a bucket's parameters in the result of its communication."""
-
-
-class Reduction(LaunchedBucket[FutureLike]):
+class Reduction(LaunchedBucket):
     """One bucket of a DDP instance whose gradients are reduced.
 
     Attributes:
@@ -127,11 +131,10 @@ class Reduction(LaunchedBucket[FutureLike]):
         unused: the others. Another rank may have used them: DDP's own end of backward knows, and sets ``.grad`` then.
     """
 
-    __slots__ = ("_positions", "_slices", "_sparse", "index", "parameters", "unused")
+    __slots__ = ("_positions", "_sparse", "index", "parameters", "unused")
 
-    def __init__(self, bucket: GradBucketLike, communication: FutureLike, slices: Slices | None = None) -> None:
+    def __init__(self, bucket: AnyBucket, communication: Any) -> None:
         super().__init__(bucket.parameters(), communication)
-        self._slices = slices or slices_of
         self._sparse = bucket.buffer().is_sparse
         self._positions = [i for i, parameter in enumerate(self.members) if parameter.grad is not None]
         self.index = bucket.index()
@@ -142,21 +145,17 @@ class Reduction(LaunchedBucket[FutureLike]):
     def arrived(self) -> bool:
         """Whether waiting would cost nothing. Always false on accelerators: there a future is done as soon as its work
         is queued."""
-        return self.members[0].device.type == "cpu" and self.communication.done()
+        return self.members[0].device.type == "cpu" and bool(self.communication.done())
 
     def gradients(self) -> list[torch.Tensor]:
         """Wait, and return the reduced gradients of ``parameters``. Raises what the communication raised."""
         self.wait()
-        result = value_of(self.communication)
-        slices = [result] if self._sparse else self._slices(result, self.members)
+        result = self.communication.value()
+        if isinstance(result, list):  # the future of a backend
+            result = result[0]
+        slices = [result] if self._sparse else slices_of(result, self.members)
         # A compressing hook may answer in another dtype: DDP too casts what it copies into .grad.
         return [slices[i].to(self.members[i].dtype) for i in self._positions]
-
-    def all_gradients(self) -> list[torch.Tensor]:
-        """As ``gradients``, of all ``members``."""
-        self.wait()
-        found = self._slices(value_of(self.communication), self.members)
-        return [gradient.to(member.dtype) for gradient, member in zip(found, self.members, strict=True)]
 
 
 def as_they_arrive(reductions: Sequence[Reduction], *, one_by_one: bool) -> Iterator[list[Reduction]]:
@@ -185,12 +184,6 @@ def grad_as_left(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     finally:
         for parameter, gradient in zip(parameters, as_left, strict=True):
             parameter.grad = gradient
-
-
-def value_of(future: FutureLike) -> Any:
-    """The reduced tensor in ``future``. A future of a backend holds it in a list."""
-    value = future.value()
-    return value[0] if isinstance(value, list) else value
 
 
 def slices_of(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ from instep._torch.engine import graph_task
 from instep._torch.hooks import BoundHook
 from instep._torch.placeholders import SpentGradient
 from instep.errors import AttachError
-from instep.sources.ddp.buckets import GradBucketLike
+from instep.sources.ddp.buckets import AnyBucket
 
 
 def managed_by(ddp: DistributedDataParallel) -> set[int]:
@@ -140,7 +140,7 @@ class Divisor:
     def __init__(self) -> None:
         self._active = 0
 
-    def __call__(self, ddp: DistributedDataParallel, bucket: GradBucketLike) -> int:
+    def __call__(self, ddp: DistributedDataParallel, bucket: AnyBucket) -> int:
         if not ddp._join_config.enable or ddp._divide_by_initial_world_size:
             return dist.get_world_size(ddp.process_group)
         if bucket.index() == 0:

@@ -7,9 +7,9 @@ divide, without one it divides as it copies. And a hook stays for good.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,11 @@ from instep._torch.hooks import UntracedHook
 from instep._torch.placeholders import Placeholder
 from instep.comm_hooks import cast_mean_allreduce
 from instep.errors import AttachError
-from instep.sources.ddp.buckets import BucketListener, slices_of
+from instep.sources.ddp.buckets import ReducerBucket, slices_of
 from instep.sources.ddp.instance import Divisor, GradientsAside, buckets_of, refuse_manual_finalization
+
+if TYPE_CHECKING:
+    from instep.sources.ddp.source import DDPSource
 
 CommHook = tuple[Any, Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]]
 """A DDP communication hook with its state, in the order in which ``register_comm_hook`` takes them."""
@@ -32,7 +35,7 @@ CommHook = tuple[Any, Callable[[Any, GradBucket], torch.futures.Future[torch.Ten
 
 def connect_listener(
     ddp: DistributedDataParallel,
-    source: BucketListener,
+    source: "DDPSource",
     comm_hook: CommHook | None,
     reduce_dtype: torch.dtype | None,
     *,
@@ -61,11 +64,17 @@ def _slot_of(ddp: DistributedDataParallel, comm_hook: CommHook | None, reduce_dt
     """The slot in the one hook of ``ddp``, which is registered if it is not yet."""
     slot = _slots.get(ddp)
     if slot is None:
-        if comm_hook is None and not _has_hook(ddp):  # else that hook is the reason
-            _refuse_lazy_views(ddp)
+        lazy_views = getattr(ddp, "lazy_bucket_allocation", False) and ddp.gradient_as_bucket_view
+        if lazy_views and comm_hook is None and not _has_hook(ddp):  # else that hook is the reason
+            # DDP (since torch 2.15) multiplies some gradients by ``1 / divisor`` then, and divides others.
+            raise AttachError(
+                "DistributedDataParallel(lazy_bucket_allocation=True, gradient_as_bucket_view=True) computes the mean "
+                "in a way that is not known here, and shard_state, mixed_precision and sparse gradients need to "
+                "compute it. Build it without one of the two, or say how to reduce: attach(…, comm_hook=(state, hook))"
+            )
         slot = _HookSlot(ddp)
         try:
-            ddp.register_comm_hook(slot, _communicate)
+            ddp.register_comm_hook(slot, _HookSlot.reduce)
         except RuntimeError as error:
             raise AttachError(
                 "this DistributedDataParallel already has a communication hook, and DDP takes only one. Build it "
@@ -103,7 +112,7 @@ def forget_comm_hook(ddp: DistributedDataParallel) -> None:
         slot.comm_hook = None
 
 
-def disconnect_listener(ddp: DistributedDataParallel | None, source: BucketListener) -> None:
+def disconnect_listener(ddp: DistributedDataParallel | None, source: "DDPSource") -> None:
     """Tell ``source`` nothing more. A hook stays, and reduces as before."""
     slot = None if ddp is None else _slots.get(ddp)
     if ddp is None or slot is None or slot.source is not source:
@@ -127,7 +136,7 @@ class ReducerGroup(dist.ProcessGroup):
         source: is told of each bucket. The reducer has divided it already.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, source: BucketListener) -> None:
+    def __init__(self, ddp: DistributedDataParallel, source: "DDPSource") -> None:
         _init: Any = super().__init__  # torch's annotation lacks this one
         _init(ddp.process_group.rank(), ddp.process_group.size())
         self.source = source
@@ -174,8 +183,7 @@ class ReducerGroup(dist.ProcessGroup):
             # find its gradients); the counts of which parameters were used; the zeros of a rank that has joined.
             return self._group.allreduce(tensors, opts)
         work = self._reduce(tensors, opts)
-        bucket = _ReducerBucket(known, tensors[0])
-        self.source.launched(bucket, work.get_future())
+        self.source.launched(replace(known, tensor=tensors[0]), work.get_future())
         return work
 
     def _reduce(self, tensors: list[torch.Tensor], opts: Any) -> Work:
@@ -199,7 +207,7 @@ class ReducerGroup(dist.ProcessGroup):
         them as it makes new ones."""
         self._rebuilt = ddp._has_rebuilt_buckets
         self._buckets = {
-            (bucket.buffer().device, bucket.buffer().data_ptr()): _KnownBucket(
+            (bucket.buffer().device, bucket.buffer().data_ptr()): ReducerBucket(
                 bucket.index(),
                 bucket.parameters(),
                 bucket.is_last(),
@@ -207,37 +215,6 @@ class ReducerGroup(dist.ProcessGroup):
             )
             for bucket in buckets_of(ddp)
         }
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _KnownBucket:
-    """A bucket of the reducer's, which there is as long as ``storage`` is."""
-
-    index: int
-    parameters: Sequence[torch.Tensor]
-    last: bool
-    storage: StorageWeakRef
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _ReducerBucket:
-    """A bucket, in the terms of the ``torch.distributed.GradBucket`` that a communication hook is given, and that
-    Python cannot make."""
-
-    known: _KnownBucket
-    tensor: torch.Tensor
-
-    def index(self) -> int:
-        return self.known.index
-
-    def buffer(self) -> torch.Tensor:
-        return self.tensor
-
-    def parameters(self) -> list[torch.Tensor]:
-        return list(self.known.parameters)
-
-    def is_last(self) -> bool:
-        return self.known.last
 
 
 class _HookSlot:
@@ -261,7 +238,7 @@ class _HookSlot:
         self._views: dict[int, int] = {}
         self.comm_hook: CommHook | None = None
         self.reduce_dtype: torch.dtype | None = None
-        self.source: BucketListener | None = None
+        self.source: DDPSource | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> "_HookSlot":
         return _HookSlot()
@@ -269,8 +246,9 @@ class _HookSlot:
     def __reduce__(self) -> tuple[type["_HookSlot"], tuple[()]]:
         return _HookSlot, ()
 
+    @untraced  # a compiled function may call backward()
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Start the communication of a bucket that DDP has filled, and tell the source."""
+        """The hook. Start the communication of a bucket that DDP has filled, and tell the source."""
         ddp = None if self._ddp is None else self._ddp()
         assert ddp is not None, "the reducer that calls this belongs to the DDP instance"
         if self.comm_hook is None:
@@ -323,24 +301,9 @@ class _HookSlot:
         return True
 
 
-@untraced  # a compiled function may call backward()
-def _communicate(slot: _HookSlot, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return slot.reduce(bucket)
-
-
 def _has_hook(ddp: DistributedDataParallel) -> bool:
     """Whether the loop has registered a communication hook: one in Python, or one of torch's in C++."""
     return bool(ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"))
-
-
-def _refuse_lazy_views(ddp: DistributedDataParallel) -> None:
-    """With both options DDP (since torch 2.15) multiplies some gradients by ``1 / divisor`` and divides others."""
-    if getattr(ddp, "lazy_bucket_allocation", False) and ddp.gradient_as_bucket_view:
-        raise AttachError(
-            "DistributedDataParallel(lazy_bucket_allocation=True, gradient_as_bucket_view=True) computes the mean in a "
-            "way that is not known here, and shard_state, mixed_precision and sparse gradients need to compute it. "
-            "Build it without one of the two, or say how to reduce: attach(…, comm_hook=(state, hook))"
-        )
 
 
 _asides: "weakref.WeakKeyDictionary[DistributedDataParallel, GradientsAside]" = weakref.WeakKeyDictionary()

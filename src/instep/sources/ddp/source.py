@@ -17,13 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._ranks.process_groups import communicating
 from instep.buckets import Bucket
-from instep.sources import ShownBuckets, Sink, WrappedParameters, deliver, record_arrival, step_all
-from instep.sources.ddp.buckets import GradBucketLike, Reduction, Reductions, as_they_arrive, grad_as_left
+from instep.sources import Sink, Source, WrappedParameters, as_bucket, deliver, record_arrival, step_all
+from instep.sources.ddp.buckets import AnyBucket, Reduction, Reductions, as_they_arrive, grad_as_left
 from instep.sources.ddp.instance import managed_by
 from instep.sources.ddp.reducer import CommHook, before_backward, connect_listener, disconnect_listener
 
 
-class DDPSource:
+class DDPSource(Source):
     """The gradients of one DDP instance, stepped bucket after bucket where its backward ends.
 
     Args:
@@ -43,17 +43,20 @@ class DDPSource:
         self._ddp = weakref.ref(ddp)
         self._comm_hook = comm_hook
         self._reduce_dtype = reduce_dtype
-        self._sent = False
+        self._has_reduced = False
         # Whether the norm of a bucket's slice is that of .grad in every bit. An accelerator may compute another one of
         # the same values in a copy with other strides.
         self._final = ddp.gradient_as_bucket_view or ddp.device_type == "cpu"
         self._parameters = WrappedParameters(parameters)
-        self._buckets = ShownBuckets(self._parameters)
+        # By DDP's number, the buckets that it has shown in its last backward, for a plan. Before the first one: a
+        # single bucket that holds everything, as DDP's own in its first backward.
+        self._shown: dict[int, Bucket] = {}
         self._reductions = Reductions(self._step, self._settle, self._raised)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        return self._buckets.in_order
+        shown = self._shown or {0: as_bucket("ddp", self._parameters)}
+        return tuple(bucket for _, bucket in sorted(shown.items()))
 
     def connect(self) -> None:
         ddp = self._ddp()
@@ -64,33 +67,37 @@ class DDPSource:
         ddp = self._ddp()
         return self._parameters.adopt(parameters, set() if ddp is None else managed_by(ddp))
 
-    def refresh(self) -> None:
-        """DDP fixes its parameters when it is constructed."""
-
     def before_backward(self) -> None:
         """A backward begins: no gradient has changed yet."""
         before_backward(self._ddp())
 
-    def begin_step(self) -> None:
-        """Nothing is counted from step to step."""
-
     # In backward: DDP has filled a bucket.
 
-    def communicate(self, bucket: GradBucketLike, group: dist.ProcessGroup, divisor: int) -> None:
-        """DDP's own mean is the one that is wanted."""
+    def communicate(
+        self, bucket: AnyBucket, group: dist.ProcessGroup, divisor: int
+    ) -> torch.futures.Future[torch.Tensor] | None:
+        """Reduce ``bucket``, which is still to be divided by ``divisor``, in place of the plain mean. ``None``: take
+        the plain mean."""
+        return None
 
-    def launched(self, bucket: GradBucketLike, future: torch.futures.Future[Any]) -> None:
+    def launched(self, bucket: AnyBucket, future: torch.futures.Future[Any]) -> None:
+        """The communication of ``bucket`` was started, and ``future`` is its result."""
         reduction = Reduction(bucket, future)
         if not self._reductions.launched(bucket, reduction):
             return
-        self._sent = True
-        self._buckets.show(reduction.index, reduction.members)
+        self._has_reduced = True
+        self._show(reduction)
         record_arrival(self._sink, self._parameters.among(reduction.members), future)
+
+    def _show(self, reduction: Reduction) -> None:
+        if reduction.index == 0:
+            self._shown = {}
+        self._shown[reduction.index] = as_bucket("ddp", self._parameters.among(reduction.members))
 
     def reduced(self) -> bool:
         """Whether DDP has reduced buckets since this was last asked."""
-        sent, self._sent = self._sent, False
-        return sent
+        has_reduced, self._has_reduced = self._has_reduced, False
+        return has_reduced
 
     # Where backward ends, before DDP's own end.
 

@@ -14,10 +14,10 @@ from instep._torch.hooks import UntracedHook
 from instep._torch.lifetime import weakly
 from instep.buckets import Bucket, fill_buckets
 from instep.errors import AttachError
-from instep.sources import Sink
+from instep.sources import Sink, Source
 
 
-class FSDP1Source:
+class FSDP1Source(Source):
     """The gradients of FullyShardedDataParallel's original parameters. Those of one instance are a bucket.
 
     FSDP1 goes through an instance's parameters one by one, but has reduced all of their gradients by then: at the first
@@ -46,18 +46,6 @@ class FSDP1Source:
                 UntracedHook(weakly(self._done, attached.spec.index)),
             )
             attached.get()._in_backward_optimizers = [stand_in]  # type: ignore[attr-defined]
-
-    def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
-        return parameters  # FSDP1 looked for in-backward optimizers at its first forward
-
-    def refresh(self) -> None:
-        """FSDP1 leaves frozen parameters out itself."""
-
-    def before_backward(self) -> None:
-        """Gradients of earlier backwards do not matter here."""
-
-    def begin_step(self) -> None:
-        """Nothing is counted from step to step."""
 
     # In backward, for each parameter of an instance.
 
@@ -116,6 +104,3 @@ class _InPlaceOfOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._done()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _InPlaceOfOptimizer, (UntracedHook(None), UntracedHook(None))

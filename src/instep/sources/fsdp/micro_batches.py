@@ -5,16 +5,12 @@ node, FSDP2 takes the group's backward to be over: it reduces the gradients and 
 backward of several forwards only the last of a group's nodes may do so. At the others FSDP2 is told, by its public
 switches, neither to reduce nor to free.
 
-With HSDP a loop may have each micro-batch reduced over the shards, and the last one over the replicas, too
-(``set_requires_all_reduce(False)``). Then each micro-batch's gradients are added up apart, and FSDP2 is given them one
-micro-batch after the other (``ReducedApart``).
-
 Each private name of torch's that is used has a sentence; ``tests/distributed/test_micro_batches_fsdp2.py`` fails
 clearly when torch changes one.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -49,10 +45,6 @@ class OneBackward:
             for group in fsdp2_groups(state):
                 self._groups.setdefault(group, (module, repr(names[module] or "the outermost")))
         self._noted: list[tuple[Any, int]] | None = None  # when the first forward had run
-        # Of each micro-batch, the groups that were to leave the replicas out.
-        self._deferring: list[frozenset[Any]] = []
-        self._apart: dict[Any, ReducedApart] = {}
-        self.ends_apart: set[Node] = set()
         # Of each leaf that is a gathered parameter: its group, and FSDP2's notes of it.
         self._leaves: dict[torch.Tensor, tuple[Any, Any]] = {}
         self._switches: list[_Switches] = []
@@ -63,12 +55,21 @@ class OneBackward:
         forget_forwards((state, 0) for state, count in noted_forwards(self._states) if count)
 
     def ran(self) -> None:
-        """A forward has run. All but the first are forgotten, or backward would gather groups again that are done."""
+        """A forward has run. All but the first are forgotten, or backward would gather groups again that are done.
+
+        Raises:
+            AccumulationError: HSDP is to reduce each micro-batch over the shards, and only the last over the replicas.
+        """
         if self._noted is None:
             self._noted = noted_forwards(self._states)
         else:
             forget_forwards(self._noted)
-        self._deferring.append(frozenset(filter(defers_all_reduce, self._groups)))
+        if any(map(defers_all_reduce, self._groups)):
+            raise AccumulationError(
+                "set_requires_all_reduce(False) has HSDP reduce each micro-batch over the shards, and here one "
+                "backward reduces all of them once, over shards and replicas. Leave it out (with backward(more=True) "
+                "set_requires_gradient_sync(False) is in its place), or use schedule='forward'"
+            )
 
     def join(
         self,
@@ -89,67 +90,31 @@ class OneBackward:
         ends: dict[Any, list[list[Node]]] = {group: [[] for _ in range(count)] for group in self._groups}
         for number, node in nodes:
             if node.name() == END:
-                self._ends_of(ends, node)[number].append(node)
-        for group in self._groups:
-            for parameter in group.fsdp_params:
-                if hasattr(parameter, "_unsharded_param"):  # since it was first gathered
-                    self._leaves[parameter._unsharded_param] = group, parameter
-        last_use: dict[Any, list[int | None]] = {group: [None] * count for group in self._groups}
+                group = cast(Any, node).param_group
+                if group not in ends:
+                    raise AccumulationError(
+                        "the losses depend on a model that fully_shard was applied to, and that is not attached: "
+                        "micro_batches() would have to reduce its gradients, too. Attach both: "
+                        "attach([model, other], …)"
+                    )
+                ends[group][number].append(node)
+        gathered = ((group, p) for group in self._groups for p in group.fsdp_params if hasattr(p, "_unsharded_param"))
+        self._leaves = {parameter._unsharded_param: (group, parameter) for group, parameter in gathered}
+        uses: defaultdict[tuple[Any, int], list[int]] = defaultdict(list)
         for number, node, leaf in edges:
-            if leaf in self._leaves:
-                group, _ = self._leaves[leaf]
-                before = last_use[group][number]
-                place = node._sequence_nr()
-                last_use[group][number] = place if before is None else min(before, place)
-        deferring = self._require_alike()
+            uses[self._leaves.get(leaf, (None, None))[0], number].append(node._sequence_nr())
         for group, (module, name) in self._groups.items():
-            defers = group in deferring
             # Before torch 2.8 or so FSDP2 does not reduce what earlier micro-batches have left in a group that the last
             # one does not use. The list of groups came later than that.
-            reduces_unused = hasattr(module._get_fsdp_state(), "_fsdp_param_groups") and not defers
-            _require_one_reduction(name, ends[group], last_use[group], reduces_unused=reduces_unused, each=defers)
-            nodes_of_group = [node for each in ends[group] for node in each]
-            if defers:
-                self._apart[group] = ReducedApart(group, module, name, count)
-                self.ends_apart.update(nodes_of_group)
-            self._connect(group, module, nodes_of_group)
-
-    def _require_alike(self) -> frozenset[Any]:
-        """The groups whose micro-batches but the last are reduced over the shards."""
-        first, *others = self._deferring[:-1]
-        if any(other != first for other in others):
-            raise AccumulationError(
-                "whether HSDP reduces gradients over the shards (set_requires_all_reduce(False)) or keeps them back "
-                "(set_requires_gradient_sync(False)) was not for each micro-batch as the one before: set one of "
-                f"them for all but the last. {_INSTEAD}"
-            )
-        return first
-
-    def _ends_of(self, ends: dict[Any, list[list[Node]]], node: Node) -> list[list[Node]]:
-        group = cast(Any, node).param_group
-        if group not in ends:
-            raise AccumulationError(
-                "the losses depend on a model that fully_shard was applied to, and that is not attached: "
-                "micro_batches() would have to reduce its gradients, too. Attach both: attach([model, other], …)"
-            )
-        return ends[group]
-
-    def _connect(self, group: Any, module: Any, nodes: Sequence[Node]) -> None:
-        if len(nodes) < 2:
-            return
-        switches = _Switches(module, group, len(nodes))
-        self._switches.append(switches)
-        for node in nodes:
-            node.register_prehook(switches.before)
-            node.register_hook(switches.after)
-
-    def apart(self, leaf: torch.Tensor, uses: Sequence[int]) -> "Callable[[int, torch.Tensor | None], None] | None":
-        """What takes the gradient of ``leaf`` of each micro-batch; ``None``: they are added up. Raises as ``wide``."""
-        group, parameter = self._leaves.get(leaf, (None, None))
-        if group not in self._apart:
-            return None
-        self.wide(leaf, uses)
-        return self._apart[group].takes(parameter, uses)
+            reduces_unused = hasattr(module._get_fsdp_state(), "_fsdp_param_groups")
+            last_use = [min(uses[group, number], default=None) for number in range(count)]
+            _require_one_reduction(name, ends[group], last_use, reduces_unused=reduces_unused)
+            of_group = [node for each in ends[group] for node in each]
+            if len(of_group) > 1:
+                self._switches.append(switches := _Switches(module, group, len(of_group)))
+                for node in of_group:
+                    node.register_prehook(switches.before)
+                    node.register_hook(switches.after)
 
     def wide(self, leaf: torch.Tensor, uses: Sequence[int]) -> "WideGradient | None":
         """How FSDP2 adds up the gradient of ``leaf``; ``None``: as autograd does.
@@ -186,8 +151,6 @@ class OneBackward:
         """Set the switches to what was found: an error may have come between two hooks of a node."""
         for switches in self._switches:
             switches.restore()
-        for apart in self._apart.values():
-            apart.reset()
 
 
 class _Switches:
@@ -225,90 +188,14 @@ class _Switches:
         self._module.set_reshard_after_backward(frees, recurse=False)
 
 
-class ReducedApart:
-    """The gradients of a group of HSDP of which each micro-batch is reduced by itself: all but the last over the shards
-    alone. What comes of those FSDP2 keeps, and adds to the last one's before that is reduced over the replicas.
-
-    Backward comes to the micro-batches in any order. They are reduced in the plain loop's, each once all of its
-    gradients are there: sums depend on their order. The last one's are left to FSDP2's own end of the group.
-
-    Args:
-        count: of micro-batches.
-
-    Raises:
-        AccumulationError: some are reduced already.
-    """
-
-    def __init__(self, group: Any, module: Any, name: str, count: int) -> None:
-        if group._partial_reduce_output is not None:
-            raise AccumulationError(
-                f"gradients of FSDP2's group {name} are left from an earlier backward, reduced over the shards alone: "
-                "these would be added to them. Let the last backward of each step reduce them "
-                "(set_requires_all_reduce(True)), or run the step with schedule='forward'"
-            )
-        self._group = group
-        self._module = module
-        self._expected = [0] * count  # of each micro-batch, how many parameters it gives a gradient
-        self.reset()
-
-    def takes(self, parameter: Any, uses: Sequence[int]) -> "Callable[[int, torch.Tensor | None], None]":
-        """A parameter of the group, by FSDP2's notes of it, of which the micro-batches make ``uses``. Returns what
-        takes its gradients."""
-        self._expected = [expected + (each > 0) for expected, each in zip(self._expected, uses, strict=True)]
-        self.reset()
-        return partial(self._keep, parameter)
-
-    def reset(self) -> None:
-        """A backward begins, or has raised."""
-        self._next = 0
-        self._left = list(self._expected)
-        self._kept: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in self._expected]
-
-    def _keep(self, parameter: Any, number: int, gradient: torch.Tensor | None) -> None:
-        if gradient is not None:
-            if _has_grad_dtype(parameter):
-                gradient = gradient.to(parameter.unsharded_grad_dtype)
-            self._kept[number].append((parameter._unsharded_param, gradient))
-        self._left[number] -= 1
-        while self._next < len(self._left) and self._left[self._next] == 0:
-            # Given to FSDP2 in ``.grad``, as autograd leaves them there.
-            kept, self._kept[self._next] = self._kept[self._next], []
-            for leaf, given in kept:
-                leaf.grad = given
-            self._next += 1
-            if self._next < len(self._left):
-                self._reduce_over_shards()
-        if self._next == len(self._left):
-            self.reset()
-
-    def _reduce_over_shards(self) -> None:
-        """What FSDP2 does where the backward of a group ends that is not the step's last. There is no public way to
-        have it do so before: ``post_backward`` is what its node calls. Its state is put back: the backward of the
-        others goes on."""
-        group, module = self._group, self._module
-        found = group.reduce_grads, group.all_reduce_grads, group.reshard_after_backward, group._training_state
-        try:
-            module.set_requires_gradient_sync(True, recurse=False)
-            module.set_requires_all_reduce(False, recurse=False)
-            module.set_reshard_after_backward(False, recurse=False)
-            group.post_backward()
-        finally:
-            reduces, over_replicas, frees, group._training_state = found
-            module.set_requires_gradient_sync(reduces, recurse=False)
-            module.set_requires_all_reduce(over_replicas, recurse=False)
-            module.set_reshard_after_backward(frees, recurse=False)
-
-
 def _require_one_reduction(
     name: str,
     ends: Sequence[Sequence[Node]],
     last_use: Sequence[int | None],
     *,
     reduces_unused: bool,
-    each: bool,
 ) -> None:
-    """Raise unless the plain loop reduces a group's gradients once, with those of all micro-batches; ``each``: or once
-    in each micro-batch, and in the last with those of all.
+    """Raise unless the plain loop reduces a group's gradients once, with those of all micro-batches.
 
     Args:
         ends: of each micro-batch, the nodes at which FSDP2 ends the group's backward; none if no input of the group
@@ -317,20 +204,17 @@ def _require_one_reduction(
             to higher numbers first.
     """
     if last_use[-1] is None and not reduces_unused and any(use is not None for use in last_use):
-        then = "" if each else "; a later torch reduces them"
         raise AccumulationError(
             f"FSDP2's group {name} is not used in the last micro-batch, and was in one before: FSDP2 of this torch "
-            f"leaves its gradients unreduced. {_INSTEAD}{then}"
+            f"leaves its gradients unreduced. {_INSTEAD}; a later torch reduces them"
         )
     if not any(ends):
         return
-    numbered = [(f"micro-batch {number}", nodes) for number, nodes in enumerate(ends, 1)] if each else []
-    for which, nodes in [("the last micro-batch", ends[-1]), *numbered]:
-        if len(nodes) > 1:
-            raise AccumulationError(
-                f"FSDP2's group {name} runs {len(nodes)} times in {which}: the plain loop reduces its "
-                f"gradients as many times, in parts. {_INSTEAD}"
-            )
+    if len(ends[-1]) > 1:
+        raise AccumulationError(
+            f"FSDP2's group {name} runs {len(ends[-1])} times in the last micro-batch: the plain loop reduces its "
+            f"gradients as many times, in parts. {_INSTEAD}"
+        )
     for number, (nodes, use) in enumerate(zip(ends, last_use, strict=True), 1):
         if use is not None and use < min((node._sequence_nr() for node in nodes), default=use + 1):
             raise AccumulationError(

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from instep._torch.pipelining import StageCall
+
 T = TypeVar("T")
 
 
@@ -83,19 +85,11 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
     it."""
     groups: list[ShardedGroup] = []
     seen: set[int] = set()
-    modules = [*fsdp2_in(model), *fsdp1_in(model)]
-    for module in modules:
-        members = frozenset(id(p) for p in _own_parameters(module, modules) if id(p) not in seen)
+    for module in reversed([*fsdp2_in(model), *fsdp1_in(model)]):  # those inside of another one first
+        members = frozenset(map(id, module.parameters())) - seen
         seen |= members
-        groups.append(ShardedGroup(weakref.ref(module), members))
+        groups.insert(0, ShardedGroup(weakref.ref(module), members))
     return groups
-
-
-def _own_parameters(module: nn.Module, without: Sequence[nn.Module]) -> Iterator[torch.Tensor]:
-    yield from module.parameters(recurse=False)
-    for child in module.children():
-        if child not in without:
-            yield from _own_parameters(child, without)
 
 
 def put_shards_in_place(model: nn.Module) -> None:
@@ -105,59 +99,65 @@ def put_shards_in_place(model: nn.Module) -> None:
         cast(Any, module).reshard()
 
 
-class _Sync:
+class FSDP1Sync:
     """Whether the next backward of a model reduces gradients, in the terms of ``DistributedDataParallel``.
 
     Attributes:
         asks_in_backward: whether that is asked in backward alone, and a forward may be outside of ``no_sync``.
     """
 
-    require_backward_grad_sync: bool
     asks_in_backward = False
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        before = self.require_backward_grad_sync
-        try:
-            self.require_backward_grad_sync = False
-            yield
-        finally:
-            self.require_backward_grad_sync = before
-
-
-class FSDP2Sync(_Sync):
-    """Whether the next backward of an FSDP2 model reduces gradients."""
-
-    asks_in_backward = True
-
     @property
     def require_backward_grad_sync(self) -> bool:
-        # FSDP2 has a public way to set it, and none to ask for it.
-        states = [module._get_fsdp_state() for module in self._modules()]
-        return any(group.reduce_grads for state in states for group in fsdp2_groups(state))
+        found = map(self._reduces, self._modules())
+        return any(found) if self.asks_in_backward else all(found)
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
         for module in self._modules():
-            set_reduces(module, value)
+            self._set(module, value)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """The loop may have set it for each module by itself."""
-        before = [(m, any(group.reduce_grads for group in fsdp2_groups(m._get_fsdp_state()))) for m in self._modules()]
+        before = [(module, self._reduces(module)) for module in self._modules()]
         try:
             self.require_backward_grad_sync = False
             yield
         finally:
             for module, value in before:
-                set_reduces(module, value)
+                self._set(module, value)
+
+    def _modules(self) -> Sequence[Any]:
+        model = self._model()
+        return [] if model is None else fsdp1_in(model)
+
+    def _reduces(self, module: Any) -> bool:
+        return bool(module._sync_gradients)  # which has no public name but no_sync(), a context
+
+    def _set(self, module: Any, value: bool) -> None:
+        module._sync_gradients = value
+
+
+class FSDP2Sync(FSDP1Sync):
+    """Whether the next backward of an FSDP2 model reduces gradients."""
+
+    asks_in_backward = True
 
     def _modules(self) -> Sequence[Any]:
         model = self._model()
         return [] if model is None else fsdp2_in(model)
+
+    def _reduces(self, module: Any) -> bool:
+        # FSDP2 has a public way to set it, and none to ask for it.
+        return any(group.reduce_grads for group in fsdp2_groups(module._get_fsdp_state()))
+
+    def _set(self, module: Any, value: bool) -> None:
+        set_reduces(module, value)
 
 
 def set_reduces(module: Any, value: bool) -> None:
@@ -229,24 +229,6 @@ class ReplicaSums:
             self._applied[ref] = None
 
 
-class FSDP1Sync(_Sync):
-    """Whether the next backward of a model with FSDP1 instances reduces gradients."""
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        # FSDP1 has no public name for it but no_sync(), which is a context.
-        return all(wrapper._sync_gradients for wrapper in self._wrappers())
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, value: bool) -> None:
-        for wrapper in self._wrappers():
-            wrapper._sync_gradients = value
-
-    def _wrappers(self) -> Sequence[Any]:
-        model = self._model()
-        return [] if model is None else fsdp1_in(model)
-
-
 def fsdp2_reading_streams(model: Callable[[], nn.Module | None]) -> Iterator[torch.Stream]:
     """The streams on which FSDP2 copies shards to gather them. FSDP2 has them wait once, where the root's forward
     begins, or for the event that ``set_post_optim_event`` was given. It has no public name for these streams, and no
@@ -268,23 +250,14 @@ class BeforeFSDP1Gathers:
     """
 
     def __init__(self, wrapper: Any, call: Callable[[], None]) -> None:
-        self._handle = handle = wrapper._handle
-        if handle is not None:
-            of_handle = weakref.ref(handle)
-            for name in ("pre_unshard", "unshard"):
-                setattr(handle, name, _calling_first(call, of_handle, name))
+        def first(gather: Callable[[], Any], options: object) -> Any:
+            call()
+            return gather()
+
+        handle = wrapper._handle
+        names = () if handle is None else ("pre_unshard", "unshard")
+        self._calls = [StageCall(handle, name, first) for name in names]
 
     def remove(self) -> None:
-        if self._handle is not None:
-            for name in ("pre_unshard", "unshard"):
-                vars(self._handle).pop(name, None)
-            self._handle = None
-
-
-def _calling_first(call: Callable[[], None], of_handle: Callable[[], Any], name: str) -> Callable[[], Any]:
-    def calling() -> Any:
-        handle = of_handle()
-        call()
-        return getattr(type(handle), name)(handle)
-
-    return calling
+        for gathering in self._calls:
+            gathering.remove()

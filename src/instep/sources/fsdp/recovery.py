@@ -1,19 +1,19 @@
-"""FSDP's own state after an exception: brought back to what it is between two iterations.
+"""FSDP's own state after an exception: brought back to what it is between two iterations, or said to be broken.
 
 FSDP, 1 and 2, notes on its modules how far a forward or backward has come: which weights are gathered, which gradients
 are not reduced yet, which communication is in flight, and that the end of this backward is asked for. An exception
 leaves these notes as they are, and the next iteration takes them for its own: after a failed backward FSDP2 raises
-nothing, and trains nothing. Since torch 2.13 or so FSDP2 has ``reset_iter_state()`` for this, to be called by the loop.
-Which gradients it drops differs from one torch to the next: here gradients are kept or dropped beside it.
+nothing, and trains nothing. Since torch 2.13 or so FSDP2 has ``reset_iter_state()`` for this, to be called by the loop;
+gradients are kept or dropped beside it here. Before that, and in FSDP1, the next forward says that the model must be
+built anew.
 
-``AfterErrors`` notices that a forward or a backward was left, and has the notes rebuilt: ``rebuild_fsdp2``,
-``rebuild_fsdp1``. All that is done here is local: peers may not have failed. Each private name of torch's that is used
-has a sentence; ``tests/distributed/test_fsdp_errors.py`` compares all state that FSDP has, and names each difference.
+``AfterErrors`` notices that a forward or a backward was left. All that is done here is local: peers may not have
+failed. ``tests/distributed/test_fsdp_errors.py`` compares all state that FSDP2 has, and names each difference.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, cast
 
@@ -23,6 +23,8 @@ from torch import nn
 
 from instep._torch.engine import graph_task
 from instep._torch.hooks import Around, GuardedCall
+from instep._torch.interrupts import heard, held
+from instep.errors import InstepError
 from instep.sources.fsdp.modules import fsdp1_in, fsdp2_groups, fsdp2_in, is_fsdp2
 
 
@@ -40,6 +42,7 @@ class AfterErrors:
         self._sharded: list[weakref.ref[nn.Module]] = []
         self._drain_failed: Callable[[], None] = lambda: None
         self._running: _Forward | None = None  # of the outermost module with FSDP inside
+        self._is_broken = False
 
     def connect(self, drain_failed: Callable[[], None]) -> Iterator[GuardedCall]:
         """A guard around each forward that FSDP takes part in.
@@ -53,7 +56,7 @@ class AfterErrors:
         assert model is not None
         sharded = [*fsdp2_in(model), *fsdp1_in(model)]
         self._sharded = [weakref.ref(module) for module in sharded]
-        for module in {model: None, **dict.fromkeys(sharded)}:
+        for module in dict.fromkeys([model, *sharded]):
             yield GuardedCall(module, self._called)
 
     def _called(self, module: nn.Module) -> Around | None:
@@ -65,17 +68,26 @@ class AfterErrors:
 
     def _begin(self, forward: "_Forward") -> None:
         module, running = forward.module(), self._running
+        if module is not None and is_fsdp2(module) and _state_of(module)._is_root is None:
+            # FSDP2 makes much in the first forward, and takes it for made once it has begun: Ctrl-C waits.
+            with held(heard()):
+                _state_of(module)._lazy_init()
         if running is not None and not running.failed and self._contains(running.module(), module):
             return  # a part of the forward that runs
         self._drain_failed()
-        if any(map(_is_in_backward, (ref() for ref in self._sharded))):
+        sharded = [one for ref in self._sharded if (one := ref()) is not None]
+        if any(map(_is_in_backward, sharded)):
             self._rebuild(gradients=True)  # a backward was left, and nobody has told of it
         elif running is not None:
             self._rebuild(gradients=False)  # a forward was left, and its rebuilding has raised
-        forward.awaited = frozenset(_awaiting_backward(ref() for ref in self._sharded))
+        if self._is_broken:
+            raise InstepError(
+                "an exception has left FSDP in the middle of a forward or backward, and this version of it cannot go "
+                "on: build and attach the model anew, and load a checkpoint. With torch 2.13 or newer, fully_shard "
+                "(FSDP2) goes on after an exception"
+            )
         if not torch.is_grad_enabled():
-            fsdp2 = (one for ref in self._sharded if (one := ref()) is not None and is_fsdp2(one))
-            forward.noted = noted_forwards(cast(Any, one)._get_fsdp_state() for one in fsdp2)
+            forward.noted = noted_forwards(map(_state_of, filter(is_fsdp2, sharded)))
         self._running = forward
 
     def _contains(self, outer: nn.Module | None, module: nn.Module | None) -> bool:
@@ -97,11 +109,10 @@ class AfterErrors:
         self._rebuild(gradients=True)
 
     def _rebuild(self, *, gradients: bool) -> None:
-        model, running = self._model(), self._running
+        model = self._model()
         if model is not None:
-            awaited = frozenset() if gradients or running is None else running.awaited
-            rebuild_fsdp2(model, gradients=gradients)
-            rebuild_fsdp1(model, gradients=gradients, awaited=awaited)
+            self._is_broken |= any(one.training_state.name != "IDLE" or _is_in_backward(one) for one in fsdp1_in(model))
+            self._is_broken |= not rebuild_fsdp2(model, gradients=gradients)
         self._running = None  # last: what raises here is done again before the next forward
 
 
@@ -110,14 +121,12 @@ class _Forward:
 
     Attributes:
         module: the module that the loop has called.
-        awaited: FSDP1's parameters, by ``id``, of earlier forwards that are still to go backward.
         noted: FSDP2's notes of earlier forwards.
         failed: whether it was left by an exception, and FSDP's state is to be rebuilt.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = weakref.ref(module)
-        self.awaited: frozenset[int] = frozenset()
         self.noted: list[tuple[Any, int]] = []
         self.failed = False
 
@@ -125,136 +134,51 @@ class _Forward:
 def _is_in_backward(module: Any) -> bool:
     """Whether FSDP takes a backward to be running: FSDP has asked the engine for the backward's end, and that end has
     not come."""
-    if module is None:
-        return False
     if is_fsdp2(module):
         return bool(module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued)
     return bool(getattr(module, "_post_backward_callback_queued", False))  # of an FSDP1 root, after its first forward
 
 
-def _awaiting_backward(modules: Iterable[Any]) -> Iterator[int]:
-    """FSDP1's parameters, by ``id``, whose next gradient FSDP1 has a hook for: since the first forward that used them
-    after a backward."""
-    for module in modules:
-        handle = None if module is None or is_fsdp2(module) else module._handle
-        if handle is not None and hasattr(handle.flat_param, "_post_backward_hook_state"):
-            yield id(handle.flat_param)
-
-
-# FSDP2: ``fully_shard``.
-
-
-def rebuild_fsdp2(model: nn.Module, *, gradients: bool) -> None:
+def rebuild_fsdp2(model: nn.Module, *, gradients: bool) -> bool:
     """Make every parameter that ``fully_shard`` was applied to the sharded one again, with nothing in flight.
 
     Args:
         gradients: also drop gradients that are not reduced yet, of this backward and of the micro-batches before it:
             some groups have added to them, others have not, and ``zero_grad()`` does not reach them. Reduced gradients
             stay until ``zero_grad()``, as in any loop.
+
+    Returns:
+        Whether this torch can, where there is anything to do.
     """
-    for root, states in _fsdp2_roots(model):
-        groups = [group for state in states for group in fsdp2_groups(state)]
-        # FSDP2's own reset drops all gradients (of torch 2.13: some).
-        kept = [GroupGradients(group, unreduced=not gradients) for group in groups]
+    contexts = dict.fromkeys(_state_of(module)._state_ctx for module in fsdp2_in(model))
+    for context in contexts:  # one for all states of a root, which may be above ``model``
+        root = next((state._modules[0] for state in context.all_states if state._is_root), None)
         if root is None:
+            continue  # no forward has begun
+        if not hasattr(root, "reset_iter_state"):
+            if context.iter_forward_root is not None or context.post_backward_final_callback_queued:
+                return False
+            continue
+        groups = [group for state in context.all_states for group in fsdp2_groups(state)]
+        with ExitStack() as stack:
+            # FSDP2's own reset drops all gradients (of torch 2.13: some).
             for group in groups:
-                reset_group(group)  # it may have been gathered by unshard(), which needs no root
-        elif hasattr(root, "reset_iter_state"):
+                stack.enter_context(_gradients_kept(group, unreduced=not gradients))
             try:
                 root.reset_iter_state()
             except RuntimeError:  # of weights gathered ahead, from a peer that is gone or did not come
                 for group in groups:
-                    drop_gathered(group)
+                    _drop_gathered(group)
                 root.reset_iter_state()
-        else:
-            reset_iter_state(states)
-        for one in kept:
-            one.restore()
-
-
-def _fsdp2_roots(model: nn.Module) -> Iterator[tuple[Any, Sequence[Any]]]:
-    """The outermost modules that ``fully_shard`` was applied to, each with the states that ``fully_shard`` keeps of all
-    modules in it. Such a module may be above ``model``. ``None``: no forward has begun, or an interrupt has stopped the
-    first one before all was made that FSDP2 makes there."""
-    seen: set[int] = set()
-    modules: Sequence[Any] = fsdp2_in(model)
-    for module in modules:
-        state = module._get_fsdp_state()
-        if state._is_root and not is_lazily_made(state):
-            unmake(states_in(module))
-    for module in modules:
-        state = module._get_fsdp_state()
-        context = state._state_ctx  # one for all states of a root, which are found in the first forward
-        if id(context) not in seen:
-            seen.add(id(context))
-            root = next((one for one in context.all_states if one._is_root), None)
-            yield (None, [state]) if root is None else (root._modules[0], context.all_states)
-
-
-def is_lazily_made(root: Any) -> bool:
-    """Whether FSDP2 has made all that it makes in the first forward of ``root``, the state of an outermost module. It
-    takes that for made once it has begun (``_is_root``). The hooks around ``state_dict()`` come last."""
-    # The states are in the list one by one, too.
-    found = {id(state) for state in root._state_ctx.all_states}
-    if not all(id(state) in found for state in states_in(root._modules[0])):
-        return False
-    for group in (group for state in root._state_ctx.all_states for group in fsdp2_groups(state)):
-        modules = {parameter._module_info.module for parameter in group.fsdp_params}
-        if len(group._module_to_pre_save_state_dict_hook_handle) != len(modules):
-            return False
-        if not group._module_to_pre_load_state_dict_hook_handle:
-            return False
     return True
 
 
-def states_in(module: nn.Module) -> Iterator[Any]:
-    """What ``fully_shard`` keeps of ``module`` and the modules in it."""
-    return (cast(Any, one)._get_fsdp_state() for one in fsdp2_in(module))
+def _state_of(module: nn.Module) -> Any:
+    """What ``fully_shard`` keeps of ``module``."""
+    return cast(Any, module)._get_fsdp_state()
 
 
-def unmake(states: Iterable[Any]) -> None:
-    """FSDP2 makes again, in the next forward, what it had begun to make for ``states`` in the first one."""
-    for state in states:
-        state._is_root = None
-        state._state_ctx.all_states.clear()
-        state._state_ctx.iter_forward_root = None
-        state._training_state = type(state._training_state).IDLE
-        for group in fsdp2_groups(state):
-            group._module_fqn = None  # for messages: another one would be added to it
-            for name in ("_module_to_pre_save_state_dict_hook_handle", "_module_to_pre_load_state_dict_hook_handle"):
-                handles = getattr(group, name)  # it makes these only where there are none
-                for handle in handles.values():
-                    handle.remove()
-                handles.clear()
-
-
-# The streams on which FSDP2 communicates, in the context that all modules of a root share.
-_FSDP2_STREAMS = ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream")
-
-
-def reset_iter_state(states: Iterable[Any]) -> None:
-    """Bring ``states``, which ``fully_shard`` keeps of the modules of one root, to where they are between two
-    iterations. Gradients stay as they are, but for those that HSDP has summed among the shards only: these are
-    dropped."""
-    for state in states:
-        shared, communication = state._state_ctx, state._comm_ctx
-        shared.iter_forward_root = None  # the root whose forward runs: the next forward would not be taken for a root's
-        shared.post_backward_final_callback_queued = False  # or no backward ever asks for its end again
-        wait_for(communication, _FSDP2_STREAMS, state._device_handle)
-        communication.all_gather_state = None  # buffers of communication, which is waited for by now
-        if hasattr(communication, "reduce_scatter_states"):
-            communication.reduce_scatter_states.clear()
-            communication._last_post_reduce_events.clear()
-        else:  # before torch 2.12 or so
-            communication.reduce_scatter_state = None
-        communication.post_forward_order.clear()  # from which backward knows what to gather ahead
-        state._training_state = type(state._training_state).IDLE
-        state._modules_to_run_forward.clear()  # of a group of modules, those whose forward has not ended
-        for group in fsdp2_groups(state):
-            reset_group(group)
-
-
-def drop_gathered(group: Any) -> None:
+def _drop_gathered(group: Any) -> None:
     """Drop weights that were gathered ahead, and not used."""
     if group._all_gather_result is not None:
         work = group._all_gather_result.all_gather_work
@@ -266,59 +190,42 @@ def drop_gathered(group: Any) -> None:
         group._all_gather_result = None
 
 
-def reset_group(group: Any) -> None:
-    drop_gathered(group)
-    # The rest of what was in flight, and events of streams that are waited for now.
-    group._post_reduce_event = group._all_reduce_state = group._reshard_after_forward_event = None
-    group._post_forward_indices.clear()  # its places in post_forward_order
-    group._partial_reduce_output = None
-    for parameter in group.fsdp_params:
-        parameter.to_sharded()
-    group._sharded_state = type(group._sharded_state).SHARDED
-    group._training_state = type(group._training_state).IDLE
-
-
 # HSDP's sums among the shards that are not summed among the replicas yet, and where in them each parameter's lie.
 _LAYOUT = "_partial_reduce_output_layout"
 _PARTIAL = ("_partial_reduce_output", _LAYOUT)
 
 
-class GroupGradients:
-    """The gradients of one of FSDP2's groups, to be put back.
+@contextmanager
+def _gradients_kept(group: Any, *, unreduced: bool) -> Iterator[None]:
+    """Around FSDP2's own reset: the gradients of a group are put back after it.
 
     Args:
         unreduced: whether to keep those that are not reduced yet: of micro-batches and, in HSDP, among the replicas.
             If not, they are dropped.
     """
-
-    def __init__(self, group: Any, *, unreduced: bool) -> None:
-        self._group = group
-        parameters = [p.sharded_param for p in group.fsdp_params]
-        gathered = [p._unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
-        self._gradients = [(p, p.grad) for p in (*parameters, *(gathered if unreduced else ()))]
-        self._partial = {name: getattr(group, name) for name in _PARTIAL if unreduced and hasattr(group, name)}
-        if _LAYOUT in self._partial:
-            self._partial[_LAYOUT] = dict(self._partial[_LAYOUT])  # a copy: FSDP2 empties its own
-        for parameter in group.fsdp_params if not unreduced else ():
-            if hasattr(parameter, "_unsharded_param"):  # since it was first gathered
-                parameter._unsharded_param.grad = None
-            if "unsharded_accumulated_grad" in vars(
-                parameter
-            ):  # until torch 2.13 or so: micro-batches, in reduce_dtype
+    gathered = [p._unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param")]  # of a first forward
+    if not unreduced:
+        for parameter in gathered:
+            parameter.grad = None
+        for parameter in group.fsdp_params:
+            if "unsharded_accumulated_grad" in vars(parameter):  # until torch 2.13 or so: in reduce_dtype
                 parameter.unsharded_accumulated_grad = None
-
-    def restore(self) -> None:
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
-        for name, value in self._partial.items():
-            setattr(self._group, name, value)
-        for parameter in self._group.fsdp_params:
-            if parameter.grad_offload_event is not None:  # a copy to the host
-                parameter.grad_offload_event.synchronize()
-                parameter.grad_offload_event = None
-            # Registers the parameter that the optimizer holds, and frees the gathered one. Each of a group is asked: an
-            # interrupt may have come between two of them.
-            parameter.to_sharded()
+    gradients = [(p, p.grad) for p in (*(p.sharded_param for p in group.fsdp_params), *gathered)]
+    partial_sums = {name: getattr(group, name) for name in _PARTIAL if unreduced and hasattr(group, name)}
+    if _LAYOUT in partial_sums:
+        partial_sums[_LAYOUT] = dict(partial_sums[_LAYOUT])  # a copy: FSDP2 empties its own
+    yield
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
+    for name, value in partial_sums.items():
+        setattr(group, name, value)
+    for parameter in group.fsdp_params:
+        if parameter.grad_offload_event is not None:  # a copy to the host
+            parameter.grad_offload_event.synchronize()
+            parameter.grad_offload_event = None
+        # Registers the parameter that the optimizer holds, and frees the gathered one. Each of a group is asked: an
+        # interrupt may have come between two of them.
+        parameter.to_sharded()
 
 
 def noted_forwards(states: Iterable[Any]) -> list[tuple[Any, int]]:
@@ -335,75 +242,3 @@ def forget_forwards(noted: Iterable[tuple[Any, int]]) -> None:
         del state._comm_ctx.post_forward_order[count:]
         for group in fsdp2_groups(state):
             group._post_forward_indices[:] = [index for index in group._post_forward_indices if index < count]
-
-
-# FSDP1: ``FullyShardedDataParallel``.
-
-
-# The streams on which each FSDP1 instance communicates.
-_FSDP1_STREAMS = ("_pre_unshard_stream", "_unshard_stream", "_post_backward_stream", "_all_reduce_stream")
-
-
-def rebuild_fsdp1(model: nn.Module, *, gradients: bool, awaited: frozenset[int] = frozenset()) -> None:
-    """As ``rebuild_fsdp2``, of ``FullyShardedDataParallel`` instances with ``use_orig_params=True``.
-
-    Without sharding (``NO_SHARD``) all gradients stay, as those of ``DistributedDataParallel`` do.
-
-    Args:
-        awaited: by ``id``, the parameters that an earlier forward has used, and whose backward is still to come.
-    """
-    for wrapper in fsdp1_in(model):
-        if wrapper._is_root is None:  # before its first forward
-            continue
-        wait_for(wrapper, _FSDP1_STREAMS, wrapper._device_handle)
-        wrapper.training_state = type(wrapper.training_state).IDLE
-        wrapper._unshard_event = None
-        if wrapper._is_root:
-            wrapper._post_backward_callback_queued = False  # or no backward asks for its end
-            order = wrapper._exec_order_data  # from which it knows what to gather ahead
-            order.handles_post_forward_order.clear()
-            order.current_order_index = 0
-        if wrapper._handle is not None:
-            _rebuild_handle(wrapper._handle, gradients, awaited)
-
-
-def _rebuild_handle(handle: Any, gradients: bool, awaited: frozenset[int]) -> None:
-    """Does for one instance's parameters what FSDP1 does where a backward ends
-    (``torch/distributed/fsdp/_runtime_utils.py``, ``_post_backward_final_callback``)."""
-    flat = handle.flat_param
-    handle._prefetched = handle._needs_pre_forward_unshard = False  # gathered ahead, and to be
-    handle._post_forward_index = None  # its place in handles_post_forward_order
-    handle._training_state = type(handle._training_state).IDLE
-    if id(flat) not in awaited:
-        handle._ran_pre_backward_hook = handle._needs_pre_backward_unshard = False
-    handle.reshard(handle.uses_sharded_strategy)  # registers the sharded views that the optimizer holds
-    handle.post_reshard()
-    hooks = getattr(flat, "_post_backward_hook_state", None)
-    if hooks is not None and id(flat) not in awaited:
-        # With low precision the next forward's gradient would not come to it, and FSDP1 would make no other.
-        hooks[-1].remove()
-        del flat._post_backward_hook_state
-    if not handle.uses_sharded_strategy:
-        flat._post_backward_called = False
-        return
-    whole = flat.grad is not None and flat.grad.shape == flat._unpadded_unsharded_size
-    if gradients:
-        if whole:
-            flat.grad = None
-        if hasattr(flat, "_saved_grad_shard"):  # the reduced gradient, with that of earlier backwards
-            # It is kept where the loop has its views in .grad. Where zero_grad() has taken them off, it is thrown away.
-            flat._post_backward_called = any(p.grad is not None for p in flat._params)
-            handle.prepare_gradient_for_optim()
-        flat._post_backward_called = False
-    if whole and not gradients:
-        handle._use_unsharded_grad_views()  # micro-batches, in no_sync
-    else:
-        handle._use_sharded_grad_views()
-
-
-def wait_for(owner: Any, streams: Iterable[str], device_handle: Any) -> None:
-    """Have the device's current stream wait for the ``streams`` of ``owner``, before the memory they use is freed."""
-    for name in streams:
-        stream = getattr(owner, name, None)  # made in the first forward
-        if stream is not None:
-            device_handle.current_stream().wait_stream(stream)

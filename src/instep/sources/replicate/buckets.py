@@ -29,7 +29,6 @@ from instep.comm_hooks import mean_allreduce
 from instep.errors import AccumulationError, InstepError
 from instep.sources import LaunchedBucket
 from instep.sources.ddp.buckets import slices_of
-from instep.sources.replicate.layout import BucketLayout, BucketSizes, as_they_arrived, before_any_backward
 
 if TYPE_CHECKING:
     from instep.sources.replicate.source import ReplicatedSource
@@ -38,7 +37,7 @@ IN_FLIGHT = 2
 """How many buckets are in flight at once. So many have memory of their own."""
 
 
-class TransientBucket(LaunchedBucket[torch.futures.Future[Any]]):
+class TransientBucket(LaunchedBucket):
     """A bucket in flight, whose memory is freed with the last of its gradients.
 
     Args:
@@ -87,6 +86,7 @@ class _BackwardProgress:
     """How far each bucket has come in one backward that reduces.
 
     Attributes:
+        buckets: the numbers of the parameters in each, in the order of sending.
         bucket_of: the number of the bucket of each parameter, by the parameter's number.
         arrived: the numbers of the parameters whose gradients were accumulated, in that order.
         missing: how many gradients each bucket still waits for.
@@ -97,11 +97,11 @@ class _BackwardProgress:
         unused: the numbers of all such parameters.
     """
 
-    def __init__(self, layout: BucketLayout) -> None:
-        self.layout = layout
-        self.bucket_of = {number: place for place, members in enumerate(layout.buckets) for number in members}
+    def __init__(self, buckets: Sequence[tuple[int, ...]]) -> None:
+        self.buckets = buckets
+        self.bucket_of = {number: place for place, members in enumerate(buckets) for number in members}
         self.arrived: dict[int, None] = {}
-        self.missing = [len(members) for members in layout.buckets]
+        self.missing = [len(members) for members in buckets]
         self.sent = 0
         self.in_flight: deque[TransientBucket] = deque()
         self.held: list[TransientBucket] = []
@@ -114,6 +114,7 @@ class TransientBuckets:
     Args:
         parameters: by name, in the model's order; those that are frozen are left out while they are.
         sparse: the numbers of those whose gradients are sparse.
+        sizes: when a bucket is full, in bytes: the first one of each dtype and device, and those after it.
 
     Attributes:
         receiver: is told of each bucket; only its ``ended`` may raise. ``None``: gradients stay in ``.grad``.
@@ -124,7 +125,7 @@ class TransientBuckets:
         parameters: Sequence[tuple[str, nn.Parameter]],
         sparse: frozenset[int],
         group: dist.ProcessGroup,
-        sizes: BucketSizes,
+        sizes: tuple[int, int],
     ) -> None:
         self.receiver: ReplicatedSource | None = None
         self.group = group
@@ -133,7 +134,10 @@ class TransientBuckets:
         self._sparse = sparse
         self._sizes = sizes
         self._handles: dict[int, RemovableHandle] = {}
-        self._layouts: dict[tuple[int, ...], BucketLayout] = {}
+        # By the parameters that are trainable: the numbers of those in each bucket, in the order in which buckets are
+        # sent. ``_agreed``: where that is the order in which gradients arrived on the first rank.
+        self._layouts: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        self._agreed: set[tuple[int, ...]] = set()
         self._trainable: tuple[int, ...] = ()
         self._reduces = False
         self._backward: _BackwardProgress | None = None
@@ -143,20 +147,23 @@ class TransientBuckets:
         self._fresh: set[int] = set()
         self.refresh()
         # Hooks are on the parameters, which may outlive this: without a ``Replicated`` around it the model is plain.
-        weakref.finalize(self, _remove, self._handles).atexit = False
+        weakref.finalize(self, lambda of: list(map(RemovableHandle.remove, of.values())), self._handles).atexit = False
 
     @property
     def buckets(self) -> Iterator[list[nn.Parameter]]:
         """The parameters of each bucket, as they are now."""
-        return ([self._parameters[number] for number in members] for members in self._layout.buckets)
+        return ([self._parameters[number] for number in members] for members in self._layouts[self._trainable])
 
-    @property
-    def _layout(self) -> BucketLayout:
-        return self._layouts[self._trainable]
-
-    @_layout.setter
-    def _layout(self, layout: BucketLayout) -> None:
-        self._layouts[self._trainable] = layout
+    def _layout(self, order: Sequence[int]) -> list[tuple[int, ...]]:
+        """Fill buckets with the parameters numbered ``order``, by DDP's own rule, so that ranks add up in the same
+        order: with three ranks or more a ring's depends on where in its buffer an element lies."""
+        is_sparse = [number in self._sparse for number in range(len(self._parameters))]
+        if not order:
+            return []
+        members: list[torch.Tensor] = [self._parameters[number] for number in order]
+        found, _ = dist._compute_bucket_assignment_by_size(members, list(self._sizes), is_sparse, list(order))
+        # The last ones of several dtypes come in no particular order, which may differ from rank to rank.
+        return sorted(map(tuple, found), key=lambda bucket: order.index(bucket[-1]))
 
     def after_forward(self, output: object, *, reduces: bool) -> None:
         """A forward with gradients has returned ``output``.
@@ -183,7 +190,8 @@ class TransientBuckets:
                 self._handles[number] = self._parameters[number].register_post_accumulate_grad_hook(hook)
         self._trainable = trainable
         if trainable not in self._layouts:
-            self._layout = before_any_backward(self._parameters, trainable, self._sparse, self._sizes)
+            # The model's order backwards, as DDP's with ``find_unused_parameters`` before any backward.
+            self._layouts[trainable] = sorted(self._layout(trainable), key=min, reverse=True)
 
     # In backward: what autograd calls.
 
@@ -201,7 +209,7 @@ class TransientBuckets:
             return any(runs(get_gradient_edge(p).node) for p in mine) or not leads_to(inputs, set(map(id, mine)))
 
     def _begin(self) -> None:
-        backward = _BackwardProgress(self._layout)
+        backward = _BackwardProgress(self._layouts[self._trainable])
         current().at(Phase.BEFORE_DDP, partial(self._end, backward), partial(self._raised, backward))
         self._backward = backward  # after that: Ctrl-C in between would leave it to the next backward
 
@@ -244,7 +252,7 @@ class TransientBuckets:
         """Send the next bucket, with zeros in the place of gradients that this rank does not have."""
         while len(backward.in_flight) >= IN_FLIGHT:
             self._deliver(backward, backward.in_flight.popleft())
-        numbers = backward.layout.buckets[backward.sent]
+        numbers = backward.buckets[backward.sent]
         members = [self._parameters[number] for number in numbers]
         unused = frozenset(i for i in numbers if i not in self._fresh or _gradient(self._parameters[i]) is None)
         # On the stream of the gradient that came last: the others may have been made on other streams.
@@ -264,7 +272,7 @@ class TransientBuckets:
         parameters = [self._parameters[number] for number in members]
         factor = 1.0 / dist.get_world_size(self.group)
         own = parameters[0].dtype.to_real()
-        dtype = self._reduce_dtype or own
+        dtype = (self.receiver and self.receiver.reduce_dtype) or own
         size = sum(p.numel() * (2 if p.is_complex() else 1) for p in parameters)
         flat = torch.empty(size, dtype=own, device=parameters[0].device)
         for number, parameter, part in zip(members, parameters, slices_of(flat, parameters), strict=True):
@@ -303,12 +311,8 @@ class TransientBuckets:
             gradient = gradient.clone()
         else:
             parameter.grad = None
-        gradient = gradient.to(self._reduce_dtype or gradient.dtype)
+        gradient = gradient.to((self.receiver and self.receiver.reduce_dtype) or gradient.dtype)
         return mean_allreduce(gradient, self.group, dist.get_world_size(self.group))
-
-    @property
-    def _reduce_dtype(self) -> torch.dtype | None:
-        return None if self.receiver is None else self.receiver.reduce_dtype
 
     def _deliver(self, backward: _BackwardProgress, bucket: TransientBucket) -> None:
         with communicating(self.group):
@@ -331,7 +335,7 @@ class TransientBuckets:
         if self._backward is not backward:
             return
         try:
-            while backward.sent < len(backward.layout.buckets):
+            while backward.sent < len(backward.buckets):
                 self._send(backward)
             # Ask how many ranks have a new gradient of each parameter, by number. Read only by ranks that lack one.
             used = torch.ones(len(self._parameters), dtype=torch.int32, device=self._parameters[0].device)
@@ -341,7 +345,7 @@ class TransientBuckets:
             while backward.in_flight:
                 self._deliver(backward, backward.in_flight.popleft())
             self._hand_over_held(backward, use_counts)
-            if not backward.layout.agreed:
+            if tuple(sorted(backward.bucket_of)) not in self._agreed:
                 self._agree_on_order(backward)
         except BaseException as error:
             self._fail(error)
@@ -367,8 +371,8 @@ class TransientBuckets:
         order = torch.tensor([*backward.arrived, *rest], device=self._parameters[0].device)
         with communicating(self.group):
             broadcast([order], self.group)
-        layout = as_they_arrived(self._parameters, order.tolist(), self._sparse, self._sizes)
-        self._layouts[tuple(members)] = layout
+        self._layouts[tuple(members)] = self._layout(order.tolist())
+        self._agreed.add(tuple(members))
 
     def _raised(self, backward: _BackwardProgress) -> None:
         # Buckets in flight are not waited for: another rank that raised too may never send its part.
@@ -394,8 +398,3 @@ def _future_of(work: dist.Work | None) -> torch.futures.Future[Any]:
     assert work is not None, "this rank is in the group"
     future: torch.futures.Future[Any] = work.get_future()
     return future
-
-
-def _remove(handles: dict[int, RemovableHandle]) -> None:
-    for handle in handles.values():
-        handle.remove()

@@ -21,11 +21,10 @@ from torch.nn.parameter import is_lazy
 from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._ranks.collectives import broadcast, require_the_same
 from instep._torch.engine import Phase, current, graph_task
-from instep.buckets import Bucket
+from instep.buckets import MIB, Bucket
 from instep.errors import AttachError, InstepError, class_name
-from instep.sources import Sink, WrappedParameters, as_bucket, deliver, record_arrival, step_all
+from instep.sources import Sink, Source, WrappedParameters, as_bucket, deliver, record_arrival, step_all
 from instep.sources.replicate.buckets import TransientBuckets
-from instep.sources.replicate.layout import BucketSizes
 
 # A module that is inside of one has no sign of it, so that all that there are can be asked.
 living: "weakref.WeakSet[Replicated]" = weakref.WeakSet()
@@ -81,7 +80,9 @@ class Replicated(nn.Module):
         modules = [m for m in self.module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
         weights = {id(m.weight) for m in modules}
         sparse = frozenset(number for number, (_, p) in enumerate(parameters) if id(p) in weights)
-        self._buckets = TransientBuckets(parameters, sparse, group, BucketSizes.of(self.bucket_cap_mb))
+        cap = int((self.bucket_cap_mb or 25) * MIB)  # DDP's own, with a first one that is smaller
+        sizes = dist._DEFAULT_FIRST_BUCKET_BYTES if self.bucket_cap_mb is None else cap, cap
+        self._buckets = TransientBuckets(parameters, sparse, group, sizes)
         living.add(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -189,7 +190,7 @@ def _refuse_parameters(module: nn.Module) -> None:
         )
 
 
-class ReplicatedSource:
+class ReplicatedSource(Source):
     """The gradients of a ``Replicated``, stepped while backward runs and later buckets are on their way.
 
     Args:
@@ -232,13 +233,6 @@ class ReplicatedSource:
         replicated = self._replicated()
         reduced = set() if replicated is None else {id(p) for p in replicated.parameters()}
         return self._parameters.adopt(parameters, reduced)
-
-    def refresh(self) -> None:
-        """``Replicated`` takes in what was frozen or unfrozen itself, after every forward."""
-
-    def before_backward(self) -> None:
-        """Gradients that are there already are reduced once more, with the new ones that are added to them, as DDP
-        without bucket views does."""
 
     def begin_step(self) -> None:
         self._writes = True

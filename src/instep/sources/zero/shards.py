@@ -6,7 +6,7 @@ an ``OwnedParameter``. ``StateShards`` sends the gradients of each part to its r
 stepped parts to all (``GatheredShards``).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -25,7 +25,22 @@ from instep._ranks.process_groups import communicating
 from instep.errors import AttachError
 
 
-class RowShard:
+class _Part:
+    """What a rank has of one parameter. Nobody else makes state for it."""
+
+    state_is_sharded = True
+
+    def fits(self, entry: Mapping[Any, Any]) -> bool:
+        return True
+
+    def of_state(self, value: Any) -> Any:
+        return value
+
+    def as_state(self, value: Any) -> Any:
+        return value
+
+
+class RowShard(_Part):
     """This rank's rows of one parameter. A parameter without dimensions is not divided: every rank steps it.
 
     Attributes:
@@ -35,7 +50,6 @@ class RowShard:
         is_shared: whether other ranks have rows of the same parameter.
     """
 
-    state_is_sharded = True
     is_owner = True
 
     def __init__(self, parameter: torch.Tensor, mesh: DeviceMesh) -> None:
@@ -80,9 +94,6 @@ class RowShard:
             return tensor._local_tensor
         return self.rows(tensor, self._rank) if self._divided else tensor.detach()
 
-    def fits(self, entry: Mapping[Any, Any]) -> bool:
-        return True  # nobody else makes state for it
-
     def of_state(self, value: Any) -> Any:
         return value._local_tensor if isinstance(value, DTensor) else value
 
@@ -114,7 +125,7 @@ class RowShard:
         return {key: v.full_tensor() if isinstance(v, DTensor) else v for key, v in entry.items()}
 
 
-class OwnedParameter:
+class OwnedParameter(_Part):
     """One parameter that one rank steps whole, and sends to the others.
 
     Its gradient is a ``DTensor`` of ``Partial`` placement, which is the sum over ranks, and zero on all ranks but the
@@ -125,8 +136,6 @@ class OwnedParameter:
         is_owner: whether that is this rank.
     """
 
-    state_is_sharded = True
-
     def __init__(self, owner: int, mesh: DeviceMesh) -> None:
         self._mesh = mesh
         self.owner = owner
@@ -135,15 +144,6 @@ class OwnedParameter:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
-
-    def fits(self, entry: Mapping[Any, Any]) -> bool:
-        return True  # nobody else makes state for it
-
-    def of_state(self, value: Any) -> Any:
-        return value
-
-    def as_state(self, value: Any) -> Any:
-        return value
 
     def spread(self, gradient: torch.Tensor) -> DTensor:
         """The owner's gradient, and the others' zeros, as the whole."""
@@ -163,10 +163,6 @@ class OwnedParameter:
 
 
 ZeroShard = RowShard | OwnedParameter
-
-
-Write = Callable[[], None]
-"""Writes what has arrived into the parameters."""
 
 
 class StateShards:
@@ -263,9 +259,7 @@ class StateShards:
                     gathered.expect(*self._gather_whole(owner, owned))
         return gathered
 
-    def _gather_rows(
-        self, members: Sequence[tuple[torch.Tensor, RowShard]], room: torch.Tensor | None
-    ) -> tuple[Any, Write]:
+    def _gather_rows(self, members: Sequence[tuple[torch.Tensor, RowShard]], room: torch.Tensor | None) -> "_Arriving":
         tensors = [tensor for tensor, _ in members]
         numel = sum(part.numel for _, part in members)
         received = _in_room(room, tensors[0], torch.Size([self.world_size, numel]))
@@ -282,26 +276,15 @@ class StateShards:
             gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             work = gather(received, mine, group=self.group, async_op=True)
 
-        def write() -> None:
-            # The step has counted as a write of the parameter already.
-            with _uncounted(tensors):
-                _copy([(rows, flat) for flat, rows in _in_rows(received, members)])
+        return work, tensors, [(rows, flat) for flat, rows in _in_rows(received, members)]
 
-        return work, write
-
-    def _gather_whole(self, owner: int, tensors: Sequence[torch.Tensor]) -> tuple[Any, Write]:
+    def _gather_whole(self, owner: int, tensors: Sequence[torch.Tensor]) -> "_Arriving":
         sent = torch.empty(sum(t.numel() for t in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
         if owner == self._rank:
             _copy(_in_line(sent, tensors))
         work: Any = dist.broadcast(sent, self._global(owner), group=self.group, async_op=True)
 
-        def write() -> None:
-            if owner != self._rank:
-                # The step has counted as a write of the parameter already.
-                with _uncounted(tensors):
-                    _copy([(own, flat) for flat, own in _in_line(sent, tensors)])
-
-        return work, write
+        return work, tensors if owner != self._rank else [], [(own, flat) for flat, own in _in_line(sent, tensors)]
 
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self.group, rank)
@@ -346,10 +329,6 @@ class ScatteredGradients:
                 self.wait()
         return done
 
-    def value(self) -> "ScatteredGradients":
-        """The argument of ``gradients``."""
-        return self
-
     def gradients(self, parameters: Sequence[torch.Tensor]) -> list[DTensor]:
         """This rank's parts of the gradients of ``parameters``, once the communication is done."""
         rows = self.rows
@@ -379,29 +358,33 @@ class GatheredShards:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._expected: list[tuple[Any, Write]] = []
+        self._expected: list[_Arriving] = []
 
-    def expect(self, work: Any, write: Write) -> None:
-        """``write`` may be called once ``work`` is done."""
-        self._expected.append((work, write))
+    def expect(self, work: Any, tensors: Sequence[torch.Tensor], pairs: "_Pairs") -> None:
+        """A work, the tensors that it is for, and pairs: once it is done, the second of each goes into the first."""
+        self._expected.append((work, tensors, pairs))
 
     def wait(self) -> None:
         """Return when all have arrived, for the current stream. Nothing is written: one that does not arrive must not
         leave parameters with the parts of some ranks."""
         with communicating(self._group):
-            for work, _ in self._expected:
+            for work, *_ in self._expected:
                 work.wait()
 
     @torch.no_grad()
     def write(self) -> None:
-        for _, write in self._expected:
-            write()
+        for _, tensors, pairs in self._expected:
+            if tensors:
+                # The step has counted as a write of the parameter already.
+                with _uncounted(tensors):
+                    _copy(pairs)
 
 
 # How parts lie in one flat tensor of a communication.
 
 
 _Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]]
+_Arriving = tuple[Any, Sequence[torch.Tensor], _Pairs]
 
 
 def _in_rows(by_rank: torch.Tensor, members: Iterable[tuple[torch.Tensor, RowShard]]) -> _Pairs:

@@ -28,19 +28,12 @@ from instep._ranks.process_groups import communicating
 from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
 from instep._torch.hooks import BoundHook
-from instep.buckets import Bucket
 from instep.comm_hooks import cast_mean_allreduce
 from instep.errors import AccumulationError, InstepError, class_name
-from instep.sources import ErrorsKept, ShownBuckets, Sink, WrappedParameters, deliver, drain
-from instep.sources.ddp.buckets import (
-    GradBucketLike,
-    Reduction,
-    Reductions,
-    as_they_arrive,
-    grad_as_left,
-    slices_of,
-)
-from instep.sources.ddp.reducer import before_backward, connect_listener, disconnect_listener
+from instep.sources import ErrorsKept, Sink, deliver, drain
+from instep.sources.ddp.buckets import AnyBucket, Reduction, as_they_arrive, grad_as_left, slices_of
+from instep.sources.ddp.reducer import connect_listener
+from instep.sources.ddp.source import DDPSource
 from instep.sources.zero.shards import GatheredShards, ScatteredGradients, StateShards, ZeroShard
 
 _logger = logging.getLogger("instep")
@@ -111,12 +104,11 @@ class Zero:
             if optimizer.state:
                 self._votes.require_same()
             return state_dict
-        parts = {id(attached.get()): attached.shard for attached in parameters}
+        parts = {id(parameter): part for parameter, part in _parts(parameters)}
         ordered = [p for group in optimizer.param_groups for p in group["params"]]
         state = dict(state_dict["state"])
         for number, parameter in enumerate(ordered):
-            part = parts.get(id(parameter))
-            if isinstance(part, ZeroShard):
+            if (part := parts.get(id(parameter))) is not None:
                 entry = part.give(state.get(number))
                 if entry is None:
                     state.pop(number, None)
@@ -143,29 +135,29 @@ class Zero:
                 )
 
 
+def _parts(parameters: Iterable[AttachedParameter]) -> Iterator[tuple[torch.Tensor, ZeroShard]]:
+    return ((attached.get(), attached.shard) for attached in parameters if isinstance(attached.shard, ZeroShard))
+
+
 def _shard(optimizer: Optimizer, parameters: Iterable[AttachedParameter]) -> None:
     """Keep of the optimizer's state only what belongs to this rank's parts."""
-    for attached in parameters:
-        entry = optimizer.state.get(attached.get())
-        if entry is not None and isinstance(attached.shard, ZeroShard):
-            attached.shard.take(entry)
+    for parameter, part in _parts(parameters):
+        if (entry := optimizer.state.get(parameter)) is not None:
+            part.take(entry)
 
 
 def _unshard(optimizer: Optimizer, parameters: Iterable[AttachedParameter]) -> None:
     """Keep all of the optimizer's state, as the plain optimizer does. All ranks must call this."""
-    for attached in parameters:
-        parameter = attached.get()
+    for parameter, part in _parts(parameters):
         entry = optimizer.state.get(parameter)
-        if not isinstance(attached.shard, ZeroShard):
-            continue
-        whole = attached.shard.give(entry)
+        whole = part.give(entry)
         if whole is None:
             optimizer.state.pop(parameter, None)
         elif entry is not None:
             entry.update(whole)
 
 
-class ZeroSource:
+class ZeroSource(DDPSource):
     """The gradients of one DDP instance, whose buckets are scattered in place of being reduced on all ranks.
 
     With ``schedule="backward"`` parts are stepped where backward ends, in the order of sending, and sent back while
@@ -181,13 +173,9 @@ class ZeroSource:
         accumulation: Accumulation,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        self._sink = sink
-        self._ddp = weakref.ref(ddp)
+        super().__init__(sink, parameters, ddp, None, reduce_dtype)
         self._shards = shards
         self._accumulation = accumulation
-        self._reduce_dtype = reduce_dtype
-        self._parameters = WrappedParameters(parameters)
-        self._buckets = ShownBuckets(self._parameters)
         # Two answers decide what DDP's own end of backward and this source's end (_settle, after it) do to .grad.
         #
         #   _steps_after_ddp   _in_place
@@ -203,15 +191,10 @@ class ZeroSource:
         # Whether to step after DDP's own end: .grad is handed out, or other ranks may have used parameters that this
         # one has not, which DDP's own end finds out.
         self._steps_after_ddp = not sink.frees_gradients or ddp.find_unused_parameters or ddp.static_graph
-        self._reductions = Reductions(self._step, self._settle, self._raised)
         # Whether parts are received in DDP's own buckets, to save memory: these are not needed once they are sent,
         # unless DDP's own end copies gradients from them that this source's end still looks at.
         self._in_place = ddp.gradient_as_bucket_view or not self._steps_after_ddp
         self._sent = _Sent(shards.group)
-
-    @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        return self._buckets.in_order
 
     def connect(self) -> None:
         ddp = self._ddp()
@@ -220,9 +203,6 @@ class ZeroSource:
 
     def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
         return self._parameters.adopt(parameters, {id(a.get()) for a in parameters if isinstance(a.shard, ZeroShard)})
-
-    def refresh(self) -> None:
-        """DDP fixes its parameters when it is constructed."""
 
     # In backward: DDP has filled a bucket.
 
@@ -234,10 +214,10 @@ class ZeroSource:
                     "(shard_state=True), so that no other can be added to it. Wrap all but the last micro-batch in "
                     "`with overlap.accumulate():` or no_sync(), and call zero_grad() after optimizer.step()"
                 )
-        before_backward(self._ddp())
+        super().before_backward()
 
     def communicate(
-        self, bucket: GradBucketLike, group: dist.ProcessGroup, divisor: int
+        self, bucket: AnyBucket, group: dist.ProcessGroup, divisor: int
     ) -> torch.futures.Future[torch.Tensor] | None:
         buffer = bucket.buffer()
         if self._accumulation.is_in_hold:
@@ -252,12 +232,12 @@ class ZeroSource:
         room = buffer if self._in_place else None
         dtype = self._reduce_dtype or buffer.dtype
         scattered = self._shards.scatter(slices_of(buffer, members), parts, divisor, dtype, room)
-        reduction = Reduction(bucket, scattered, ScatteredGradients.gradients)
+        reduction = Reduction(bucket, scattered)
         if not self._reductions.launched(bucket, reduction):
             raise InstepError("shard_state=True does not go with join(): ranks that have joined own rows, too")
         if reduction.index == 0:
             self._sent = _Sent(self._shards.group)
-        self._buckets.show(reduction.index, members)
+        self._show(reduction)
         if room is not None:
             self._sent.rooms[reduction.index] = room
         self._sent.scattered = [one for one in [*self._sent.scattered, scattered] if not one.free_if_done()]
@@ -266,11 +246,8 @@ class ZeroSource:
         future.set_result(buffer)
         return future
 
-    def launched(self, bucket: GradBucketLike, future: torch.futures.Future[torch.Tensor]) -> None:
+    def launched(self, bucket: AnyBucket, future: torch.futures.Future[torch.Tensor]) -> None:
         """``communicate`` has noted a bucket that is scattered. After a plain mean gradients add up."""
-
-    def begin_step(self) -> None:
-        """Nothing is counted from step to step."""
 
     # Where backward ends, before DDP's own end.
 
@@ -294,9 +271,10 @@ class ZeroSource:
         for reduction in reductions:
             with self._sent.communicating():
                 reduction.wait()
-            for parameter, gradient in zip(reduction.members, reduction.all_gradients(), strict=True):
+            parts = reduction.communication.gradients(reduction.members)
+            for parameter, gradient in zip(reduction.members, parts, strict=True):
                 if parameter.grad is not None:
-                    parameter.grad = gradient
+                    parameter.grad = gradient.to(parameter.dtype)
 
     def _send(self, reductions: Sequence[Reduction]) -> None:
         """Send this rank's parts to the other ranks, also those that it could not step: the others wait for them."""
@@ -360,12 +338,6 @@ class ZeroSource:
 
     def _members(self, reductions: Sequence[Reduction]) -> AttachedParameters:
         return AttachedParameters(self._parameters[p] for reduction in reductions for p in reduction.members)
-
-    def _raised(self, reductions: Sequence[Reduction]) -> None:
-        self._sink.backward_raised()
-
-    def disconnect(self) -> None:
-        disconnect_listener(self._ddp(), self)
 
 
 class _Sent:
