@@ -13,6 +13,49 @@ ZERO = "tests/distributed/test_zero.py"
 
 
 MUTANTS = [
+    Mutant(
+        "prepared: names of state are those of the step before", "FoundState.of", " or not _are(names, known.names)", ""
+    ),
+    Mutant("prepared: entries have as many values as before", "FoundState.of", " or sizes != known.sizes", ""),
+    Mutant(
+        "prepared: places stay where the state is another one",
+        "Kernel.calls",
+        " or placed.state is not found.layout",
+        "",
+    ),
+    Mutant("prepared: a kernel reads what it read before", "Kernel.calls", " or asked[1] != names", ""),
+    Mutant("prepared: steps on after an error", "BucketSink.step_prepared", "self._failure.error is not None", "False"),
+    Mutant("prepared: takes any gradients", "BucketSink.step_prepared", "not are_usual(tensors, gradients)", "False"),
+    Mutant("prepared: a bucket is not freed", "BucketSink.step_prepared", "self._writes.retire(bucket, tensors)"),
+    Mutant("prepared: freed bytes are not counted", "BucketSink.step_prepared", "step.freed_bytes += bucket.nbytes"),
+    Mutant(
+        "prepared: nobody knows of its optimizer",
+        "BucketSink.step_prepared",
+        "step.round.steppers_left.update(bucket.steppers)",
+    ),
+    Mutant(
+        "prepared: writes of parameters are not expected",
+        "BucketSink.prepare",
+        "step.members.expect_writes(AttachedParameters(chain.from_iterable(mine)), tensors)",
+    ),
+    Mutant("prepared: beside a worker", "BucketSink.prepare", "stopped or beside or", "stopped or"),
+    Mutant("prepared: without the clipping", "FinalWrites.__init__", " and step.passes.clipping.policy is None", ""),
+    Mutant("prepared: whether it is finite or not", "FinalWrites.__init__", "not self._raises_nonfinite and ", ""),
+    Mutant(
+        "prepared: what a counter counts is a write of somebody's", "StateGuard._kernels_were_written", "left[i] += 1"
+    ),
+    Mutant(
+        "prepared: a moment that is written is not seen",
+        "StateGuard._kernels_were_written",
+        "return left != now and any",
+        "return False and any",
+    ),
+    Mutant(
+        "prepared: state is that of before, whatever is in it",
+        "FoundState.is_of",
+        "_are(entries, self.entries)",
+        "True",
+    ),
     Mutant("interrupts: an exception that is kept tells a later backward", "_run", "_drop_ends()"),
     Mutant(
         "beside backward: a graph that has saved an old weight is not told",

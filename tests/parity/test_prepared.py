@@ -1,0 +1,298 @@
+"""Buckets that are prepared before the first one of a step: equal to the plain loop whatever changes between steps, and
+what changes in backward after that is found in ``optimizer.step()``, or sends a bucket the other way."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import instep
+from instep._step.in_backward import BucketSink
+from instep.errors import HyperparameterChangedError, InstepError, TornStepError, UncommittedStepError
+from instep_tools.harness import first_difference, training_state
+from tests.cases import Blocks, batch, two_groups
+from tests.parity.lockstep import loss_of
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each bucket that was prepared whether it was stepped so."""
+    found: list[bool] = []
+    step = BucketSink.step_prepared
+
+    def counted(self: BucketSink, *args: Any, **kwargs: Any) -> bool:
+        found.append(step(self, *args, **kwargs))
+        return found[-1]
+
+    monkeypatch.setattr(BucketSink, "step_prepared", counted)
+    return found
+
+
+class Loop:
+    def __init__(self, cls: Any = torch.optim.AdamW, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = Blocks(depth=2)
+        self.optimizer = cls(two_groups(self.model), lr=1e-2, fused=True, **options)
+        self.overlap: instep.Attachment | None = None
+
+    def attach(self) -> "Loop":
+        self.overlap = instep.attach(self.model, self.optimizer, schedule="backward", bucket_bytes=1)
+        return self
+
+    def backward(self, i: int) -> None:
+        inputs, targets = batch(i)
+        loss_of(self.model(inputs), targets).backward()
+
+    def step(self, i: int) -> None:
+        self.backward(i)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def last(self) -> nn.Parameter:
+        """Its gradient is the last to come, or nearly."""
+        return next(self.model.parameters())
+
+
+def require_equal(plain: Loop, attached: Loop) -> None:
+    states = [training_state(one.model, one.optimizer) for one in (plain, attached)]
+    assert first_difference(*states) is None
+
+
+SETTLED = 3
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (torch.optim.AdamW, {}),
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.Adam, {"weight_decay": 0.1}),
+        (torch.optim.SGD, {}),
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    ],
+)
+def test_every_bucket_of_a_step_is_prepared(cls: Any, options: dict[str, Any], prepared: list[bool]) -> None:
+    plain, attached = Loop(cls, **options), Loop(cls, **options).attach()
+    for i in range(6):
+        plain.step(i)
+        del prepared[:]
+        attached.step(i)
+        require_equal(plain, attached)
+    assert attached.overlap is not None
+    assert prepared == [True] * len(attached.overlap.plan.buckets)
+    attached.overlap.detach()
+
+
+def reload(loop: Loop) -> None:
+    loop.optimizer.load_state_dict(loop.optimizer.state_dict())
+
+
+def other_rates(loop: Loop) -> None:
+    for group in loop.optimizer.param_groups:
+        group["lr"] *= 0.7
+
+
+def largest_moments(loop: Loop) -> None:
+    for group in loop.optimizer.param_groups:
+        group["amsgrad"] = True
+    for entry in loop.optimizer.state.values():
+        entry["max_exp_avg_sq"] = torch.zeros_like(entry["exp_avg_sq"])
+
+
+def unfused(loop: Loop) -> None:
+    loop.optimizer.param_groups[1]["fused"] = False
+
+
+def moved_state(loop: Loop) -> None:
+    for entry in loop.optimizer.state.values():
+        entry.update({name: value.clone() for name, value in entry.items()})
+
+
+def other_order(loop: Loop) -> None:
+    for entry in loop.optimizer.state.values():
+        for name in sorted(entry):
+            entry[name] = entry.pop(name)
+
+
+def state_is_gone(loop: Loop) -> None:
+    loop.optimizer.state.clear()
+
+
+def one_is_gone(loop: Loop) -> None:
+    del loop.optimizer.state[loop.last()]
+
+
+def frozen(loop: Loop) -> None:
+    loop.last().requires_grad_(not loop.last().requires_grad)
+
+
+def written(loop: Loop) -> None:
+    with torch.no_grad():
+        loop.last().mul_(0.5)
+    loop.optimizer.state[loop.last()]["exp_avg"].zero_()
+
+
+CHANGES = [
+    reload, other_rates, largest_moments, unfused, moved_state, other_order, state_is_gone, one_is_gone, frozen, written
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_between_steps(change: Callable[[Loop], None], prepared: list[bool]) -> None:
+    plain, attached = Loop(), Loop().attach()
+    for i in range(9):
+        for loop in (plain, attached):
+            if i in (SETTLED, SETTLED + 2):
+                change(loop)
+            loop.step(i)
+        require_equal(plain, attached)
+    assert True in prepared
+    assert attached.overlap is not None
+    attached.overlap.detach()
+
+
+def test_state_that_moves_to_another_entry_between_steps() -> None:
+    """Under the same name: of all entries together, one after the other, nothing is changed."""
+    plain, attached = Loop(torch.optim.SGD), Loop(torch.optim.SGD)
+    for loop in (plain, attached):
+        first, second = sorted(loop.optimizer.param_groups, key=lambda group: len(group["params"]))
+        first["momentum"], second["momentum"] = 0.9, 0.0
+        loop.optimizer.state.update({p: {} for group in (first, second) for p in group["params"]})
+    attached.attach()
+    for i in range(SETTLED + 2):
+        for loop in (plain, attached):
+            if i == SETTLED:
+                first, second = sorted(loop.optimizer.param_groups, key=lambda group: len(group["params"]))
+                state = loop.optimizer.state
+                for one, other in zip(first["params"], second["params"][: len(first["params"])], strict=True):
+                    state[other]["momentum_buffer"] = state[one].pop("momentum_buffer")
+            loop.step(i)
+        require_equal(plain, attached)
+    assert attached.overlap is not None
+    attached.overlap.detach()
+
+
+def test_after_an_error_nothing_more_is_stepped(prepared: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop().attach()
+    assert loop.overlap is not None
+    for i in range(SETTLED):
+        loop.step(i)
+    calls: list[int] = []
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        calls.append(1)
+        raise ZeroDivisionError("the kernel")
+
+    monkeypatch.setattr(torch, "_fused_adamw_", fails)
+    with pytest.raises(ZeroDivisionError):
+        loop.backward(SETTLED)
+    monkeypatch.undo()
+    assert calls == [1]
+    loop.overlap.accept_torn()
+    loop.overlap.detach()
+
+
+def weight(loop: Loop) -> None:
+    with torch.no_grad():
+        loop.last().mul_(0.5)
+
+
+def moment(loop: Loop) -> None:
+    loop.optimizer.state[loop.last()]["exp_avg"].zero_()
+
+
+def another_moment(loop: Loop) -> None:
+    loop.optimizer.state[loop.last()]["exp_avg"] = torch.zeros_like(loop.last())
+
+
+def renamed_moment(loop: Loop) -> None:
+    entry = loop.optimizer.state[loop.last()]
+    entry["other"] = entry.pop("step")
+
+
+def rate(loop: Loop) -> None:
+    other_rates(loop)
+
+
+def mapping(loop: Loop) -> None:
+    loop.optimizer.state = dict(loop.optimizer.state)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        (weight, UncommittedStepError, "was written"),
+        (moment, HyperparameterChangedError, "state of AdamW was written"),
+        (another_moment, HyperparameterChangedError, "state of AdamW was written"),
+        (renamed_moment, HyperparameterChangedError, "state of AdamW was written"),
+        (rate, HyperparameterChangedError, r"\['lr'\] changed"),
+        (mapping, HyperparameterChangedError, "state of AdamW was replaced"),
+    ],
+)
+def test_what_a_hook_changes_after_the_first_bucket_tears_the_step(
+    change: Callable[[Loop], None], error: type[InstepError], said: str
+) -> None:
+    """Also where its bucket is still to come: nothing of it is looked at again before ``step()``."""
+    loop = Loop().attach()
+    assert loop.overlap is not None
+    *_, early = loop.model.parameters()
+    for i in range(SETTLED):
+        loop.step(i)
+    handle = early.register_post_accumulate_grad_hook(lambda _: change(loop) if loop.last().grad is None else None)
+    loop.backward(SETTLED)
+    handle.remove()
+    with pytest.raises(error, match=said):
+        loop.optimizer.step()
+    assert loop.overlap.state == "torn"
+    loop.overlap.detach()
+
+
+def test_a_gradient_that_a_hook_takes_away(prepared: list[bool]) -> None:
+    """The bucket is found to be another one, and is left to ``optimizer.step()``."""
+    plain, attached, takes = Loop(), Loop(), False
+
+    def take(parameter: torch.Tensor) -> None:
+        if takes:
+            parameter.grad = None
+
+    for loop in (plain, attached):
+        loop.last().register_post_accumulate_grad_hook(take)
+    attached.attach()
+    for i in range(6):
+        takes = i == SETTLED
+        plain.step(i)
+        attached.step(i)
+        require_equal(plain, attached)
+    assert False in prepared
+    assert attached.overlap is not None
+    attached.overlap.detach()
+
+
+def test_an_update_that_raises_in_the_middle(monkeypatch: pytest.MonkeyPatch, prepared: list[bool]) -> None:
+    loop = Loop().attach()
+    assert loop.overlap is not None
+    for i in range(SETTLED):
+        loop.step(i)
+    del prepared[:]
+    kernel: Any = torch._fused_adamw_
+    calls: list[int] = []
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise ZeroDivisionError("the kernel")
+        kernel(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "_fused_adamw_", fails)
+    with pytest.raises(ZeroDivisionError):
+        loop.backward(SETTLED)
+    assert loop.overlap.state == "torn"
+    with pytest.raises(TornStepError) as raised:
+        loop.optimizer.step()
+    assert len(raised.value.applied) >= 2
+    assert prepared[:3] == [True] * 3
+    monkeypatch.undo()
+    loop.overlap.accept_torn()
+    loop.overlap.detach()
