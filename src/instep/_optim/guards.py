@@ -471,10 +471,9 @@ class StateGuard(Stage):
     def require_unchanged(self, optimizer: Optimizer) -> None:
         if not self.is_as_left(optimizer):
             raise HyperparameterChangedError(
-                f"the state of {self._name} was written between backward() and optimizer.step(), or by the update of "
-                "another bucket, but backward had "
-                "already updated it: the plain loop would have written the old one. Write it after optimizer.step() "
-                "or before backward()"
+                f"the state of {self._name} was written between backward() and optimizer.step(), or in backward after "
+                "the step's first update, or by another one of its updates. The plain loop would have found the old one "
+                "there. Write it after optimizer.step() or before backward()"
             )
 
     def was_written(self, optimizer: Optimizer) -> bool:
