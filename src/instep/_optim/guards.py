@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import accumulate, chain, repeat
 from operator import is_, length_hint, methodcaller
 from typing import Any, NamedTuple
@@ -328,6 +329,15 @@ class StateLayout:
         self.values = ids
 
 
+@dataclass(slots=True)
+class Layouts:
+    """Where parameters stand in an optimizer's groups, and in its state, as a step has found them: as long as a later
+    one finds the same, they are the same objects."""
+
+    groups: GroupLayout
+    state: StateLayout | None = None
+
+
 class FoundState(NamedTuple):
     """The whole state as a step has found it, before its first update: each question is one pass over all entries, for
     which no parameter is hashed.
@@ -400,7 +410,6 @@ class StateGuard(Stage):
     def __init__(self, name: str) -> None:
         self._name = name
         self.found: FoundState | None = None
-        self._layout: StateLayout | None = None  # as the last step found it
         self.left: list[EntriesAsLeft] = []
         # Of buckets that a kernel has stepped: parameters, which entries are theirs, which of all values the kernel has
         # read or written, and which of these are counters; and where versions say nothing of that, those that it left.
@@ -414,10 +423,10 @@ class StateGuard(Stage):
         yield
         self.left.append(EntriesAsLeft.of(Entries.of(update.owned, update.optimizer.state)))
 
-    def find(self, state: Mapping[Any, Any]) -> None:
+    def find(self, state: Mapping[Any, Any], layouts: Layouts) -> None:
         """Kernels are about to be called, which find ``state`` as it is now."""
-        self.found = FoundState.of(state, self._layout)
-        self._layout = self.found.layout
+        self.found = FoundState.of(state, layouts.state)
+        layouts.state = self.found.layout
 
     def note(self, parameters: Sequence[torch.Tensor], places: Places) -> None:
         """A kernel has stepped ``parameters``, whose state has these ``places`` in ``found``."""
@@ -472,8 +481,8 @@ class StateGuard(Stage):
         if not self.is_as_left(optimizer):
             raise HyperparameterChangedError(
                 f"the state of {self._name} was written between backward() and optimizer.step(), or in backward after "
-                "the step's first update, or by another one of its updates. The plain loop would have found the old one "
-                "there. Write it after optimizer.step() or before backward()"
+                "the step's first update, or by another one of its updates. The plain loop would have found the old "
+                "one. Write it after optimizer.step() or before backward()"
             )
 
     def was_written(self, optimizer: Optimizer) -> bool:

@@ -316,12 +316,14 @@ class OptimizerCall:
         parameters: the optimizer's own.
         shards: of those that are stepped by their shard.
         elsewhere: the optimizer's parameters that another rank steps.
+        placing: of a bucket that comes in each step.
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
     parameters: list[torch.Tensor] = field(default_factory=list)
     shards: list[LocalShard | None] = field(default_factory=list)
     elsewhere: list[torch.Tensor] = field(default_factory=list)
+    placing: Placing | None = None
 
     def step(self, stepper: Stepper, begins: Begins | None = None) -> None:
         """Update them. ``begins``: see ``Stepper.step``."""
@@ -329,7 +331,8 @@ class OptimizerCall:
             stepper.optimizer().state.setdefault(parameter, {})  # all ranks have the same keys
             torch.autograd.graph.increment_version(parameter)
         if self.tensors:
-            stepper.step(self.tensors, self.parameters, self.shards if any(self.shards) else None, begins)
+            shards = self.shards if any(self.shards) else None
+            stepper.step(self.tensors, self.parameters, shards, begins, self.placing)
 
 
 def shard_of_gradient(attached: AttachedParameter, gradient: torch.Tensor) -> torch.Tensor | None:
@@ -355,7 +358,7 @@ def calls_of(
     if bucket.are_plain:
         parameters = bucket.tensors()
         tensors = list(map(alias_of, parameters, gradients)) if alias else parameters
-        return [OptimizerCall(tensors, parameters)] if bucket else []
+        return [OptimizerCall(tensors, parameters, placing=bucket.placing)] if bucket else []
     found: dict[Hashable, OptimizerCall] = {}
     for attached, gradient in zip(bucket, gradients, strict=True):
         parameter, shard = attached.get(), attached.shard

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.guards import Places, SettingsGuard, StateGuard, numbers_of
+from instep._optim.guards import Layouts, Places, SettingsGuard, StateGuard, numbers_of
 from instep._optim.kernels import GRADIENT, Kernel, KernelCall, Placing, are_usual, kernel_of
 from instep._optim.kinds import SCALES, STEPPED_WHOLE, has_usual_parameters, is_elementwise, is_torchs_own
 from instep._optim.local_shard import LocalShard
@@ -122,6 +122,7 @@ class Stepper:
 
     Args:
         kind: of the optimizer, where it is known.
+        layouts: of it, as another one's steps have found them.
         looks_back: whether anybody asks, after an update, if the state was written since.
 
     Attributes:
@@ -130,7 +131,14 @@ class Stepper:
         draws: with ``random="keyed"``: what each parameter's update draws from.
     """
 
-    def __init__(self, optimizer: Optimizer, kind: _Kind | None = None, *, looks_back: bool = True) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        kind: _Kind | None = None,
+        layouts: Layouts | None = None,
+        *,
+        looks_back: bool = True,
+    ) -> None:
         self.name = type(optimizer).__name__
         self.options: list[Stage] = []
         self.offloaded: OffloadedState | None = None
@@ -138,7 +146,7 @@ class Stepper:
         self._optimizer = weakref.ref(optimizer)
         self._looks_back = looks_back
         self._call_is_seen = False
-        self._layout = GroupLayout(self.name, ())
+        self._layouts = layouts or Layouts(GroupLayout(self.name, ()))
         self._settings = SettingsGuard(self.name)
         self.own_object: OwnObject | None = None  # of a foreign optimizer, once it was stepped
         self._alike_in: set[torch.dtype] = set()  # autocast blocks in which step() came out as outside
@@ -165,7 +173,7 @@ class Stepper:
     def of_copy(self, copy: Optimizer) -> "Stepper":
         """For updates of this step that come later: the same options, over a copy of the optimizer. Nobody asks whether
         state was written since: whoever uses it waits for them."""
-        later = Stepper(copy, self._kind, looks_back=False)
+        later = Stepper(copy, self._kind, self._layouts, looks_back=False)
         later.options, later.offloaded = self.options, self.offloaded
         return later
 
@@ -217,7 +225,7 @@ class Stepper:
     def begin_parts(self) -> str | None:
         """Parts of an update are about to be stepped, and put back. What the optimizer holds that nobody could put
         back, in words; ``None``: nothing, as far as is known."""
-        self._layout.reached = None  # what it refers to by now
+        self._layouts.groups.reached = None  # what it refers to by now
         if self._running is None:
             self._begin(self.optimizer(), in_parts=True)
         own = self.own_object
@@ -263,7 +271,7 @@ class Stepper:
         optimizer = self.optimizer()
         if self._running is None:
             self._begin(optimizer)
-        self._settings.look(optimizer, numbers_of(self._layout.members_of(parameters)))
+        self._settings.look(optimizer, numbers_of(self._layouts.groups.members_of(parameters)))
 
     @property
     def is_foreign(self) -> bool:
@@ -284,8 +292,8 @@ class Stepper:
 
     def _begin(self, optimizer: Optimizer, *, in_parts: bool = False) -> _RunningStep:
         """A step begins: choose the stages of its updates."""
-        if not self._layout.is_of(optimizer.param_groups):
-            self._layout = GroupLayout(self.name, optimizer.param_groups)
+        if not self._layouts.groups.is_of(optimizer.param_groups):
+            self._layouts.groups = GroupLayout(self.name, optimizer.param_groups)
             self._kind = _kind_of(optimizer)
         known = not self.is_foreign
         guards: list[Stage] = [self._settings]
@@ -298,12 +306,12 @@ class Stepper:
         if not known:
             self.own_object = self.own_object or OwnObject(self.name)
             stages.append(self.own_object.belongings)
-            self.own_object.begin(optimizer, self._layout, may_draw=self.draws is not None, in_parts=in_parts)
+            self.own_object.begin(optimizer, self._layouts.groups, may_draw=self.draws is not None, in_parts=in_parts)
             if self.draws is not None:
                 stages.append(self.draws)
                 divides = self.draws
         for stage in (*self.options, *stages):
-            stage.begin(optimizer, self._layout)
+            stage.begin(optimizer, self._layouts.groups)
         own = known and self.offloaded is None
         if not self._kind.is_looked_at:
             self._kind = self._kind._replace(kernel=kernel_of(optimizer), is_looked_at=True)
@@ -312,7 +320,7 @@ class Stepper:
             kernel = None
         state = optimizer.state
         if kernel is not None:
-            self._state_guard.find(state)
+            self._state_guard.find(state, self._layouts)
         scales = _scales_of(optimizer)
         self._running = _RunningStep(state, len(state), kernel, known, own, guards, stages, divides, scales, in_parts)
         return self._running
@@ -335,17 +343,17 @@ class Stepper:
         if running.divides is None:
             self._update_portion(running, update)
             return
-        if not all(map(self._layout.holds, update.owned)):
+        if not all(map(self._layouts.groups.holds, update.owned)):
             # Parameters were added to the groups since the step began, and ``step()`` has found gradients of them.
             groups = update.optimizer.param_groups
-            if not self._layout.were_moved(groups):
-                self._layout = self._settings.layout = GroupLayout(self.name, groups)
+            if not self._layouts.groups.were_moved(groups):
+                self._layouts.groups = self._settings.layout = GroupLayout(self.name, groups)
         for part in running.divides.portions_of(update.tensors):
             shards = None if update.shards is None else update.shards[part]
             self._update_portion(running, Update(update.optimizer, update.tensors[part], update.owned[part], shards))
 
     def _update_portion(self, running: _RunningStep, update: Update) -> None:
-        update.members = self._layout.members_of(update.owned)
+        update.members = self._layouts.groups.members_of(update.owned)
         if self.offloaded is not None and not running.is_known:
             update.entries = list(map(update.optimizer.state.get, update.owned))
         over_parameters = running.finds_own_state and update.tensors is update.owned
@@ -368,7 +376,7 @@ class Stepper:
         running, found = self._running or self._begin(optimizer), self._state_guard.found
         if running.kernel is None or found is None:
             return None
-        calls = running.kernel.calls(optimizer, tensors, owned, self._layout, found, placing)
+        calls = running.kernel.calls(optimizer, tensors, owned, self._layouts.groups, found, placing)
         if calls is None:
             return None
         placed = placing.placed
@@ -483,7 +491,7 @@ class Stepper:
             self.wait_for_state()
             if self.own_object is not None:
                 self.own_object.beside.commit()
-            for key in self._layout.added_to(optimizer.state, self._running.size):
+            for key in self._layouts.groups.added_to(optimizer.state, self._running.size):
                 optimizer.state[key] = optimizer.state.pop(key)
         self._forget()
 
@@ -503,6 +511,7 @@ class Stepper:
                 stage.end_step()
             if self.own_object is not None:
                 self.own_object.end_step()
+        self._state_guard.end_step()  # which is among the stages where somebody looks back
         self._running = None
 
     def wait_for_state(self) -> None:

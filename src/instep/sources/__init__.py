@@ -135,21 +135,32 @@ class LaunchedBucket:
             self.communication.wait()
 
 
+_KNOWN = 1000
+
+
 class WrappedParameters:
     """The attached parameters that a wrapper (``DistributedDataParallel``, ``Replicated``) reduces. They are found by
     the tensors in the wrapper's buckets, some of which may not be attached."""
 
     def __init__(self, parameters: Iterable[AttachedParameter]) -> None:
         self._by_id = {id(attached.get()): attached for attached in parameters}
+        self._known: dict[tuple[int, ...], AttachedParameters] = {}  # that were asked for: buckets come in each step
 
     def adopt(self, parameters: Sequence[AttachedParameter], reduced: Collection[int]) -> list[AttachedParameter]:
         """Take in those of ``parameters`` that are in ``reduced``, by ``id``. Returns the others."""
         self._by_id.update((id(a.get()), a) for a in parameters if id(a.get()) in reduced)
+        self._known.clear()
         return [attached for attached in parameters if id(attached.get()) not in reduced]
 
     def among(self, tensors: Iterable[torch.Tensor]) -> AttachedParameters:
         """The attached parameters among ``tensors``, in the same order."""
-        return AttachedParameters(self._by_id[key] for key in map(id, tensors) if key in self._by_id)
+        keys = tuple(map(id, tensors))
+        found = self._known.get(keys)
+        if found is None:
+            if len(self._known) > _KNOWN:  # DDP has made other buckets, or they arrive together in ever other ways
+                self._known.clear()
+            found = self._known[keys] = AttachedParameters(self._by_id[key] for key in keys if key in self._by_id)
+        return found
 
     def __getitem__(self, tensor: torch.Tensor) -> AttachedParameter:
         return self._by_id[id(tensor)]
