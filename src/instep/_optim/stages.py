@@ -117,7 +117,7 @@ class Stage:
 
 
 Begins = Callable[[], None]
-"""Called when an update is about to run, after the stages that may refuse it."""
+"""Called when an update is about to run, inside of the stages of options: these have copied what they put back."""
 
 
 class CopiedEntries(Stage):
