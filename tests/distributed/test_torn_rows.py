@@ -76,7 +76,9 @@ def failing(loop: Loop, bucket: int, moment: str) -> Iterator[list[str]]:
     """The update of one bucket raises. Yields a list of the names of its parameters, once it has."""
     real, begun, calls = Stepper.step, list[str](), iter(range(100))
 
-    def step(self: Stepper, tensors: Any, parameters: list[torch.Tensor], shards: Any, begins: Any) -> None:
+    def step(
+        self: Stepper, tensors: Any, parameters: list[torch.Tensor], shards: Any, begins: Any, placing: Any = None
+    ) -> None:
         if next(calls) != bucket:
             real(self, tensors, parameters, shards, begins)
             return

@@ -53,7 +53,12 @@ def torn(whole: int = 0) -> Iterator[None]:
     step, calls = Stepper.step, count()
 
     def fail_half_way(
-        stepper: Stepper, tensors: Any, parameters: Any = None, shards: Any = None, begins: Any = None
+        stepper: Stepper,
+        tensors: Any,
+        parameters: Any = None,
+        shards: Any = None,
+        begins: Any = None,
+        placing: Any = None,
     ) -> None:
         if next(calls) < whole:
             step(stepper, tensors, parameters, shards, begins)

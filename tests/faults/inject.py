@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from instep._optim.parameters import calls_of
-from instep._optim.stepper import Stepper
+from instep._optim.stepper import PreparedUpdate, Stepper
 from instep._ranks import vote
 from instep._step import deferred_buckets as pending
 from instep.sources.ddp.buckets import Reduction
@@ -204,29 +204,46 @@ class _AtAnOperation(TorchDispatchMode):
 @contextmanager
 def _update(trigger: Trigger, run: "Run") -> Iterator[None]:
     """A bucket's update. Buckets are taken one by one, as they would be on a slow network."""
-    point, real = trigger.case.point, Stepper.step
+    point, whole, prepared = trigger.case.point, Stepper.step, PreparedUpdate.run
+    nested: list[bool] = []  # whether a step runs, which may run a prepared update itself
 
     def divide(*args: Any, **kwargs: Any) -> Any:
         if point == "before write":
             trigger.hit()
         return calls_of(*args, **kwargs)
 
+    def write(real: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if point == "in the update" and trigger.awaited:
+            with _AtAnOperation(trigger.hit):
+                real(*args, **kwargs)
+        else:
+            real(*args, **kwargs)
+        if point == "after write":
+            trigger.hit()
+
     def step(self: Stepper, *args: Any, **kwargs: Any) -> None:
         if point == "after completion":
             trigger.hit()
-        if point == "in the update" and trigger.awaited:
-            with _AtAnOperation(trigger.hit):
-                real(self, *args, **kwargs)
-        else:
-            real(self, *args, **kwargs)
-        if point == "after write":
+        nested.append(True)
+        try:
+            write(whole, self, *args, **kwargs)
+        finally:
+            nested.pop()
+
+    def run_prepared(self: PreparedUpdate, gradients: list[torch.Tensor]) -> None:
+        if nested:
+            return prepared(self, gradients)  # in ``step``, which has hit
+        if point in ("before write", "after completion"):
             trigger.hit()
+        write(prepared, self, gradients)
+        return None
 
     staged = trigger.case.optimizer == STAGED_SGD
     with (
         patch.object(sys.modules["torch.optim.sgd"], "sgd", staged_sgd) if staged else nullcontext(),
         patch("instep._step.writes.calls_of", divide),
         patch.object(Stepper, "step", step),
+        patch.object(PreparedUpdate, "run", run_prepared),
         patch.object(Reduction, "arrived", property(lambda self: False)),
         patch.object(Staged, "between", trigger.hit if point == "between state and parameter" else lambda: None),
     ):

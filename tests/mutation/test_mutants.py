@@ -2097,7 +2097,7 @@ MUTANTS = [
     Mutant(
         "keyed: what was added since backward is stepped in the groups of then",
         "Stepper._update",
-        "if not all(map(self._layout.holds, update.owned)):",
+        "if not all(map(self._layouts.groups.holds, update.owned)):",
         "if False:",
     ),
     Mutant(
@@ -2994,7 +2994,7 @@ MUTANTS = [
     Mutant(
         "what an optimizer refers to is looked for once",
         "Stepper.begin_parts",
-        "self._layout.reached = None  # what it refers to by now",
+        "self._layouts.groups.reached = None  # what it refers to by now",
     ),
     Mutant(
         "a weak reference is compared by what it refers to",

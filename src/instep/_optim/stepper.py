@@ -212,15 +212,19 @@ class Stepper:
         optimizer = self._optimizer() or self.optimizer()  # which raises if it is gone
         running = self._running or self._begin(optimizer)
         owned = parameters if in_place_of is None else in_place_of
-        if begins is not None and self.options:
-            update = Update(optimizer, parameters, owned, shards)
-            _through(iter(self.options), update, partial(self._run, running, update, begins, placing or Placing()))
-            return
-        if begins is not None:
-            begins()
-        # Mostly it is the kernel that is to be called, and then nothing else is made for a bucket.
-        if shards is not None or not self._call_kernel(parameters, owned, placing or Placing()):
-            self._update(running, Update(optimizer, parameters, owned, shards))
+        update = Update(optimizer, parameters, owned, shards) if begins is not None and self.options else None
+
+        def run() -> None:
+            if begins is not None:
+                begins()
+            # Mostly it is the kernel that is to be called, and then nothing else is made for a bucket.
+            if shards is not None or not self._call_kernel(parameters, owned, placing or Placing()):
+                self._update(running, update or Update(optimizer, parameters, owned, shards))
+
+        if update is None:
+            run()
+        else:
+            _through(iter(self.options), update, run)
 
     def begin_parts(self) -> str | None:
         """Parts of an update are about to be stepped, and put back. What the optimizer holds that nobody could put
@@ -325,11 +329,6 @@ class Stepper:
         self._running = _RunningStep(state, len(state), kernel, known, own, guards, stages, divides, scales, in_parts)
         return self._running
 
-    def _run(self, running: _RunningStep, update: Update, begins: Begins, placing: Placing) -> None:
-        begins()
-        if update.shards is not None or not self._call_kernel(update.tensors, update.owned, placing):
-            self._update(running, update)
-
     def _call_kernel(self, tensors: Sequence[torch.Tensor], owned: Sequence[torch.Tensor], placing: Placing) -> bool:
         prepared = self.prepare(tensors, owned, placing)
         gradients: list[Any] = [] if prepared is None else list(map(GRADIENT, tensors))
@@ -365,10 +364,7 @@ class Stepper:
         _through(iter(stages), update, partial(update.run, step, counts_writes=self._looks_back))
 
     def prepare(
-        self,
-        tensors: Sequence[torch.Tensor],
-        owned: Sequence[torch.Tensor],
-        placing: Placing,
+        self, tensors: Sequence[torch.Tensor], owned: Sequence[torch.Tensor], placing: Placing
     ) -> PreparedUpdate | None:
         """The update of a bucket by the very kernel that ``step()`` would call (``kernels.py``), as long as nothing
         changes that it has found. ``None``: it is to be run otherwise, in its turn."""
