@@ -199,9 +199,8 @@ class Stepper:
         Args:
             in_place_of: the optimizer's own parameters, where ``parameters`` are aliases of them.
             shards: this rank's shards, of those parameters of which ``parameters`` holds an alias of the shard.
-            begins: ``None`` inside of ``optimizer.step()``: the stages of options are skipped then, for the caller has
-                kept what they would keep (``Writes._keep_for_check``, ``TrialWrites._save_rest``). Otherwise they are
-                entered first, and then this is called, right before the update.
+            begins: ``None`` inside of ``optimizer.step()``: the stages of options are skipped, for the caller has kept
+                what they would keep. Otherwise they are entered first, and this is called right before the update.
             placing: of a bucket that comes in each step.
 
         Raises:
@@ -366,8 +365,7 @@ class Stepper:
     def prepare(
         self, tensors: Sequence[torch.Tensor], owned: Sequence[torch.Tensor], placing: Placing
     ) -> PreparedUpdate | None:
-        """The update of a bucket by the very kernel that ``step()`` would call (``kernels.py``), as long as nothing
-        changes that it has found. ``None``: it is to be run otherwise, in its turn."""
+        """The update by the very kernel that ``step()`` would call. ``None``: it is to be run otherwise, in its turn."""
         optimizer = self._optimizer() or self.optimizer()
         running, found = self._running or self._begin(optimizer), self._state_guard.found
         if running.kernel is None or found is None:
@@ -375,8 +373,7 @@ class Stepper:
         calls = running.kernel.calls(optimizer, tensors, owned, self._layouts.groups, found, placing)
         if calls is None:
             return None
-        placed = placing.placed
-        assert placed is not None
+        assert (placed := placing.placed) is not None
         self._settings.look(optimizer, [part.group for part in placed.parts])
         return PreparedUpdate(calls, tensors, owned, self._state_guard if self._looks_back else None, placed.places)
 
