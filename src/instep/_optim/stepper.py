@@ -365,15 +365,15 @@ class Stepper:
     def prepare(
         self, tensors: Sequence[torch.Tensor], owned: Sequence[torch.Tensor], placing: Placing
     ) -> PreparedUpdate | None:
-        """The update by the very kernel that ``step()`` would call. ``None``: it is to be run otherwise, in its turn."""
+        """The update by the very kernel that ``step()`` would call. ``None``: it is to be run in another way."""
         optimizer = self._optimizer() or self.optimizer()
         running, found = self._running or self._begin(optimizer), self._state_guard.found
         if running.kernel is None or found is None:
             return None
         calls = running.kernel.calls(optimizer, tensors, owned, self._layouts.groups, found, placing)
-        if calls is None:
+        placed = placing.placed
+        if calls is None or placed is None:
             return None
-        assert (placed := placing.placed) is not None
         self._settings.look(optimizer, [part.group for part in placed.parts])
         return PreparedUpdate(calls, tensors, owned, self._state_guard if self._looks_back else None, placed.places)
 
