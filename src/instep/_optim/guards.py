@@ -25,7 +25,7 @@ from instep._optim.values import (
     waits_for_host,
 )
 from instep._torch.engine import as_default_device, default_device
-from instep._torch.versions import are_plain, counted_versions, versions_of
+from instep._torch.versions import are_plain, versions_of
 from instep.errors import HyperparameterChangedError
 
 
@@ -345,14 +345,12 @@ class FoundState(NamedTuple):
     Attributes:
         values: of all entries, in the order of the state.
         are_plain: whether all values are tensors of torch's own two classes.
-        versions: of the values, where writes of all of them are counted, and of each for itself.
     """
 
     layout: StateLayout
     entries: list[Entry]
     values: list[Any]
     are_plain: bool
-    versions: list[int] | None
 
     @classmethod
     def of(cls, state: Mapping[Any, Any], known: StateLayout | None) -> "FoundState":
@@ -365,8 +363,7 @@ class FoundState(NamedTuple):
         ids = list(map(id, values))
         if ids != known.values:  # as long as these are the same objects, their memory is taken for the same
             known.look_at(values, ids)
-        plain = are_plain(values)
-        return cls(known, entries, values, plain, None if known.share or not plain else counted_versions(values))
+        return cls(known, entries, values, are_plain(values))
 
     def is_of(self, state: Mapping[Any, Any]) -> bool:
         """Whether ``state`` has the same entries, with the same values."""
@@ -391,12 +388,10 @@ class Places(NamedTuple):
     Attributes:
         entries: ``None``: a parameter has none.
         read: of all values those that its update reads or writes.
-        counters: of these those that it adds to, as autograd counts it.
     """
 
     entries: list[int | None]
     read: list[int]
-    counters: list[int]
 
 
 class StateGuard(Stage):
@@ -411,9 +406,8 @@ class StateGuard(Stage):
         self._name = name
         self.found: FoundState | None = None
         self.left: list[EntriesAsLeft] = []
-        # Of buckets that a kernel has stepped: parameters, which entries are theirs, which of all values the kernel has
-        # read or written, and which of these are counters; and where versions say nothing of that, those that it left.
-        self._stepped: list[tuple[Sequence[torch.Tensor], Places, list[int] | None]] = []
+        # Of buckets that a kernel has stepped: parameters, where their state is, and the versions that it has then.
+        self._stepped: list[tuple[Sequence[torch.Tensor], Places, list[int]]] = []
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
         self.end_step()
@@ -430,10 +424,9 @@ class StateGuard(Stage):
 
     def note(self, parameters: Sequence[torch.Tensor], places: Places) -> None:
         """A kernel has stepped ``parameters``, whose state has these ``places`` in ``found``."""
-        found = self.found
-        assert found is not None
-        versions = versions_of([found.values[i] for i in places.read]) if found.versions is None else None
-        self._stepped.append((parameters, places, versions))
+        assert self.found is not None
+        values = self.found.values
+        self._stepped.append((parameters, places, versions_of([values[i] for i in places.read])))
 
     def is_as_left(self, optimizer: Optimizer) -> bool:
         # Of all buckets together: each question is one pass.
@@ -448,17 +441,8 @@ class StateGuard(Stage):
 
     def _kernels_were_written(self) -> bool:
         """Whether a tensor that a kernel has read or written in this step was written since."""
-        found = self.found
-        if found is None or not self._stepped:
-            return False
-        now = versions_of(found.values)
-        if found.versions is None:
-            return any([now[i] for i in places.read] != versions for _, places, versions in self._stepped)
-        left = [*found.versions]
-        for _, places, _ in self._stepped:
-            for i in places.counters:  # a kernel counts no write, but ``step()`` counts that of a counter
-                left[i] += 1
-        return left != now and any([now[i] for i in p.read] != [left[i] for i in p.read] for _, p, _ in self._stepped)
+        now = versions_of(self.found.values) if self.found is not None and self._stepped else []
+        return any([now[i] for i in places.read] != versions for _, places, versions in self._stepped)
 
     def _kernels_left(self) -> Iterator[EntriesAsLeft]:
         """The entries of the buckets that a kernel has stepped."""
@@ -480,9 +464,10 @@ class StateGuard(Stage):
     def require_unchanged(self, optimizer: Optimizer) -> None:
         if not self.is_as_left(optimizer):
             raise HyperparameterChangedError(
-                f"the state of {self._name} was written between backward() and optimizer.step(), or in backward after "
-                "the step's first update, or by another one of its updates. The plain loop would have found the old "
-                "one. Write it after optimizer.step() or before backward()"
+                f"the state of {self._name} was written between backward() and optimizer.step(), or by the update of "
+                "another bucket, or replaced in backward, but backward had "
+                "already updated it: the plain loop would have written the old one. Write it after optimizer.step() "
+                "or before backward()"
             )
 
     def was_written(self, optimizer: Optimizer) -> bool:

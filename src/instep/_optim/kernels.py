@@ -40,7 +40,7 @@ _STRIDED = frozenset({torch.strided})
 _NUMBERS = frozenset({bool, int, float})
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _OF_COUNTERS = frozenset({torch.float32, torch.float64})
-_MOMENTS, _COUNTER = ("exp_avg", "exp_avg_sq"), "step"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 _DECOUPLED = "decoupled_weight_decay"
 # torch 2.6 has another class for it, and ignores this in a group, as it may come with a checkpoint of a newer torch.
 _READS_DECOUPLED = _DECOUPLED in inspect.signature(torch.optim.Adam).parameters
@@ -259,8 +259,7 @@ class Kernel:
                 return None
             parts.append(Part(number, asked[1], None if is_all else mine, columns))
         read = [i for part in parts for column in part.columns for i in column]
-        counters = [i for part in parts if _COUNTER in part.names for i in part.columns[part.names.index(_COUNTER)]]
-        return Placed(groups, state, Places(entries, read, counters), parts)
+        return Placed(groups, state, Places(entries, read), parts)
 
     def _asked_of(self, number: int, group: Settings) -> _Asked | None:
         """``None``: the kernel is not asked for, or a setting is no plain number: tensors are read, or sent to a
@@ -304,7 +303,7 @@ class _Adam(Kernel):
         return {**settings, "beta1": beta1, "beta2": beta2}
 
     def _columns(self, options: Settings) -> Sequence[str]:
-        return (*_MOMENTS, "max_exp_avg_sq", _COUNTER) if options["amsgrad"] else (*_MOMENTS, _COUNTER)
+        return (*_MOMENTS, "max_exp_avg_sq", "step") if options["amsgrad"] else (*_MOMENTS, "step")
 
     def _call(
         self, tensors: Tensors, in_bucket: list[int] | None, columns: list[Tensors], options: Settings, group: Settings

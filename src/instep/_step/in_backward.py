@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from itertools import chain, compress, repeat
+from itertools import compress, repeat
 from operator import attrgetter, is_not
 from time import perf_counter
 from typing import Any
@@ -224,11 +224,7 @@ class BucketSink(Schedule):
         if stopped or beside or step.judge is not None or not self._writes.are_prepared or is_profiled():
             return ()
         with step.lock:
-            updates = list(map(self._writes.prepare, buckets))
-            mine = list(compress(buckets, updates))
-            tensors = [tensor for update in updates if update is not None for tensor in update.tensors]
-            step.members.expect_writes(AttachedParameters(chain.from_iterable(mine)), tensors)
-        return updates
+            return list(map(self._writes.prepare, buckets))
 
     def step_prepared(self, bucket: AttachedParameters, update: PreparedUpdate, *, arrived: bool = False) -> bool:
         """The gradients of a prepared bucket are final: step it. ``False``: it is not as it was found, and is to be
@@ -258,7 +254,7 @@ class BucketSink(Schedule):
                 with step.streams.on(bucket[0].spec.device):
                     update.run(gradients)
                 self._writes.updated(bucket, gradients)
-            step.members.applied.update(bucket.indices)
+            step.members.apply(bucket, tensors)
             self._writes.begun = NONE
         except BaseException as error:
             self.fail(error, bucket.names)

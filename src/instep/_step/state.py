@@ -305,11 +305,6 @@ class StepMembers:
         self._versions.update(zip(bucket.indices, versions_of(parameters), strict=True))
         self.applied.update(bucket.indices)
 
-    def expect_writes(self, parameters: AttachedParameters, tensors: Sequence[torch.Tensor]) -> None:
-        """Backward is going to update ``parameters``, and counts one write of each of these ``tensors``."""
-        versions = [version + 1 for version in versions_of(tensors)]
-        self._versions.update(zip(parameters.indices, versions, strict=True))
-
     def versions_as_applied(self, applied: AttachedParameters) -> list[int]:
         """The versions of parameters, as their update in backward left them."""
         return list(map(self._versions.__getitem__, applied.indices))

@@ -263,9 +263,9 @@ class Writes(ABC):
     def _require_unwritten(self, applied: AttachedParameters) -> None:
         if (written := first_written(applied, self._step.members.versions_as_applied(applied))) is not None:
             raise UncommittedStepError(
-                f"parameter {written.spec.name!r} was written between backward() and optimizer.step(), or in backward "
-                "after the step's first update, but backward has updated it: the plain loop may have updated what was "
-                f"written. Change or load weights after optimizer.step() or before the forward. {WRITE_LATER}"
+                f"parameter {written.spec.name!r} was written between backward() and optimizer.step(), but "
+                "backward had already updated it: the plain loop would have updated what was written. Change "
+                f"or load weights after optimizer.step() or before the forward. {WRITE_LATER}"
             )
 
     def _rest_of(self, stepper: Stepper, left: Sequence[AttachedParameter]) -> list[AttachedParameter]:

@@ -55,19 +55,11 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     # Some may be watched: to ask for a version is no use of the values, and nobody is to wait or be told.
     with torch._C.DisableTorchFunctionSubclass():
         if PLAIN.issuperset(map(type, tensors)):
-            found = counted_versions(tensors)
-            if found is not None:
-                return found
+            try:
+                return list(map(VERSION, tensors))
+            except RuntimeError:  # one is an inference tensor
+                pass
         return list(map(version_of, tensors))
-
-
-def counted_versions(tensors: Sequence[torch.Tensor]) -> list[int] | None:
-    """The ``version_of`` each of plain ``tensors`` that nobody watches. ``None``: not of all of them torch keeps
-    count."""
-    try:
-        return list(map(VERSION, tensors))
-    except RuntimeError:  # one is an inference tensor
-        return None
 
 
 def are_plain(values: Iterable[object]) -> bool:
