@@ -149,7 +149,7 @@ MUTANTS = [
     Mutant(
         "beside backward: versions as they were when the bucket was handed over",
         "BucketSink._note_update",
-        "self._step.members.apply(handed.members, handed.tensors)  # with",
+        "self._step.members.apply(handed.members, versions_of(handed.tensors))  # with",
         "pass  # with",
     ),
     Mutant(
@@ -280,7 +280,7 @@ MUTANTS = [
     Mutant(
         "kernels: do not look for state written between backward and step()",
         "PreparedUpdate.run",
-        "guard.note(self._owned, self._places)",
+        "guard.stepped.append((self._owned, self._places, versions[count:]))",
     ),
     Mutant(
         "kernels: do not look whether settings have changed since the step's first bucket",

@@ -400,14 +400,14 @@ class StateGuard(Stage):
     Attributes:
         found: the whole state, as kernels find it in this step; ``None``: none is called.
         left: the entries of each bucket of this step that no kernel has stepped, as its update has left them.
+        stepped: of each other bucket its parameters, where their state is in ``found``, and the versions it has then.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.found: FoundState | None = None
         self.left: list[EntriesAsLeft] = []
-        # Of buckets that a kernel has stepped: parameters, where their state is, and the versions that it has then.
-        self._stepped: list[tuple[Sequence[torch.Tensor], Places, list[int]]] = []
+        self.stepped: list[tuple[Sequence[torch.Tensor], Places, list[int]]] = []
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
         self.end_step()
@@ -422,16 +422,10 @@ class StateGuard(Stage):
         self.found = FoundState.of(state, layouts.state)
         layouts.state = self.found.layout
 
-    def note(self, parameters: Sequence[torch.Tensor], places: Places) -> None:
-        """A kernel has stepped ``parameters``, whose state has these ``places`` in ``found``."""
-        assert self.found is not None
-        values = self.found.values
-        self._stepped.append((parameters, places, versions_of([values[i] for i in places.read])))
-
     def is_as_left(self, optimizer: Optimizer) -> bool:
         # Of all buckets together: each question is one pass.
         state, found = optimizer.state, self.found
-        if found is None or not self._stepped:
+        if found is None or not self.stepped:
             return EntriesAsLeft.of_all(self.left).are_as_left(state)
         if self._kernels_were_written():
             return False
@@ -441,14 +435,14 @@ class StateGuard(Stage):
 
     def _kernels_were_written(self) -> bool:
         """Whether a tensor that a kernel has read or written in this step was written since."""
-        now = versions_of(self.found.values) if self.found is not None and self._stepped else []
-        return any([now[i] for i in places.read] != versions for _, places, versions in self._stepped)
+        now = versions_of(self.found.values) if self.found is not None and self.stepped else []
+        return any([now[i] for i in places.read] != versions for _, places, versions in self.stepped)
 
     def _kernels_left(self) -> Iterator[EntriesAsLeft]:
         """The entries of the buckets that a kernel has stepped."""
         assert self.found is not None
         layout, entries, values, *_ = self.found
-        for parameters, places, _ in self._stepped:
+        for parameters, places, _ in self.stepped:
             slices = [layout.values_of(number) for number in places.entries]
             yield EntriesAsLeft(
                 [*parameters],
@@ -472,7 +466,7 @@ class StateGuard(Stage):
 
     def was_written(self, optimizer: Optimizer) -> bool:
         """Whether a parameter's state was written since its update, or replaced by one that holds something."""
-        left = [*self.left, *self._kernels_left()] if self._stepped else self.left
+        left = [*self.left, *self._kernels_left()] if self.stepped else self.left
         return (
             self._kernels_were_written()
             or any(one.written for one in left)
@@ -482,7 +476,7 @@ class StateGuard(Stage):
     def end_step(self) -> None:
         self.found = None
         self.left = []
-        self._stepped = []
+        self.stepped = []
 
 
 # Switches of torch, for the whole process, that an update may read: it needs those of ``optimizer.step()``.

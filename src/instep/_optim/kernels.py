@@ -30,7 +30,7 @@ from instep._optim.kinds import replaced_step
 from instep._optim.shadow import GroupLayout
 from instep._optim.values import is_immutable
 from instep._torch.engine import is_captured
-from instep._torch.versions import are_plain
+from instep._torch.versions import PLAIN, are_plain
 
 Tensors = list[torch.Tensor]
 GRADIENT: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
@@ -110,7 +110,7 @@ class KernelCall(NamedTuple):
 def are_usual(tensors: Sequence[torch.Tensor], gradients: Tensors) -> bool:
     """Whether a kernel can be called with these: plain tensors, dense gradients of the parameters' dtypes."""
     return (
-        are_plain(chain(tensors, gradients))
+        PLAIN.issuperset(map(type, chain(tensors, gradients)))
         and _STRIDED.issuperset(map(_LAYOUT, gradients))
         and list(map(_DTYPE, gradients)) == list(map(_DTYPE, tensors))
     )

@@ -22,7 +22,7 @@ from instep._optim.random_numbers import KeyedDraws
 from instep._optim.shadow import CallUpdate, GroupLayout, autocast_here, how_to_step, parameters_of
 from instep._optim.stages import Begins, CopiedEntries, Stage, Update, step_shadow
 from instep._torch.hooks import is_in_step
-from instep._torch.versions import version_of
+from instep._torch.versions import version_of, versions_of
 from instep.errors import HyperparameterChangedError, StaleAttachmentError, UnsupportedOptimizerError
 
 
@@ -87,9 +87,10 @@ class PreparedUpdate:
 
     Attributes:
         tensors: the parameters, or aliases of them.
+        versions: of ``tensors``, as the update has left them, where somebody looks back.
     """
 
-    __slots__ = ("_calls", "_guard", "_owned", "_places", "tensors")
+    __slots__ = ("_calls", "_guard", "_owned", "_places", "tensors", "versions")
 
     def __init__(
         self,
@@ -100,6 +101,7 @@ class PreparedUpdate:
         places: Places,
     ) -> None:
         self._calls, self.tensors, self._owned, self._guard, self._places = calls, tensors, owned, guard, places
+        self.versions: list[int] = []
 
     def run(self, gradients: list[torch.Tensor]) -> None:
         guard = self._guard
@@ -113,8 +115,11 @@ class PreparedUpdate:
                     state = (column for call in self._calls for column in call.lists)
                     written = [*written, *chain.from_iterable(state)]
                 torch.autograd.graph.increment_version(written)
-        if guard is not None:
-            guard.note(self._owned, self._places)
+        if guard is not None and guard.found is not None:
+            values, count = guard.found.values, len(self.tensors)
+            versions = versions_of([*self.tensors, *map(values.__getitem__, self._places.read)])
+            self.versions = versions[:count]
+            guard.stepped.append((self._owned, self._places, versions[count:]))
 
 
 class Stepper:

@@ -42,6 +42,7 @@ from instep._torch.engine import (
 )
 from instep._torch.lifetime import WeakMethod, owe, settled, weakly
 from instep._torch.placeholders import ACCUMULATE, CONVERSION, DETACH, NEW_LIKE, ZERO, ZeroedGradient
+from instep._torch.versions import versions_of
 from instep.buckets import ParameterSpec
 from instep.errors import AccumulationError, InstepError, UncommittedStepError
 
@@ -202,7 +203,7 @@ class BucketSink(Schedule):
         started = perf_counter()
         if not writes.update(bucket, parameters, gradients, final=final):
             return False
-        step.members.apply(bucket, parameters)
+        step.members.apply(bucket, versions_of(parameters))
         writes.begun = NONE
         writes.updated(bucket, gradients)
         step.times.ran(bucket, started)
@@ -254,7 +255,7 @@ class BucketSink(Schedule):
                 with step.streams.on(bucket[0].spec.device):
                     update.run(gradients)
                 self._writes.updated(bucket, gradients)
-            step.members.apply(bucket, tensors)
+            step.members.apply(bucket, update.versions)
             self._writes.begun = NONE
         except BaseException as error:
             self.fail(error, bucket.names)
@@ -278,7 +279,7 @@ class BucketSink(Schedule):
                 require_in_place(bucket, tensors)
                 beside.hand_over(bucket)
                 owe(self)
-                step.members.apply(bucket, tensors)
+                step.members.apply(bucket, versions_of(tensors))
                 return True
         except BaseException as error:  # also of a signal's handler: raised in a hook, it would leave DDP unusable
             self.fail(error)
@@ -308,7 +309,7 @@ class BucketSink(Schedule):
 
     def _note_update(self, beside: UpdatesBeside, handed: DeferredBucket) -> None:
         if handed.names[0] in handed.step.outcome.applied:
-            self._step.members.apply(handed.members, handed.tensors)  # with the versions that it has left
+            self._step.members.apply(handed.members, versions_of(handed.tensors))  # with the versions that it has left
             return
         self._step.members.applied.difference_update(handed.members.indices)
         self._writes.take_back(handed.members, handed.gradients)

@@ -300,9 +300,9 @@ class StepMembers:
         """Those of one optimizer."""
         return self._of[stepper]
 
-    def apply(self, bucket: AttachedParameters, parameters: Sequence[torch.Tensor]) -> None:
-        """Backward has just updated ``bucket``, which are these ``parameters``."""
-        self._versions.update(zip(bucket.indices, versions_of(parameters), strict=True))
+    def apply(self, bucket: AttachedParameters, versions: Sequence[int]) -> None:
+        """Backward has just updated ``bucket``, and left its parameters with these ``versions``."""
+        self._versions.update(zip(bucket.indices, versions, strict=True))
         self.applied.update(bucket.indices)
 
     def versions_as_applied(self, applied: AttachedParameters) -> list[int]:
