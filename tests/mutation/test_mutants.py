@@ -81,7 +81,7 @@ MUTANTS = [
     Mutant(
         "update with denormal numbers as the worker happens to have them",
         "_set_of_thread",
-        "if wanted.flushes != found.flushes:",
+        "if wanted.flushes != current.flushes:",
         "if False:",
     ),
     Mutant(
@@ -1440,7 +1440,7 @@ MUTANTS = [
     Mutant(
         "a loss scale that is written in place is not noticed",
         "_scales_of",
-        "version_of(one) if isinstance(one, torch.Tensor) else 0",
+        "version_of(scale) if isinstance(scale, torch.Tensor) else 0",
         "0",
     ),
     Mutant(
@@ -1666,7 +1666,7 @@ MUTANTS = [
         "            and self._reading.is_alike()\n",
         "",
     ),
-    Mutant("apply what is due under the mkldnn of who waits", "_set", "if wanted[MKLDNN] != found[MKLDNN]", "if False"),
+    Mutant("apply what is due under the mkldnn of who waits", "_set", "wanted[MKLDNN] != current[MKLDNN]", "False"),
     Mutant(
         "apply what is due under whatever switches there are",
         "_SwitchesAtStep.difference",

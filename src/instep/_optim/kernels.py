@@ -170,17 +170,17 @@ class Kernel:
         if list(map(_DTYPE, gradients)) != list(map(_DTYPE, tensors)):
             return None
         calls: list[KernelCall] = []
-        for number, (mine, _) in enumerate(members):
-            if not mine:
+        for number, (in_bucket, _) in enumerate(members):
+            if not in_bucket:
                 continue
             group = optimizer.param_groups[number]
-            asked = self._asked_of(number, group)
-            if asked is None or (columns := entries.columns(asked[1])) is None:
+            request = self._asked_of(number, group)
+            if request is None or (columns := entries.columns(request[1])) is None:
                 return None
             lists = [[*tensors], gradients, *columns]
-            if len(mine) < len(tensors):  # else the order does not matter: a kernel takes one after the other
-                lists = [[column[i] for i in mine] for column in lists]
-            call = self._call(lists, asked[0], group)
+            if len(in_bucket) < len(tensors):  # else the order does not matter: a kernel takes one after the other
+                lists = [[column[i] for i in in_bucket] for column in lists]
+            call = self._call(lists, request[0], group)
             if call is None or not (on_cpu or call.is_one_group):
                 return None
             calls.append(call)
@@ -198,10 +198,10 @@ class Kernel:
         options = self._options(dict(zip(self.settings, given, strict=True)))
         if not _NUMBERS.issuperset(map(type, options.values())):
             return None
-        asked = options, self._columns(options)
+        request = options, self._columns(options)
         if all(map(is_immutable, given)):  # a list of betas may be written in place
-            self._known[number] = given, asked
-        return asked
+            self._known[number] = given, request
+        return request
 
     def _options(self, settings: dict[str, Any]) -> Settings:
         return settings
