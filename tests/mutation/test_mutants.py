@@ -1635,12 +1635,12 @@ MUTANTS = [
         "return same_bits(self._copy, other._copy)",
         "return self._version == other._version",
     ),
-    Mutant("do not look into objects", "attributes_of", "return found or None", "return None"),
+    Mutant("do not look into objects", "attributes_of", "return attributes or None", "return None"),
     Mutant(
         "do not look into slots",
         "attributes_of",
-        "found = {name: getattr(value, name) for name in _slots_of(type(value)) if hasattr(value, name)}",
-        "found: dict[Any, Any] = {}",
+        "attributes = {name: getattr(value, name) for name in _slots_of(type(value)) if hasattr(value, name)}",
+        "attributes: dict[Any, Any] = {}",
     ),
     Mutant(
         "do not count what is written through a DTensor itself",
@@ -2714,8 +2714,8 @@ MUTANTS = [
         "if self.judge is not None and self.ledger.votes.objected_on is not None:",
         "if False:",
     ),
-    Mutant("proved: in any version", "is_proved", '_version_of(found["distribution"]) == found["version"]', "True"),
-    Mutant("proved: with any settings", "is_proved", 'settings_of(optimizer) in found["settings"]', "True"),
+    Mutant("proved: in any version", "is_proved", '_version_of(proof["distribution"]) == proof["version"]', "True"),
+    Mutant("proved: with any settings", "is_proved", 'settings_of(optimizer) in proof["settings"]', "True"),
     Mutant("proved: over parameters of any kind", "settings_of", " | kinds)", ")"),
     Mutant("proved: with any step", "is_proved", "replaced_step(optimizer) is None", "True"),
     Mutant(
@@ -2958,8 +2958,8 @@ MUTANTS = [
     Mutant(
         "state is looked up by parameters",
         "_memory_of_parameters",
-        "if id(key) in mine:\n            tensors += held_in(entry, (torch.Tensor,))",
-        "entry = next((optimizer.state.get(p) for p in tensors[: len(mine)]), None)",
+        "if id(key) in ids:\n            tensors += held_in(entry, (torch.Tensor,))",
+        "entry = next((optimizer.state.get(p) for p in tensors[: len(ids)]), None)",
     ),
     Mutant(
         "parameters are looked at while torch.jit traces",
