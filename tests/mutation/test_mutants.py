@@ -666,7 +666,7 @@ MUTANTS = [
         "if self._turn is not _Turn.RUNNING:\n            self._turn = _Turn.IDLE",
         "if self._turn is not _Turn.RUNNING:\n            self._turn = _Turn.DUE",
     ),
-    Mutant("one phase runs into the next", "Backward._next", "if asked is phase:", "if asked:"),
+    Mutant("one phase runs into the next", "Backward._next", "if wanted is phase:", "if wanted:"),
     Mutant(
         "spend gradients before DDP is done with them",
         "Reductions._before_ddp_ends",
@@ -1953,10 +1953,10 @@ MUTANTS = [
     Mutant(
         "a message names torch's operation in place of the user's call",
         "user_call",
-        "return operation if found is None else _name_of(found)",
+        "return operation if caller is None else _name_of(caller)",
         "return operation",
     ),
-    Mutant("a message names the innermost call of torch's", "user_call", "found = frame", "found = found or frame"),
+    Mutant("a message names the innermost call of torch's", "user_call", "caller = frame", "caller = caller or frame"),
     Mutant("a message names the wrapper of the call", "user_call", " and frame.f_code.co_name not in _WRAPPERS:", ":"),
     Mutant(
         "a message names each parameter that load_state_dict() may not write",
