@@ -394,7 +394,7 @@ MUTANTS = [
     ),
     Mutant("mark no gradient that waits", "Waiting._mark", "if parameter.requires_grad:", "if False:"),
     Mutant("wait beside a gradient of the step before", "Waiting._mark", "gradient is attached.spent:", "False:"),
-    Mutant("leave the marks", "_Mark.remove", "parameter.grad = self.found", "pass"),
+    Mutant("leave the marks", "_Mark.remove", "parameter.grad = self.before", "pass"),
     Mutant("zero what the plain loop has not", "_Mark.zero", "parameter in reached", "True"),
     Mutant("do not see that what waits was zeroed", "_Mark.is_cleared", "or self.gradient.is_zeroed", ""),
     Mutant("forget what waits for a wrong last loss", "Waiting.take", "step.add(loss)  #", "pass  #"),
