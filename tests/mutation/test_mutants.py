@@ -289,7 +289,7 @@ MUTANTS = [
     Mutant(
         "Trainer: run in place of somebody else's methods",
         "InstepCallback._refuse_methods",
-        "if own or not (found is None or is_ours):",
+        "if own or not (method is None or is_ours):",
         "if False:",
     ),
     Mutant(
@@ -1888,7 +1888,7 @@ MUTANTS = [
         "self._votes.begin_forward()\n            self._accumulation.decide()",
         "self._votes.begin_forward()",
     ),
-    Mutant("take a list of anything for optimizers", "optimizers_of", "if not isinstance(one, Optimizer)", "if False"),
+    Mutant("take a list of anything for optimizers", "optimizers_of", "if not isinstance(item, Optimizer)", "if False"),
     Mutant("watch torch's own generator only", "Generators.__init__", "self._find()"),
     Mutant("leave the generators as the probe left them", "Generators.restore", "write(self._before[key])", "pass"),
     Mutant(
@@ -1988,7 +1988,7 @@ MUTANTS = [
         "Owners([*target.called, *target.optimizers]",
         "Owners([model, *target.optimizers]",
     ),
-    Mutant("a module inside of another one is taken", "models_of", "id(one) not in inside", "one is not outer"),
+    Mutant("a module inside of another one is taken", "models_of", "id(inner) not in inside", "inner is not outer"),
     Mutant(
         "every wrapper of an optimizer is taken for it",
         "_unwrapped",
@@ -2016,7 +2016,7 @@ MUTANTS = [
     Mutant(
         "the line takes the place of an attachment with options",
         "replaceable",
-        " if one._options.asks_for_nothing]",
+        " if attachment._options.asks_for_nothing]",
         "]",
     ),
     Mutant(
