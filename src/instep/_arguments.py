@@ -33,18 +33,18 @@ def models_of(model: object, error: Error) -> list[nn.Module]:
         return [model]
     if not model:
         raise error("model is an empty list: give one module or more")
-    found = [require_model(one, error, f"model[{position}]") for position, one in enumerate(model)]
-    for position, outer in enumerate(found):
+    models = [require_model(module, error, f"model[{position}]") for position, module in enumerate(model)]
+    for position, outer in enumerate(models):
         inside = {id(module): name for name, module in outer.named_modules()}
-        for other, one in enumerate(found):
-            if other == position or id(one) not in inside:
+        for other, inner in enumerate(models):
+            if other == position or id(inner) not in inside:
                 continue
-            if one is outer:
-                raise error(f"model[{position}] and model[{other}] are the same {type(one).__name__}: give it once")
+            if inner is outer:
+                raise error(f"model[{position}] and model[{other}] are the same {type(inner).__name__}: give it once")
             raise error(
-                f"model[{other}] is inside of model[{position}], as {inside[id(one)]!r}: give model[{position}] alone"
+                f"model[{other}] is inside of model[{position}], as {inside[id(inner)]!r}: give model[{position}] alone"
             )
-    return found
+    return models
 
 
 def optimizers_of(optimizer: object, error: Error, name: str = "optimizer") -> list[Optimizer]:
@@ -56,14 +56,14 @@ def optimizers_of(optimizer: object, error: Error, name: str = "optimizer") -> l
     no_list = str, bytes, type, Mapping, nn.Module, torch.Tensor
     if not isinstance(optimizer, Iterable) or isinstance(optimizer, no_list):
         raise error(f"{name} must be a torch.optim.Optimizer or a list of them, not {_found(optimizer)}")
-    found: list[Optimizer] = []
-    for position, one in enumerate(map(_unwrapped, optimizer)):
-        if not isinstance(one, Optimizer):
-            raise error(f"{name}[{position}] must be a torch.optim.Optimizer, not {_found(one)}")
-        found.append(_require_groups(one, error, f"{name}[{position}]"))
-    if not found:
+    optimizers: list[Optimizer] = []
+    for position, item in enumerate(map(_unwrapped, optimizer)):
+        if not isinstance(item, Optimizer):
+            raise error(f"{name}[{position}] must be a torch.optim.Optimizer, not {_found(item)}")
+        optimizers.append(_require_groups(item, error, f"{name}[{position}]"))
+    if not optimizers:
         raise error(f"{name} is an empty list: give one optimizer or more")
-    return found
+    return optimizers
 
 
 def _require_groups(optimizer: Optimizer, error: Error, name: str) -> Optimizer:
@@ -83,18 +83,18 @@ def _has_groups(optimizer: Optimizer) -> bool:
 def unlike_torchs(optimizer: object) -> str | None:
     """Name the class of the first object that steps and clears gradients as an optimizer does, and is none of torch's
     kind: fastai's, ``ScheduleFreeWrapper``, one that the loop has written. ``None``: there is none."""
-    for one in _several(optimizer):
-        steps = all(callable(getattr(one, name, None)) for name in ("step", "zero_grad"))
-        if steps and isinstance(one, Optimizer) and not _has_groups(one):
-            return f"{class_name(one, in_full=True)}, made without torch.optim.Optimizer.__init__,"
-        if steps and not isinstance(one, (Optimizer, nn.Module, type)):
-            return class_name(one, in_full=True)
+    for item in _several(optimizer):
+        steps = all(callable(getattr(item, name, None)) for name in ("step", "zero_grad"))
+        if steps and isinstance(item, Optimizer) and not _has_groups(item):
+            return f"{class_name(item, in_full=True)}, made without torch.optim.Optimizer.__init__,"
+        if steps and not isinstance(item, (Optimizer, nn.Module, type)):
+            return class_name(item, in_full=True)
     return None
 
 
 def torchs_of(optimizer: object) -> list[Optimizer]:
     """Return the optimizers of torch's kind, beside others, of which ``unlike_torchs`` names the first."""
-    return [one for one in _several(optimizer) if isinstance(one, Optimizer) and _has_groups(one)]
+    return [item for item in _several(optimizer) if isinstance(item, Optimizer) and _has_groups(item)]
 
 
 def _several(optimizer: object) -> Iterator[Any]:
@@ -149,7 +149,7 @@ def _held_by(value: Any) -> str | None:
             return f"which has an optimizer: give that one, {type(value).__name__}.{name}"
         # Pyro makes one for each parameter, when it first meets that.
         several = list(held.values()) if isinstance(held, Mapping) else held if isinstance(held, (list, tuple)) else ()
-        if name == "optim_objs" or (several and all(isinstance(one, Optimizer) for one in several)):
+        if name == "optim_objs" or (several and all(isinstance(item, Optimizer) for item in several)):
             listed = f"list(optim.{name}.values())" if isinstance(held, Mapping) else f"optim.{name}"
             empty = "" if several else "; it makes them in its first step: attach after that"
             return f"which holds several: pass the torch optimizers that it holds, {listed}{empty}"

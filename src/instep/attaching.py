@@ -172,7 +172,7 @@ def attach(
     unlike = unlike_torchs(optimizer) if options.takes_any_loop else None
     optimizers = optimizers_of(optimizer, AttachError) if unlike is None else torchs_of(optimizer)
     earlier = replaceable(optimizers) if options.asks_for_nothing else []
-    others = {key: one for key, one in attached_parameters().items() if one not in earlier}
+    others = {key: attachment for key, attachment in attached_parameters().items() if attachment not in earlier}
     return Attachment(Target(models, optimizers, others, unlike, as_it_is=options.disabled), options, earlier)
 
 

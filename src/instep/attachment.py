@@ -100,9 +100,9 @@ def record(
         ```
     """
     models = models_of(model, AttachError)
-    found = attached(models[0])
-    if found is not None:
-        return found.record(steps)
+    attachment = attached(models[0])
+    if attachment is not None:
+        return attachment.record(steps)
     stages = pipeline_of(pipeline)
     return begin_recording(as_one(models), optimizers_of(optimizer, AttachError), steps, stages)
 
@@ -114,7 +114,7 @@ def attachments() -> "list[Attachment]":
 
 def attached_parameters() -> "dict[int, Attachment]":
     """By ``id``: every parameter that is attached, with its attachment."""
-    return {id(p): one for one in attachments() for p in living_parameters(one._parts.schedule)}
+    return {id(p): attachment for attachment in attachments() for p in living_parameters(attachment._parts.schedule)}
 
 
 def replaceable(optimizers: Iterable[Optimizer]) -> "list[Attachment]":
@@ -123,13 +123,13 @@ def replaceable(optimizers: Iterable[Optimizer]) -> "list[Attachment]":
     taken = attached_parameters()
     given = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
     earlier = dict.fromkeys(taken[id(p)] for p in given if id(p) in taken)
-    return [one for one in earlier if one._options.asks_for_nothing]
+    return [attachment for attachment in earlier if attachment._options.asks_for_nothing]
 
 
 def _make_way(earlier: Iterable["Attachment"]) -> None:
     """Detach those whose place another attachment takes."""
-    for one in earlier:
-        one.detach()
+    for attachment in earlier:
+        attachment.detach()
         say_once(
             logging.WARNING,
             "an earlier instep.attach() of these parameters is detached: this call takes its place. Several optimizers "
@@ -620,7 +620,7 @@ class Attachment:
             f"<instep.Attachment {self._parts.refs.name} with {optimizers}: schedule={self._options.schedule!r}, "
             f"{'' if deferral is None else f'steps {deferral}, '}"
             f"{len(plan.buckets)} buckets of {plan.nbytes / MIB:.2f} MiB, {self.step_count} steps, "
-            f"{''.join(f'{said}, ' for said in self._parts.planned.said())}{self.state}>"
+            f"{''.join(f'{note}, ' for note in self._parts.planned.said())}{self.state}>"
         )
 
     def _repr_html_(self) -> str:

@@ -29,7 +29,7 @@ def class_name(of: object, *, in_full: bool = False) -> str:
         in_full: with its module; else only where the name is that of a class of torch's, and means another.
     """
     cls = of if isinstance(of, type) else type(of)
-    misleads = any(hasattr(one, cls.__name__) for one in (torch, torch.nn, torch.optim))
+    misleads = any(hasattr(module, cls.__name__) for module in (torch, torch.nn, torch.optim))
     if cls.__module__.partition(".")[0] in ("builtins", "torch") or not (in_full or misleads):
         return cls.__name__
     return f"{cls.__module__}.{cls.__qualname__}"

@@ -71,8 +71,8 @@ class Target:
             module for module in model.modules() if isinstance(module, (DistributedDataParallel, Replicated))
         ]
         self.reduced = {
-            one: {id(p) for p in one.parameters()} if isinstance(one, Replicated) else managed_by(one)
-            for one in self.wrapped
+            module: {id(p) for p in module.parameters()} if isinstance(module, Replicated) else managed_by(module)
+            for module in self.wrapped
         }
         self.fsdp1 = fsdp1_in(model)
         self.fsdp2 = fsdp2_in(model)
@@ -81,7 +81,7 @@ class Target:
 
     @property
     def ddps(self) -> list[DistributedDataParallel]:
-        return [one for one in self.wrapped if isinstance(one, DistributedDataParallel)]
+        return [module for module in self.wrapped if isinstance(module, DistributedDataParallel)]
 
     @cached_property
     def in_buckets(self) -> set[int]:

@@ -23,7 +23,7 @@ MUTANTS = [
         " or placed.state is not found.layout",
         "",
     ),
-    Mutant("prepared: a kernel reads what it read before", "Kernel.calls", " or asked[1] != names", ""),
+    Mutant("prepared: a kernel reads what it read before", "Kernel.calls", " or request[1] != names", ""),
     Mutant("prepared: steps on after an error", "BucketSink.step_prepared", "self._failure.error is not None", "False"),
     Mutant("prepared: takes any gradients", "BucketSink.step_prepared", "not are_usual(tensors, gradients)", "False"),
     Mutant("prepared: a bucket is not freed", "BucketSink.step_prepared", "self._writes.retire(bucket, tensors)"),
@@ -116,7 +116,7 @@ MUTANTS = [
     Mutant(
         "update with denormal numbers as the worker happens to have them",
         "_set_of_thread",
-        "if wanted.flushes != found.flushes:",
+        "if wanted.flushes != current.flushes:",
         "if False:",
     ),
     Mutant(
@@ -331,7 +331,7 @@ MUTANTS = [
     Mutant(
         "Trainer: run in place of somebody else's methods",
         "InstepCallback._refuse_methods",
-        "if own or not (found is None or is_ours):",
+        "if own or not (method is None or is_ours):",
         "if False:",
     ),
     Mutant(
@@ -436,7 +436,7 @@ MUTANTS = [
     ),
     Mutant("mark no gradient that waits", "Waiting._mark", "if parameter.requires_grad:", "if False:"),
     Mutant("wait beside a gradient of the step before", "Waiting._mark", "gradient is attached.spent:", "False:"),
-    Mutant("leave the marks", "_Mark.remove", "parameter.grad = self.found", "pass"),
+    Mutant("leave the marks", "_Mark.remove", "parameter.grad = self.before", "pass"),
     Mutant("zero what the plain loop has not", "_Mark.zero", "parameter in reached", "True"),
     Mutant("do not see that what waits was zeroed", "_Mark.is_cleared", "or self.gradient.is_zeroed", ""),
     Mutant("forget what waits for a wrong last loss", "Waiting.take", "step.add(loss)  #", "pass  #"),
@@ -713,7 +713,7 @@ MUTANTS = [
         "if self._turn is not _Turn.RUNNING:\n            self._turn = _Turn.IDLE",
         "if self._turn is not _Turn.RUNNING:\n            self._turn = _Turn.DUE",
     ),
-    Mutant("one phase runs into the next", "Backward._next", "if asked is phase:", "if asked:"),
+    Mutant("one phase runs into the next", "Backward._next", "if wanted is phase:", "if wanted:"),
     Mutant(
         "spend gradients before DDP is done with them",
         "Reductions._before_ddp_ends",
@@ -1488,7 +1488,7 @@ MUTANTS = [
     Mutant(
         "a loss scale that is written in place is not noticed",
         "_scales_of",
-        "version_of(one) if isinstance(one, torch.Tensor) else 0",
+        "version_of(scale) if isinstance(scale, torch.Tensor) else 0",
         "0",
     ),
     Mutant(
@@ -1683,12 +1683,12 @@ MUTANTS = [
         "return same_bits(self._copy, other._copy)",
         "return self._version == other._version",
     ),
-    Mutant("do not look into objects", "attributes_of", "return found or None", "return None"),
+    Mutant("do not look into objects", "attributes_of", "return attributes or None", "return None"),
     Mutant(
         "do not look into slots",
         "attributes_of",
-        "found = {name: getattr(value, name) for name in _slots_of(type(value)) if hasattr(value, name)}",
-        "found: dict[Any, Any] = {}",
+        "attributes = {name: getattr(value, name) for name in _slots_of(type(value)) if hasattr(value, name)}",
+        "attributes: dict[Any, Any] = {}",
     ),
     Mutant(
         "do not count what is written through a DTensor itself",
@@ -1714,7 +1714,7 @@ MUTANTS = [
         "            and self._reading.is_alike()\n",
         "",
     ),
-    Mutant("apply what is due under the mkldnn of who waits", "_set", "if wanted[MKLDNN] != found[MKLDNN]", "if False"),
+    Mutant("apply what is due under the mkldnn of who waits", "_set", "wanted[MKLDNN] != current[MKLDNN]", "False"),
     Mutant(
         "apply what is due under whatever switches there are",
         "_SwitchesAtStep.difference",
@@ -1936,7 +1936,7 @@ MUTANTS = [
         "self._votes.begin_forward()\n            self._accumulation.decide()",
         "self._votes.begin_forward()",
     ),
-    Mutant("take a list of anything for optimizers", "optimizers_of", "if not isinstance(one, Optimizer)", "if False"),
+    Mutant("take a list of anything for optimizers", "optimizers_of", "if not isinstance(item, Optimizer)", "if False"),
     Mutant("watch torch's own generator only", "Generators.__init__", "self._find()"),
     Mutant("leave the generators as the probe left them", "Generators.restore", "write(self._before[key])", "pass"),
     Mutant(
@@ -2001,10 +2001,10 @@ MUTANTS = [
     Mutant(
         "a message names torch's operation in place of the user's call",
         "user_call",
-        "return operation if found is None else _name_of(found)",
+        "return operation if caller is None else _name_of(caller)",
         "return operation",
     ),
-    Mutant("a message names the innermost call of torch's", "user_call", "found = frame", "found = found or frame"),
+    Mutant("a message names the innermost call of torch's", "user_call", "caller = frame", "caller = caller or frame"),
     Mutant("a message names the wrapper of the call", "user_call", " and frame.f_code.co_name not in _WRAPPERS:", ":"),
     Mutant(
         "a message names each parameter that load_state_dict() may not write",
@@ -2036,7 +2036,7 @@ MUTANTS = [
         "Owners([*target.called, *target.optimizers]",
         "Owners([model, *target.optimizers]",
     ),
-    Mutant("a module inside of another one is taken", "models_of", "id(one) not in inside", "one is not outer"),
+    Mutant("a module inside of another one is taken", "models_of", "id(inner) not in inside", "inner is not outer"),
     Mutant(
         "every wrapper of an optimizer is taken for it",
         "_unwrapped",
@@ -2064,7 +2064,7 @@ MUTANTS = [
     Mutant(
         "the line takes the place of an attachment with options",
         "replaceable",
-        " if one._options.asks_for_nothing]",
+        " if attachment._options.asks_for_nothing]",
         "]",
     ),
     Mutant(
@@ -2758,8 +2758,8 @@ MUTANTS = [
         "if self.judge is not None and self.ledger.votes.objected_on is not None:",
         "if False:",
     ),
-    Mutant("proved: in any version", "is_proved", '_version_of(found["distribution"]) == found["version"]', "True"),
-    Mutant("proved: with any settings", "is_proved", 'settings_of(optimizer) in found["settings"]', "True"),
+    Mutant("proved: in any version", "is_proved", '_version_of(proof["distribution"]) == proof["version"]', "True"),
+    Mutant("proved: with any settings", "is_proved", 'settings_of(optimizer) in proof["settings"]', "True"),
     Mutant("proved: over parameters of any kind", "settings_of", " | kinds)", ")"),
     Mutant("proved: with any step", "is_proved", "replaced_step(optimizer) is None", "True"),
     Mutant(
@@ -3002,8 +3002,8 @@ MUTANTS = [
     Mutant(
         "state is looked up by parameters",
         "_memory_of_parameters",
-        "if id(key) in mine:\n            tensors += held_in(entry, (torch.Tensor,))",
-        "entry = next((optimizer.state.get(p) for p in tensors[: len(mine)]), None)",
+        "if id(key) in ids:\n            tensors += held_in(entry, (torch.Tensor,))",
+        "entry = next((optimizer.state.get(p) for p in tensors[: len(ids)]), None)",
     ),
     Mutant(
         "parameters are looked at while torch.jit traces",

@@ -265,15 +265,15 @@ def _clip(policy: ClipNorm | ClipValue | None, total: torch.Tensor | None, param
 @torch.no_grad()
 def norms_of(gradients: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
     """The norm of each gradient, as torch takes it: 0-dim, on the gradient's device and in its dtype."""
-    found: dict[int, torch.Tensor] = {}
+    by_position: dict[int, torch.Tensor] = {}
     for on_one in by_mesh(gradients):
         for (device, _), ([members], positions) in _grouped([gradients[i] for i in on_one]).items():
             if _foreach_utils._has_foreach_support(members, device):
                 norms: Sequence[torch.Tensor] = torch._foreach_norm(members, norm_type)
             else:
                 norms = [torch.linalg.vector_norm(g, norm_type) for g in members]
-            found.update(zip((on_one[i] for i in positions), norms, strict=True))
-    return [found[position] for position in range(len(gradients))]
+            by_position.update(zip((on_one[i] for i in positions), norms, strict=True))
+    return [by_position[position] for position in range(len(gradients))]
 
 
 @torch.no_grad()
@@ -311,10 +311,10 @@ def clip_by(parameters: Sequence[torch.Tensor], max_norm: float, total: torch.Te
 def by_mesh(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """Divide the positions of ``tensors`` into what one foreach call takes: plain tensors, and the DTensors of each
     device mesh."""
-    found: dict[Any, list[int]] = {}
+    positions: dict[Any, list[int]] = {}
     for position, tensor in enumerate(tensors):
-        found.setdefault(getattr(tensor, "device_mesh", None), []).append(position)
-    return list(found.values())
+        positions.setdefault(getattr(tensor, "device_mesh", None), []).append(position)
+    return list(positions.values())
 
 
 _Groups = dict[tuple[torch.device, torch.dtype], tuple[list[list[torch.Tensor]], list[int]]]

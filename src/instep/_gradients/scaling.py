@@ -71,8 +71,8 @@ def kernel_scale(optimizer: Optimizer) -> torch.Tensor | None:
 
 def found_inf(optimizer: Optimizer) -> bool:
     """Whether the optimizer's kernel is about to skip its update."""
-    found: Any = vars(optimizer).get("found_inf")
-    return found is not None and bool(found)
+    flag: Any = vars(optimizer).get("found_inf")
+    return flag is not None and bool(flag)
 
 
 def tells_kernel(optimizer: Optimizer) -> bool:
@@ -141,7 +141,7 @@ def all_finite(gradients: Iterable[torch.Tensor]) -> bool:
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for norm in norms:
         by_device.setdefault(norm.device, []).append(norm.double() if norm.device.type == "cpu" else norm.float())
-    finite = [torch.stack(found).isfinite().all() for found in by_device.values()]
+    finite = [torch.stack(of_device).isfinite().all() for of_device in by_device.values()]
     if not finite or bool(torch.stack([answer.to(finite[0].device) for answer in finite]).all()):
         return True
     return all(bool(v.isfinite().all()) for v in values)

@@ -256,10 +256,10 @@ def _contribute(
 ) -> tuple[torch.Tensor | None, ...]:
     """The hook: a node of micro-batch ``number`` has computed ``gradients``, of the shapes and dtypes of its inputs by
     now. In the places of leaves their sums go on."""
-    found = list(gradients)
+    sums = list(gradients)
     for place, contributions in places.items():
-        found[place] = contributions.add(number, found[place])
-    return tuple(found)
+        sums[place] = contributions.add(number, sums[place])
+    return tuple(sums)
 
 
 def _plus(total: torch.Tensor | None, gradient: torch.Tensor | None) -> torch.Tensor | None:

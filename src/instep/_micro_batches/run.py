@@ -235,13 +235,13 @@ def _held_unless_last(parts: Parts, is_last: bool, *, forward: bool = False) -> 
 def _require_loss(number: int, loss: object) -> torch.Tensor:
     """``loss``, if it is one that backward can begin from."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        found = (
+        given = (
             f"a tensor of shape {tuple(loss.shape)}"
             if isinstance(loss, torch.Tensor)
             else class_name(loss, in_full=True)
         )
         raise InstepError(
-            f"the loss of a micro-batch must be a tensor of one number: micro-batch {number + 1} gave {found}"
+            f"the loss of a micro-batch must be a tensor of one number: micro-batch {number + 1} gave {given}"
         )
     if loss.grad_fn is None:
         raise InstepError(
@@ -292,11 +292,11 @@ class BackwardSideEffects:
         ]
         drew = any(_state_of(device) != before for device, before in self._on_devices)
         if written:
-            found = f"backward has written the buffer {written[0]!r} (batch normalization in a checkpointed segment?)"
+            cause = f"backward has written the buffer {written[0]!r} (batch normalization in a checkpointed segment?)"
         elif drew or self._generators.drawn() == "yes":
-            found = "backward has drawn random numbers"
+            cause = "backward has drawn random numbers"
         elif (twice := next((name for name, times in self._arrived.items() if times > 1), None)) is not None:
-            found = (
+            cause = (
                 f"the gradient of {twice!r} has arrived several times in one backward (a backward within the backward, "
                 "as of reentrant checkpointing)"
             )
@@ -304,7 +304,7 @@ class BackwardSideEffects:
             return
         self._parts.schedule.stop(
             AccumulationError(
-                f"{found}: with one backward for all micro-batches it does so after all forwards, and the plain loop "
+                f"{cause}: with one backward for all micro-batches it does so after all forwards, and the plain loop "
                 "after each. This step is not the plain loop's. Use overlap.accumulate() in place of micro_batches()"
             )
         )

@@ -129,12 +129,12 @@ class _Mark:
     """What stands in ``.grad`` of one parameter while losses wait.
 
     Attributes:
-        found: what stood there before: nothing, or zeros, to which autograd adds.
+        before: what stood there: nothing, or zeros, to which autograd adds.
         gradient: what stands there.
     """
 
     attached: AttachedParameter
-    found: torch.Tensor | None
+    before: torch.Tensor | None
     gradient: WaitingGradient
 
     @property
@@ -145,11 +145,11 @@ class _Mark:
     def zero(self, reached: set[torch.Tensor]) -> None:
         """Leave in ``.grad`` the zeros of the plain loop, if it has any there. It was zeroed."""
         parameter = self.attached.peek()
-        if parameter is not None and self.found is None and parameter in reached:
-            self.found = torch.zeros_like(parameter, requires_grad=False)
+        if parameter is not None and self.before is None and parameter in reached:
+            self.before = torch.zeros_like(parameter, requires_grad=False)
 
     def remove(self) -> None:
         """Put back what was found, unless the loop has put something else there."""
         parameter = self.attached.peek()
         if parameter is not None and parameter.grad is self.gradient:
-            parameter.grad = self.found
+            parameter.grad = self.before

@@ -44,7 +44,7 @@ def mappings_with(parameter: torch.Tensor, mappings: Iterable[Mappings]) -> Iter
 
 def kept_of(parameter: torch.Tensor, mappings: Iterable[Mappings]) -> dict[Any, Any]:
     """What is kept of it: by the ``id`` of a mapping, and the names of attributes."""
-    found: dict[Any, Any] = {id(mapping): mapping[parameter] for mapping in mappings_with(parameter, mappings)}
+    kept: dict[Any, Any] = {id(mapping): mapping[parameter] for mapping in mappings_with(parameter, mappings)}
     if attributes := vars(parameter):
         kinds = (torch.Tensor, list, tuple, dict, set)
         # The attributes in which a tensor of a wrapper class (a ``DTensor``) has its values.
@@ -57,8 +57,8 @@ def kept_of(parameter: torch.Tensor, mappings: Iterable[Mappings]) -> dict[Any, 
                 and name not in own
                 and not name.startswith("_dynamo_")
             ):
-                found[name] = value
-    return found
+                kept[name] = value
+    return kept
 
 
 class Found:

@@ -458,7 +458,7 @@ def put_dict(held: dict[Any, Any], items: dict[Any, Restore], but: tuple[type, .
     for key in [key for key in held if key not in items and not isinstance(key, but)]:
         del held[key]
     # As they came in, if they do not; any others before them.
-    if any(one is not other for one, other in zip(filter(items.__contains__, held), items, strict=True)):
+    if any(key is not other for key, other in zip(filter(items.__contains__, held), items, strict=True)):
         for key in items:
             held[key] = held.pop(key)
     return held
@@ -583,8 +583,8 @@ def _sums(words: torch.Tensor, room: torch.Tensor) -> tuple[torch.Tensor, torch.
 def _weights(device: torch.device) -> torch.Tensor:
     generator = torch.Generator("cpu").manual_seed(0)  # torch's own is left alone
     shape = (2, _WORDS)
-    found = torch.randint(-(1 << 63), (1 << 63) - 1, shape, generator=generator, dtype=torch.int64, device="cpu")
-    return (found | 1).to(device)
+    weights = torch.randint(-(1 << 63), (1 << 63) - 1, shape, generator=generator, dtype=torch.int64, device="cpu")
+    return (weights | 1).to(device)
 
 
 def digest_of_value(value: Any) -> Digest:

@@ -467,10 +467,8 @@ class StateGuard(Stage):
     def was_written(self, optimizer: Optimizer) -> bool:
         """Whether a parameter's state was written since its update, or replaced by one that holds something."""
         left = [*self.left, *self._kernels_left()] if self.stepped else self.left
-        return (
-            self._kernels_were_written()
-            or any(one.written for one in left)
-            or any(one.are_replaced_in(optimizer.state) for one in left)
+        return self._kernels_were_written() or any(
+            entries.written or entries.are_replaced_in(optimizer.state) for entries in left
         )
 
     def end_step(self) -> None:
@@ -558,15 +556,15 @@ def as_thread(wanted: OfThread) -> Iterator[None]:
         _set_of_thread(before, wanted)
 
 
-def _set_of_thread(wanted: OfThread, found: OfThread) -> None:
-    if wanted.threads != found.threads:
+def _set_of_thread(wanted: OfThread, current: OfThread) -> None:
+    if wanted.threads != current.threads:
         torch.set_num_threads(wanted.threads)
-    if wanted.flushes != found.flushes:
+    if wanted.flushes != current.flushes:
         torch.set_flush_denormal(wanted.flushes)
 
 
-def _set(wanted: dict[str, Any], found: dict[str, Any]) -> None:
-    if wanted[DEFAULT_DTYPE] != found[DEFAULT_DTYPE]:
+def _set(wanted: dict[str, Any], current: dict[str, Any]) -> None:
+    if wanted[DEFAULT_DTYPE] != current[DEFAULT_DTYPE]:
         torch.set_default_dtype(wanted[DEFAULT_DTYPE])
-    if wanted[MKLDNN] != found[MKLDNN]:
+    if wanted[MKLDNN] != current[MKLDNN]:
         torch.backends.mkldnn.enabled = wanted[MKLDNN]

@@ -226,16 +226,17 @@ class Kernel:
             if placed is None:
                 return None
         calls: list[KernelCall] = []
-        for number, names, mine, columns in placed.parts:
+        for number, names, in_bucket, columns in placed.parts:
             group = optimizer.param_groups[number]
-            asked = self._asked_of(number, group)
-            if asked is None or asked[1] != names:
-                placing.placed = None  # as it is asked now
-                return None if asked is None else self.calls(optimizer, tensors, owned, groups, found, placing)
+            request = self._asked_of(number, group)
+            if request is None or request[1] != names:
+                placing.placed = None  # as it is asked for now
+                return None if request is None else self.calls(optimizer, tensors, owned, groups, found, placing)
             lists = [list(map(found.values.__getitem__, column)) for column in columns]
             if not found.are_plain and not are_plain(chain.from_iterable(lists)):
                 return None
-            call = self._call([*tensors] if mine is None else [tensors[i] for i in mine], mine, lists, asked[0], group)
+            some = [*tensors] if in_bucket is None else [tensors[i] for i in in_bucket]
+            call = self._call(some, in_bucket, lists, request[0], group)
             if call is None or not (on_cpu or call.is_one_group):
                 return None
             calls.append(call)
@@ -273,10 +274,10 @@ class Kernel:
         options = self._options(dict(zip(self.settings, given, strict=True)))
         if not _NUMBERS.issuperset(map(type, options.values())):
             return None
-        asked = options, self._columns(options)
+        request = options, self._columns(options)
         if all(map(is_immutable, given)):  # a list of betas may be written in place
-            self._known[number] = given, asked
-        return asked
+            self._known[number] = given, request
+        return request
 
     def _options(self, settings: dict[str, Any]) -> Settings:
         return settings

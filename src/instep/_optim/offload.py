@@ -174,11 +174,11 @@ class DeviceEntries:
             kept.update(items)
             return kept
         if type(value) in _CONTAINERS:
-            kept, found = value if lent is None else home, [self._back(item, key) for item in value]
+            kept, elements = value if lent is None else home, [self._back(item, key) for item in value]
             if type(value) is list:
-                kept[:] = found
-            return kept if list(map(id, kept)) == list(map(id, found)) else tuple(found)
-        if any(isinstance(one, torch.Tensor) and one.numel() > 1 for one in reachable_values([value])):
+                kept[:] = elements
+            return kept if list(map(id, kept)) == list(map(id, elements)) else tuple(elements)
+        if any(isinstance(held, torch.Tensor) and held.numel() > 1 for held in reachable_values([value])):
             raise self._refusal(key, f"holds tensors in a {type(value).__name__}")
         return value
 
@@ -199,10 +199,10 @@ class DeviceEntries:
         self.used.append(value)
         return kept.copy_(value, non_blocking=True)
 
-    def _refusal(self, key: Any, found: str) -> UnsupportedOptimizerError:
+    def _refusal(self, key: Any, fault: str) -> UnsupportedOptimizerError:
         return UnsupportedOptimizerError(
             f"offload='host' keeps plain tensors of optimizer state in host memory, each with memory of its own, and "
-            f"state[…][{key!r}] of {self._optimizer} {found}. Attach without offload"
+            f"state[…][{key!r}] of {self._optimizer} {fault}. Attach without offload"
         )
 
 
@@ -232,13 +232,13 @@ class _Ahead(NamedTuple):
     """State that was copied to the device before it is needed.
 
     Attributes:
-        found: the host tensors, with their versions when they were copied.
+        copied: the host tensors, with their versions when they were copied.
     """
 
     call: _Call
     lent: DeviceEntries
     there: torch.Event
-    found: Sequence[tuple[torch.Tensor, int]]
+    copied: Sequence[tuple[torch.Tensor, int]]
 
 
 Part = tuple[torch.Tensor, LocalShard | None]
@@ -312,9 +312,9 @@ class HostState:
 
     def _bring(self, call: _Call, entries: Sequence[Entry | None], device: torch.device) -> _Ahead:
         name = class_name(call.optimizer())
-        found = [(tensor, version_of(tensor)) for tensor in tensors_in(entries)]
+        copied = [(tensor, version_of(tensor)) for tensor in tensors_in(entries)]
         lent, there = self._copies_of(device).bring(lambda: DeviceEntries(name, entries, device))
-        return _Ahead(call, lent, there, found)
+        return _Ahead(call, lent, there, copied)
 
     def _taken(self, call: _Call, entries: Sequence[Entry | None]) -> _Ahead | None:
         """What was brought ahead for this call, if nobody has written it since."""
@@ -322,9 +322,9 @@ class HostState:
         if ahead is None or ahead.call.parameters != call.parameters:
             return None
         now = list(tensors_in(entries))
-        if len(now) != len(ahead.found) or any(
+        if len(now) != len(ahead.copied) or any(
             tensor is not then or version_of(tensor) != version
-            for tensor, (then, version) in zip(now, ahead.found, strict=True)
+            for tensor, (then, version) in zip(now, ahead.copied, strict=True)
         ):
             return None
         return ahead
@@ -374,16 +374,16 @@ class OffloadedState(Stage):
 
     @contextmanager
     def around(self, update: Update) -> Iterator[None]:
-        lent, found = self._state.lend(self._optimizer, update.owned, update.shards, update.entries), update.state
+        lent, state = self._state.lend(self._optimizer, update.owned, update.shards, update.entries), update.state
         kept: Sequence[Entry | None] = update.entries
-        found.update((p, entry) for p, entry in zip(update.tensors, lent.entries, strict=True) if entry is not None)
+        state.update((p, entry) for p, entry in zip(update.tensors, lent.entries, strict=True) if entry is not None)
         try:
             yield
         finally:
             if update.has_run:
                 beside = [tensor for p in update.tensors for tensor in (p, p.grad) if tensor is not None]
-                kept = self._state.take_back(lent, list(map(found.get, update.tensors)), beside)
-            found.update((p, entry) for p, entry in zip(update.tensors, kept, strict=True) if entry is not None)
+                kept = self._state.take_back(lent, list(map(state.get, update.tensors)), beside)
+            state.update((p, entry) for p, entry in zip(update.tensors, kept, strict=True) if entry is not None)
 
     def portions_of(self, tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
         """Divide what DDP, FSDP or ``optimizer.step()`` has stepped together."""
@@ -431,12 +431,12 @@ class OffloadedState(Stage):
             if optimizer is not None and (entry := optimizer.state.get(parameter)):
                 yield parameter, entry, shard
 
-    def _put(self, entry: Entry, found: Entry | None, shard: LocalShard | None) -> None:
-        assert found is not None
+    def _put(self, entry: Entry, kept: Entry | None, shard: LocalShard | None) -> None:
+        assert kept is not None
         if shard is not None:
-            whole_of_entry(found, entry, shard)
+            whole_of_entry(kept, entry, shard)
         else:
-            entry.update(found)
+            entry.update(kept)
 
 
 # ``optimizer.load_state_dict`` where state lives in host memory.

@@ -208,8 +208,8 @@ class OwnObject:
     def _step(self, optimizer: Optimizer, members: Sequence[Members], tensors: Sequence[Any], call: CallUpdate) -> None:
         draws, groups, state = self._draws, Groups(optimizer), optimizer.state
         entries = dict(state)
-        mine = set(map(id, tensors))
-        others = [p for p in self._reached if id(p) not in mine]
+        ids = set(map(id, tensors))
+        others = [p for p in self._reached if id(p) not in ids]
         versions = versions_of(others)
         if draws is not None:
             draws.begin()
@@ -233,7 +233,7 @@ class OwnObject:
             raise _refused(self._name, _WRITES_OTHERS)
         if optimizer.state is not state or len(state) < len(entries):
             optimizer.state = state
-            lost = {key: entry for key, entry in entries.items() if id(key) not in mine and key not in state}
+            lost = {key: entry for key, entry in entries.items() if id(key) not in ids and key not in state}
             state.update(lost)
             if lost:
                 raise _refused(self._name, _TAKES_STATE_OUT)
@@ -376,7 +376,7 @@ class _Place:
     Args:
         where: in words.
         mapping: the user's own.
-        mine: which of its items.
+        own: which of its items.
         apart: see ``_Holdings``.
 
     Attributes:
@@ -388,15 +388,15 @@ class _Place:
         self,
         where: str,
         mapping: MutableMapping[Any, Any],
-        mine: Callable[[], dict[Any, Any]],
+        own: Callable[[], dict[Any, Any]],
         apart: Container[int] = frozenset(),
     ) -> None:
         self.where = where
         self.mapping = mapping
         self.opaque: dict[Any, str] = {}
-        self._mine = mine
+        self._own = own
         self._apart = apart
-        self._values = mine()
+        self._values = own()
         self._size = len(mapping)
         self._looks: dict[Any, Any] = {}
         self._flat: dict[Any, list[Any]] = {}  # what is in dicts and lists of values that cannot be changed in place
@@ -437,7 +437,7 @@ class _Place:
             and all(map(self._is_flat_as_it_was, self._flat))
         ):
             return []
-        now = self._mine()
+        now = self._own()
         keys = now.keys() | self._values.keys() if now.keys() != self._values.keys() else now
         return [key for key in keys if not self._is_unchanged(key, now.get(key, ABSENT))]
 
@@ -451,11 +451,11 @@ class _Place:
 
     def digest(self) -> Any:
         """Of all that it holds, however deep."""
-        return digest_of_value(self._mine())
+        return digest_of_value(self._own())
 
     def put_all_back(self) -> None:
         """Also what ``changed`` does not look into."""
-        self.take_back(self._mine().keys() | self._values.keys())
+        self.take_back(self._own().keys() | self._values.keys())
 
     def take_back(self, changed: Iterable[Any]) -> None:
         for key in changed:
@@ -540,8 +540,8 @@ class Beside:
         reached = reachable_values([read_by_update(optimizer)], optimizer)
         if (other := next((value for value in reached if isinstance(value, Optimizer)), None)) is not None:
             return f"it holds another optimizer ({type(other).__name__})"
-        found = ((place.where, key, why) for place in self.places for key, why in place.opaque.items())
-        return next((f"its {where} {key!r} cannot be put back ({why})" for where, key, why in found), None)
+        opaque = ((place.where, key, why) for place in self.places for key, why in place.opaque.items())
+        return next((f"its {where} {key!r} cannot be put back ({why})" for where, key, why in opaque), None)
 
     @property
     def places(self) -> Sequence[_Place]:
@@ -606,8 +606,7 @@ class Beside:
 
     def changed(self) -> str | None:
         """An attribute that is not what it was, in words; ``None``: none."""
-        found = (f"{place.where} {key!r}" for place in self._others for key in place.changed())
-        return next(found, None)
+        return next((f"{place.where} {key!r}" for place in self._others for key in place.changed()), None)
 
     def differs(self) -> str | None:
         """What ``step()`` has left otherwise than buckets have, in words; ``None``: nothing."""
@@ -628,10 +627,10 @@ class Beside:
 def _memory_of_parameters(optimizer: Optimizer) -> frozenset[int]:
     """The memory of parameters and of all tensors in their state."""
     tensors = [*parameters_of(optimizer)]
-    mine = set(map(id, tensors))
+    ids = set(map(id, tensors))
     # Not looked up: a state that has the id() of a parameter as a key raises, for torch compares the two.
     for key, entry in optimizer.state.items():
-        if id(key) in mine:
+        if id(key) in ids:
             tensors += held_in(entry, (torch.Tensor,))
     return frozenset(map(_memory, tensors))
 
@@ -657,8 +656,8 @@ class Tables:
         in_methods = reachable_values(_of_functions(optimizer), optimizer)
         modules = [*_modules_of(optimizer), *(value for value in in_methods if isinstance(value, torch.nn.Module))]
         every = {id(module): module for module in chain.from_iterable(module.modules() for module in modules)}
-        found = (table for m in every.values() for table in (m._parameters, m._buffers, vars(m)))
-        self._before: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in found]
+        tables = (table for m in every.values() for table in (m._parameters, m._buffers, vars(m)))
+        self._before: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in tables]
 
     def have_changed(self) -> bool:
         return next(self._changed(), None) is not None
@@ -699,11 +698,11 @@ def _values_elsewhere(optimizer: Optimizer) -> Iterator[tuple[Any, str, Any]]:
 def in_functions(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """The tensors to which its methods refer otherwise than by the object: those in closures, and in globals that the
     methods name."""
-    mine = set(map(id, parameters_of(optimizer)))
+    own = set(map(id, parameters_of(optimizer)))
     for value in reachable_values(_of_functions(optimizer), optimizer):
         modules = (*value.parameters(), *value.buffers()) if isinstance(value, torch.nn.Module) else ()
         for tensor in (value, *modules):
-            if isinstance(tensor, torch.Tensor) and id(tensor) not in mine and not tensor.is_inference():
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in own and not tensor.is_inference():
                 yield tensor
 
 
@@ -730,7 +729,7 @@ def reached_by(optimizer: Optimizer, layout: GroupLayout) -> list[torch.Tensor]:
         groups = map(settings_in, optimizer.param_groups)
         owners = [read_by_update(optimizer), beside_parameters(optimizer.state), *_of_functions(optimizer), *groups]
         layout.reached = [weakref.ref(v) for v in reachable_values(owners, optimizer) if layout.holds(v)]
-    return [parameter for one in layout.reached if (parameter := one()) is not None]
+    return [parameter for ref in layout.reached if (parameter := ref()) is not None]
 
 
 class StorageAddresses:

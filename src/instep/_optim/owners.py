@@ -95,22 +95,22 @@ def entries_are_kept(entries: Sequence[Mapping[Any, Any] | None]) -> list[bool]:
     entry, to a tensor in the entry, or to the memory of one."""
     usual = _known().in_list_and_dict
     counts = list(map(sys.getrefcount, entries))
-    found = [entry is not None and count != usual for entry, count in zip(entries, counts, strict=True)]
+    shared = [entry is not None and count != usual for entry, count in zip(entries, counts, strict=True)]
     values = list(chain.from_iterable(map(_VALUES, filter(None, entries))))
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     del values
     if not tensors:
-        return found
+        return shared
     kept = [count != usual for count in list(map(sys.getrefcount, tensors))]
-    ids = {id(tensor) for tensor, one in zip(tensors, kept, strict=True) if one}
+    ids = {id(tensor) for tensor, is_kept in zip(tensors, kept, strict=True) if is_kept}
     strided = [tensor for tensor in tensors if tensor.layout is torch.strided]
     ids.update(id(tensor) for tensor in tensors if tensor.layout is not torch.strided)  # cannot be asked
-    ids.update(id(tensor) for tensor, one in zip(strided, _state_has_other_owners(strided), strict=True) if one)
+    ids.update(id(tensor) for tensor, is_kept in zip(strided, _state_has_other_owners(strided), strict=True) if is_kept)
     if not ids:
-        return found
+        return shared
     return [
         before or (entry is not None and any(id(value) in ids for value in entry.values()))
-        for before, entry in zip(found, entries, strict=True)
+        for before, entry in zip(shared, entries, strict=True)
     ]
 
 

@@ -50,13 +50,13 @@ class Homes:
 
     def __init__(self, places: Iterable[Sequence[Attribute]]) -> None:
         # By the id of the reference, of which Python makes one for each module: a module need not have a hash.
-        found: dict[int, tuple[weakref.ref[nn.Module], list[str], list[int]]] = {}
+        by_module: dict[int, tuple[weakref.ref[nn.Module], list[str], list[int]]] = {}
         for index, of_parameter in enumerate(places):
             for place in of_parameter:
-                _, attributes, indices = found.setdefault(id(place.module), (place.module, [], []))
+                _, attributes, indices = by_module.setdefault(id(place.module), (place.module, [], []))
                 attributes.append(place.attribute)
                 indices.append(index)
-        self._modules = list(found.values())
+        self._modules = list(by_module.values())
 
     def hold(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether every module has these parameters in its attributes, in the order in which places were given."""
@@ -131,12 +131,12 @@ class AttachedParameter:
         Args:
             without_new: what comes next where the optimizer has not got the new one.
         """
-        found = [new for place in self.places if (new := place.found()) is not None]
+        placed = [new for place in self.places if (new := place.found()) is not None]
         held = {id(parameter) for group in self.stepper.groups for parameter in group["params"]}
-        if any(id(new) in held for new in found):
+        if any(id(new) in held for new in placed):
             return ", and the optimizer holds the new one. detach(), and attach again, with the same optimizer"
         again = "detach(), build the optimizer anew on the model's parameters, and attach again"
-        if may_be_gathered() or any(map(is_sharded, found)):
+        if may_be_gathered() or any(map(is_sharded, placed)):
             again += "; with fully_shard: shard first, then build the optimizer, then attach"
         return f"{without_new}{again}"
 
@@ -153,9 +153,9 @@ class AttachedParameters(tuple[AttachedParameter, ...]):
 
     def tensors(self) -> list[torch.Tensor]:
         """The parameters; ``StaleAttachmentError`` once they were let go of."""
-        found = list(map(_PARAMETER, self))
-        if all(map(is_not, found, repeat(None))):  # a tensor must not be asked whether it equals another
-            return found
+        tensors = list(map(_PARAMETER, self))
+        if all(map(is_not, tensors, repeat(None))):  # a tensor must not be asked whether it equals another
+            return tensors
         return [attached.get() for attached in self]
 
     @cached_property
@@ -212,8 +212,8 @@ class AttachedParameters(tuple[AttachedParameter, ...]):
     def some_in_modules(self) -> "AttachedParameters | None":
         """Those that modules hold all the time, and not only between the forwards of FSDP; ``None``: all of them. Not
         this itself, which would refer to itself then, and keep the parameters."""
-        found = [attached for attached in self if attached.places]
-        return None if len(found) == len(self) else AttachedParameters(found)
+        in_modules = [attached for attached in self if attached.places]
+        return None if len(in_modules) == len(self) else AttachedParameters(in_modules)
 
     @cached_property
     def leave_spent(self) -> tuple[bool, ...]:
@@ -359,12 +359,12 @@ def calls_of(
         parameters = bucket.tensors()
         tensors = list(map(alias_of, parameters, gradients)) if alias else parameters
         return [OptimizerCall(tensors, parameters, placing=bucket.placing)] if bucket else []
-    found: dict[Hashable, OptimizerCall] = {}
+    calls: dict[Hashable, OptimizerCall] = {}
     for attached, gradient in zip(bucket, gradients, strict=True):
         parameter, shard = attached.get(), attached.shard
         local = shard_of_gradient(attached, gradient)
         if shard is not None and not shard.is_owner:
-            found.setdefault(None, OptimizerCall()).elsewhere.append(parameter)
+            calls.setdefault(None, OptimizerCall()).elsewhere.append(parameter)
             continue
         if shard is not None and local is not None:
             whole = shard.of(parameter)
@@ -372,8 +372,8 @@ def calls_of(
             tensor, mesh = alias_of(whole, local), None
         else:
             tensor, mesh, shard = alias_of(parameter, gradient) if alias else parameter, attached.mesh, None
-        call = found.setdefault(mesh, OptimizerCall())
+        call = calls.setdefault(mesh, OptimizerCall())
         call.tensors.append(tensor)
         call.parameters.append(parameter)
         call.shards.append(shard)
-    return list(found.values())
+    return list(calls.values())

@@ -27,12 +27,12 @@ def is_proved(optimizer: Optimizer) -> bool:
     Where there are no values there is nothing to compare: a plan takes it for granted."""
     if not has_values(optimizer):
         return True
-    found = _proved().get(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")
+    proof = _proved().get(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")
     return (
-        found is not None
+        proof is not None
         and replaced_step(optimizer) is None
-        and _version_of(found["distribution"]) == found["version"]
-        and settings_of(optimizer) in found["settings"]
+        and _version_of(proof["distribution"]) == proof["version"]
+        and settings_of(optimizer) in proof["settings"]
     )
 
 
@@ -40,17 +40,17 @@ def settings_of(optimizer: Optimizer) -> list[str]:
     """Its groups' settings, its attributes, and of which kinds its parameters are: each once, in order."""
     places = [dict(group, params=None, param_names=None) for group in optimizer.param_groups]
     places.append({name: value for name, value in read_by_update(optimizer).items() if name != "defaults"})
-    found = ((name, value) for place in places for name, value in place.items() if name not in FREE)
+    settings = ((name, value) for place in places for name, value in place.items() if name not in FREE)
     kinds = {f"{type(memory_of(p)).__name__} of {p.dtype}" for p in parameters_of(optimizer)}
     # What can be changed is known by its kind alone. Numbers that count steps, and the like, begin alike.
-    words = ((name, repr(value) if is_immutable(value) else type(value).__name__) for name, value in found)
+    words = ((name, repr(value) if is_immutable(value) else type(value).__name__) for name, value in settings)
     return sorted({f"{name}={value}" for name, value in words} | kinds)
 
 
 @cache
 def _proved() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(files("instep._optim").joinpath("proved.json").read_text())
-    return found
+    proofs: dict[str, Any] = json.loads(files("instep._optim").joinpath("proved.json").read_text())
+    return proofs
 
 
 @cache

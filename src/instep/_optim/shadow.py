@@ -82,8 +82,8 @@ class GroupLayout:
 
     def were_moved(self, groups: Groups) -> bool:
         """Whether a parameter has left its place. Others may have been added behind them, or in groups of their own."""
-        found = _ids_of(groups[: len(self._ids)])
-        return [now[: len(then)] for now, then in zip(found, self._ids, strict=False)] != self._ids
+        ids = _ids_of(groups[: len(self._ids)])
+        return [now[: len(then)] for now, then in zip(ids, self._ids, strict=False)] != self._ids
 
     def added_to(self, state: Mapping[Any, Any], size: int) -> list[Any]:
         """The keys that came into ``state`` when it had ``size``, in the order of the groups; then those that are no
@@ -104,8 +104,8 @@ class GroupLayout:
         positions.sort()
         members = []
         for first, last in zip(self._bounds, self._bounds[1:], strict=False):
-            mine = slice(bisect_left(positions, first), bisect_left(positions, last))
-            members.append(Members(order[mine], [at - first for at in positions[mine]]))
+            in_group = slice(bisect_left(positions, first), bisect_left(positions, last))
+            members.append(Members(order[in_group], [at - first for at in positions[in_group]]))
         return members
 
 
@@ -198,9 +198,9 @@ def begin_state(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> Non
     look. torch's own optimizers fill an entry that is empty.
     """
     if not optimizer.state and is_torchs_own(optimizer):
-        mine = {id(p) for p in parameters}
+        ids = {id(p) for p in parameters}
         for group in optimizer.param_groups:
-            optimizer.state.update((p, {}) for p in group["params"] if id(p) in mine)
+            optimizer.state.update((p, {}) for p in group["params"] if id(p) in ids)
 
 
 def end_state(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
@@ -250,12 +250,12 @@ def how_to_step(optimizer: Optimizer) -> CallUpdate:
 
 
 def _step_one_by_one(optimizer: Optimizer, members: Sequence[Members]) -> None:
-    one = steps_one(optimizer)
-    assert one is not None
+    step = steps_one(optimizer)
+    assert step is not None
     # Groups that were added since the step began hold none of them.
     for group, (_, indices) in zip(optimizer.param_groups, members, strict=False):
         for parameter, index in zip(list(group["params"]), indices, strict=True):
-            one(parameter, group, index)
+            step(parameter, group, index)
 
 
 def autocast_here(optimizer: Optimizer) -> torch.dtype | None:

@@ -141,17 +141,17 @@ class CopiedEntries(Stage):
                 _put_entries(update, update.state, given)
 
 
-def _put_entries(update: Update, found: MutableMapping[Any, Any], given: Sequence[Any]) -> None:
+def _put_entries(update: Update, entries: MutableMapping[Any, Any], given: Sequence[Any]) -> None:
     """Put the entries that the update has made into the user's optimizer."""
     state, pairs = update.optimizer.state, list(zip(update.tensors, update.owned, strict=True))
     if update.shards is not None:
         for (p, own), shard in zip(pairs, update.shards, strict=True):
-            if shard is not None and p in found:
-                found[p] = whole_of_entry(found[p], state.get(own), shard)
-    made = len(found) != len(given) or not all(map(is_, found.values(), given))
+            if shard is not None and p in entries:
+                entries[p] = whole_of_entry(entries[p], state.get(own), shard)
+    made = len(entries) != len(given) or not all(map(is_, entries.values(), given))
     if made:
-        state.update((own, found[p]) for p, own in pairs if p in found)
-        for own in (own for p, own in pairs if p not in found):
+        state.update((own, entries[p]) for p, own in pairs if p in entries)
+        for own in (own for p, own in pairs if p not in entries):
             state.pop(own, None)  # the update has deleted it
     if made or update.shards is not None:
         update.entries = list(map(state.get, update.owned))

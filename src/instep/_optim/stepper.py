@@ -532,10 +532,10 @@ def _kind_of(optimizer: Optimizer) -> _Kind:
 
 
 def _scales_of(optimizer: Optimizer) -> tuple[Any, ...]:
-    found = list(map(vars(optimizer).get, SCALES))
-    if all(map(is_, found, repeat(None))):  # as mostly, and asked in each step
+    scales = list(map(vars(optimizer).get, SCALES))
+    if all(map(is_, scales, repeat(None))):  # as mostly, and asked in each step
         return ()
-    return tuple((id(one), version_of(one) if isinstance(one, torch.Tensor) else 0) for one in found)
+    return tuple((id(scale), version_of(scale) if isinstance(scale, torch.Tensor) else 0) for scale in scales)
 
 
 def _through(stages: Iterator[Stage], update: Update, run: Callable[[], None]) -> None:

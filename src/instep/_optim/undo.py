@@ -115,13 +115,13 @@ class SavedParameter:
 
     def look(self) -> dict[Any, Any]:
         """Its attributes, and what is kept by it, as they are now, to be compared."""
-        found: dict[Any, Any] = {
+        belongings: dict[Any, Any] = {
             id(mapping): fingerprint(mapping[self._parameter])
             for mapping in mappings_with(self._parameter, self._mappings)
         }
         if self._keeps_attributes:
-            found |= {name: fingerprint(value) for name, value in vars(self._parameter).items()}
-        return found
+            belongings |= {name: fingerprint(value) for name, value in vars(self._parameter).items()}
+        return belongings
 
     def _restore_belongings(self) -> None:
         optimizer, left = self._optimizer(), self.left
@@ -149,10 +149,10 @@ class SavedParameter:
     def restore(self) -> None:
         optimizer = self._optimizer()
         mapping = self._mapping if optimizer is None else optimizer.state
-        found = mapping.get(self._parameter)
+        entry = mapping.get(self._parameter)
         if self._entries is None:
             mapping.pop(self._parameter, None)
-        elif found is self.entry or not (found is None or (isinstance(found, Mapping) and not found)):
+        elif entry is self.entry or not (entry is None or (isinstance(entry, Mapping) and not entry)):
             # Else somebody has taken it out meanwhile.
             mapping[self._parameter] = self._entries()
         restore(self._parameter, self._values)
@@ -230,8 +230,8 @@ class BeforeUpdate:
         every = {id(tensor): tensor for tensor in tensors}.values()
         self._saved = [SavedParameter(tensor, optimizer, host=False) for tensor in every]
         self._others = KeptByParameter(optimizer, every if gradients else None, mappings)
-        found = [(t, t.grad) for t in every] if gradients else []
-        self._gradients = [(t, grad, None if grad is None else copy_of(grad, False)) for t, grad in found]
+        pairs = [(t, t.grad) for t in every] if gradients else []
+        self._gradients = [(t, grad, None if grad is None else copy_of(grad, False)) for t, grad in pairs]
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -384,24 +384,24 @@ class Undo:
         Raises:
             UnsupportedOptimizerError: some could not be put back. None of them is saved.
         """
-        found: dict[int, SavedParameter] = {}
+        new: dict[int, SavedParameter] = {}
         for parameter in parameters:
             try:
                 if (saved := self._saved.get(id(parameter))) is None:
-                    found[id(parameter)] = SavedParameter(parameter, optimizer, self._host, mappings)
+                    new[id(parameter)] = SavedParameter(parameter, optimizer, self._host, mappings)
                 elif saved.left is None:
                     saved.keep_belongings()
             except TypeError as error:
                 raise _cannot_put_back(optimizer, parameter, error) from error
-        self._saved.update(found)
+        self._saved.update(new)
 
     def updated(self, parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> None:
         """Their update is over: raise ``UnsupportedOptimizerError`` if state that was made since ``save`` could not be
         put back later on."""
-        found = [(p, saved) for p in parameters if (saved := self._saved.get(id(p))) is not None]
-        for _, saved in found:
+        pairs = [(p, saved) for p in parameters if (saved := self._saved.get(id(p))) is not None]
+        for _, saved in pairs:
             saved.left = saved.look()
-        for parameter, saved in found:
+        for parameter, saved in pairs:
             entry = optimizer.state.get(parameter)
             if entry is not None and saved.entry is None:
                 try:

@@ -221,12 +221,12 @@ class _Held(NamedTuple):
     items: Mapping[Any, Any]
 
     def like(self, other: "_Held") -> bool:
-        mine, others = self.items, other.items
+        items, others = self.items, other.items
         return (
             self.kind is other.kind
-            and mine.keys() == others.keys()
-            and (not issubclass(self.kind, dict) or list(mine) == list(others))
-            and all(alike(value, others[key]) for key, value in mine.items())
+            and items.keys() == others.keys()
+            and (not issubclass(self.kind, dict) or list(items) == list(others))
+            and all(alike(value, others[key]) for key, value in items.items())
         )
 
 
@@ -312,10 +312,10 @@ def inner_of(tensor: Any) -> dict[str, torch.Tensor]:
     if getattr(tensor, "__tensor_flatten__", None) is None:
         raise TypeError(f"a tensor of the class {name}, which has no __tensor_flatten__ to tell what it holds")
     every = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
-    found = {name: one for name, one in every.items() if isinstance(one, torch.Tensor)}  # others: a mesh of devices
-    if not found or not all(getattr(tensor, name) is one for name, one in found.items()):
+    inner = {name: v for name, v in every.items() if isinstance(v, torch.Tensor)}  # others: a mesh of devices
+    if not inner or not all(getattr(tensor, name) is v for name, v in inner.items()):
         raise TypeError(f"a tensor of the class {name}, whose __tensor_flatten__ names no tensors that it keeps")
-    return found
+    return inner
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -405,9 +405,9 @@ def has_buffer(value: Any) -> bool:
 
 
 def attributes_of(value: Any) -> dict[Any, Any] | None:
-    found = {name: getattr(value, name) for name in _slots_of(type(value)) if hasattr(value, name)}
-    found.update(getattr(value, "__dict__", {}))
-    return found or None
+    attributes = {name: getattr(value, name) for name in _slots_of(type(value)) if hasattr(value, name)}
+    attributes.update(getattr(value, "__dict__", {}))
+    return attributes or None
 
 
 def is_closed(value: Any) -> bool:
@@ -422,14 +422,14 @@ _SLOTS: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictio
 def _slots_of(cls: type) -> tuple[str, ...]:
     """The names of its slots, and of the classes that it is made of. Python looks at ``__slots__`` once, too."""
     if (known := _SLOTS.get(cls)) is None:
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         for base in cls.__mro__:
             slots = vars(base).get("__slots__", ())
             private_to = f"_{base.__name__.lstrip('_')}"  # as Python names those that begin with two underscores
             for name in (slots,) if isinstance(slots, str) else tuple(slots):
                 if name not in ("__dict__", "__weakref__"):
-                    found[f"{private_to}{name}" if name.startswith("__") and not name.endswith("__") else name] = None
-        known = _SLOTS[cls] = tuple(found)
+                    names[f"{private_to}{name}" if name.startswith("__") and not name.endswith("__") else name] = None
+        known = _SLOTS[cls] = tuple(names)
     return known
 
 

@@ -568,12 +568,12 @@ class FinalWrites(Writes):
     def step_stopped(self, stepper: Stepper) -> None:
         members, round_ = self._step.members, self._step.round
         living = [a for a in members.all if a.peek() is not None]
-        mine = [a for a in living if a.spec.index in members.offered or gradient_of(a) is not None]
+        with_gradient = [a for a in living if a.spec.index in members.offered or gradient_of(a) is not None]
         # Those that instep itself has stepped before step() began, and those whose optimizer's step() has returned.
         done = [attached for attached, _ in round_.hidden]
-        done += [a for a in mine if a.stepper is not stepper and a.stepper not in round_.steppers_left]
+        done += [a for a in with_gradient if a.stepper is not stepper and a.stepper not in round_.steppers_left]
         members.applied.update(attached.spec.index for attached in done)
-        unsure = [a.spec.name for a in mine if a.stepper is stepper and not members.is_applied(a)]
+        unsure = [a.spec.name for a in with_gradient if a.stepper is stepper and not members.is_applied(a)]
         self.tear(InstepError(f"{stepper.name}.step() raised"), unsure)
 
     def committed(self, stepper: Stepper, applied: AttachedParameters) -> None:

@@ -131,8 +131,8 @@ def listen(to: Compiles) -> None:
 
 
 def _tell(*_: object) -> None:
-    for one in list(_listening):
-        one.before_compile()
+    for listener in list(_listening):
+        listener.before_compile()
 
 
 # The six things instep asks of the autograd engine that have no public name.
@@ -377,8 +377,8 @@ class Run:
         known = {id(leaf) for leaf in leaves}
         if not known.isdisjoint(map(id, self._outputs)):
             return True
-        found = (getattr(one, "node", None) or getattr(one, "grad_fn", None) for one in self._outputs)
-        return leads_to([node for node in found if node is not None], known, hidden=True)
+        nodes = (getattr(output, "node", None) or getattr(output, "grad_fn", None) for output in self._outputs)
+        return leads_to([node for node in nodes if node is not None], known, hidden=True)
 
 
 def leads_to(nodes: Iterable[Any], leaves: Collection[int], *, hidden: bool = False) -> bool:
@@ -416,9 +416,9 @@ class RunErrors:
         global _engine_run
         self._listener = weakref.ref(listener, _tell_no_more)
         _told.append(self._listener)
-        found = getattr(torch.autograd, _RUN)
-        if found is not _run:
-            _engine_run = found
+        current = getattr(torch.autograd, _RUN)
+        if current is not _run:
+            _engine_run = current
             setattr(torch.autograd, _RUN, _run)
 
     def remove(self) -> None:
@@ -430,7 +430,7 @@ _engine_run: Callable[..., Any] = getattr(torch.autograd, _RUN)
 
 
 def _tell_no_more(ref: "weakref.ref[HearsErrors]") -> None:
-    _told[:] = [one for one in _told if one is not ref]
+    _told[:] = [other for other in _told if other is not ref]
     if not _told and getattr(torch.autograd, _RUN) is _run:  # else somebody else's stands before this one
         setattr(torch.autograd, _RUN, _engine_run)
 
@@ -468,8 +468,8 @@ def _tell_of_error(
     accumulates = bool(kwargs.get("accumulate_grad"))
     inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
     run = Run("backward()" if accumulates else "torch.autograd.grad()", accumulates, tuple(inputs or ()), outputs)
-    found = [listener.run_raised(run, error) for ref in list(_told) if (listener := ref()) is not None]
-    return next((instead for instead in found if instead is not None), None)
+    replacements = [listener.run_raised(run, error) for ref in list(_told) if (listener := ref()) is not None]
+    return next((instead for instead in replacements if instead is not None), None)
 
 
 def is_of_written(error: BaseException) -> bool:
@@ -539,7 +539,7 @@ class Backward:
             if self._turn is _Turn.DUE:
                 self._turn = _Turn.IDLE
             return
-        self._ends().asked[EndOfBackward(end, failed)] = phase
+        self._ends().phases[EndOfBackward(end, failed)] = phase
         if self._turn is _Turn.NONE:
             call_at_end(self._take_turn)
         if self._turn is not _Turn.RUNNING:
@@ -549,18 +549,18 @@ class Backward:
     def _take_turn(self) -> None:
         due, self._turn = self._turn is _Turn.DUE, _Turn.RUNNING
         if due:
-            phase = min(self._ends().asked.values())
+            phase = min(self._ends().phases.values())
             while (end := self._next(phase)) is not None:
                 end.run()
-        self._turn = _Turn.DUE if self._ends().asked else _Turn.NONE
+        self._turn = _Turn.DUE if self._ends().phases else _Turn.NONE
         if self._turn is _Turn.DUE:
             call_at_end(self._take_turn)
 
     def _next(self, phase: Phase) -> EndOfBackward | None:
         end: EndOfBackward
-        for end, asked in self._ends().asked.items():
-            if asked is phase:
-                del self._ends().asked[end]
+        for end, wanted in self._ends().phases.items():
+            if wanted is phase:
+                del self._ends().phases[end]
                 return end
         return None
 
@@ -569,13 +569,13 @@ class _Ends:
     """Keeps the ends of a backward. Nothing but the engine keeps this: where the backward raises, they are dropped.
 
     Attributes:
-        asked: in the order of asking, in which a ``dict`` lets go of them, too.
+        phases: in the order of asking, in which a ``dict`` lets go of them, too.
     """
 
-    __slots__ = ("__weakref__", "_backward", "_task", "asked")
+    __slots__ = ("__weakref__", "_backward", "_task", "phases")
 
     def __init__(self, backward: Backward, task: int) -> None:
-        self.asked: dict[EndOfBackward, Phase] = {}
+        self.phases: dict[EndOfBackward, Phase] = {}
         self._backward = backward
         self._task = task
 

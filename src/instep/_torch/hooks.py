@@ -118,8 +118,8 @@ def last_of_pre_hooks(optimizer: Optimizer, handle: RemovableHandle) -> None:
 
 def has_global_step_hooks() -> bool:
     """Whether somebody else has registered a step hook for all optimizers. torch has no public way to ask."""
-    mine = None if _global_hook is None else _global_hook.id
-    return bool(_global_optimizer_post_hooks) or not _global_optimizer_pre_hooks.keys() <= {mine}
+    own = None if _global_hook is None else _global_hook.id
+    return bool(_global_optimizer_post_hooks) or not _global_optimizer_pre_hooks.keys() <= {own}
 
 
 def first_of_tensor_hooks(tensor: torch.Tensor, call: Callable[..., Any]) -> None:
@@ -333,15 +333,15 @@ def user_call(operation: str) -> str:
     """What the user has called, of torch's, that comes down to ``operation`` now: ``"clip_grad_norm_()"``. Where it is
     none of torch's functions in Python, ``operation``."""
     frame: FrameType | None = sys._getframe(1)
-    found: FrameType | None = None
+    caller: FrameType | None = None
     while frame is not None:
         room = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if room in _NAMED and frame.f_code.co_name not in _WRAPPERS:
-            found = frame
+            caller = frame
         elif room not in _NAMED and room not in _THROUGH:
             break
         frame = frame.f_back
-    return operation if found is None else _name_of(found)
+    return operation if caller is None else _name_of(caller)
 
 
 def _name_of(frame: FrameType) -> str:
@@ -388,10 +388,10 @@ class PlainPickles:
         classes = {type(module) for module in modules}
         for cls in classes:
             _users[cls] += 1
-            found = copyreg.dispatch_table.get(cls)
-            if found is not _reduced:
-                if found is not None:
-                    _others[cls] = found
+            reducer = copyreg.dispatch_table.get(cls)
+            if reducer is not _reduced:
+                if reducer is not None:
+                    _others[cls] = reducer
                 copyreg.pickle(cls, _reduced)
         self._finalizer = weakref.finalize(self, _release, classes)
         self._finalizer.atexit = False

@@ -116,7 +116,7 @@ class Owners:
             if left == 0:
                 gone()
 
-        self._finalizers = [weakref.finalize(one, one_is_gone) for one in objects]
+        self._finalizers = [weakref.finalize(item, one_is_gone) for item in objects]
         for finalizer in self._finalizers:
             finalizer.atexit = False
 

@@ -103,11 +103,11 @@ def is_used() -> bool:
     return _MODULE in sys.modules
 
 
-def is_schedule(found: object) -> bool:
-    """Whether ``found`` is a schedule whose stages can be watched."""
+def is_schedule(value: object) -> bool:
+    """Whether ``value`` is a schedule whose stages can be watched."""
     if (made := sys.modules.get(_MODULE)) is None:
         return False
-    return isinstance(found, (made.PipelineScheduleSingle, made.PipelineScheduleMulti))
+    return isinstance(value, (made.PipelineScheduleSingle, made.PipelineScheduleMulti))
 
 
 def _stages_of(schedule: Any) -> Sequence[Any]:
@@ -127,28 +127,28 @@ class _WatchedStage:
         self.has_ended = False  # whether the last backward of the run has been
 
     def meet(self, call: Callable[[], Any], options: object) -> Any:
-        found, runs = call(), self._runs()
-        if found and runs is not None:
+        result, runs = call(), self._runs()
+        if result and runs is not None:
             runs.is_about_to_meet()
-        return found
+        return result
 
     def backward(self, call: Callable[[], Any], options: Mapping[str, Any]) -> Any:
-        found, runs, stage = call(), self._runs(), self._stage()
+        result, runs, stage = call(), self._runs(), self._stage()
         # Without a backward, as in ``schedule.eval(…)``, torch makes the same calls.
         is_last = bool(options.get("last_backward")) and stage is not None and stage.has_backward
         self.has_ended = is_last and not self._ends_with_run
         if is_last and self._ends_with_run and runs is not None:
             runs.stage_ends_with_run(self._number)
-        return found
+        return result
 
     def finish(self, call: Callable[[], Any], options: object) -> Any:
         """One of these calls another, which is the last that it does."""
-        found = call()
+        result = call()
         runs = self._runs()
         if self.has_ended and runs is not None:
             self.has_ended = False
             runs.stage_is_through(self._number)
-        return found
+        return result
 
 
 Around = Callable[["partial[Any]", Mapping[str, Any]], Any]

@@ -44,11 +44,11 @@ class Placeholder(torch.Tensor):
 
     def __getattr__(self, name: str) -> Any:
         """What torch's own tensors have not: a gradient may be of another class, such as a DTensor."""
-        found = vars(self).get("_class")
-        if found is None or not (name in found.attributes or hasattr(found.kind, name)):
+        own = vars(self).get("_class")
+        if own is None or not (name in own.attributes or hasattr(own.kind, name)):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         try:
-            real = self._use(f"{found.kind.__name__}.{name}", (), None, None)
+            real = self._use(f"{own.kind.__name__}.{name}", (), None, None)
         except InstepError as error:
             # The same error, and an ``AttributeError``: who asks whether there is an attribute (``hasattr``) finds
             # none, as of any other tensor.
@@ -340,5 +340,5 @@ def _used_in(operation: str, args: Sequence[Any], dtype: Any, device: Any, value
     if isinstance(value, Placeholder):
         return value._use(operation, args, dtype, device)
     if isinstance(value, (list, tuple)):
-        return type(value)(_used_in(operation, args, dtype, device, one) for one in value)
+        return type(value)(_used_in(operation, args, dtype, device, item) for item in value)
     return value

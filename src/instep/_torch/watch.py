@@ -217,8 +217,8 @@ def _watched_attribute(slot: Any) -> property:
 def _get_grad(parameter: "_Watched") -> torch.Tensor | None:
     _tell_of_grad(parameter, GET_GRAD)
     with torch._C.DisableTorchFunctionSubclass():
-        found: torch.Tensor | None = GET_GRAD(parameter)
-        return found
+        gradient: torch.Tensor | None = GET_GRAD(parameter)
+        return gradient
 
 
 def _set_grad(parameter: "_Watched", gradient: torch.Tensor | None) -> None:
@@ -284,11 +284,11 @@ class _Watched(torch.Tensor):
         for parameter in watched:
             _unwatch(parameter)
         try:
-            found = func(*args, **kwargs)
+            result = func(*args, **kwargs)
         finally:
             for parameter, as_watched in still:
                 parameter.__class__ = as_watched
-        return _of_its_class(args[0], found) if func is torch.Tensor.detach else found
+        return _of_its_class(args[0], result) if func is torch.Tensor.detach else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self.detach()  # the values are about to be read

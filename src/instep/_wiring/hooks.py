@@ -139,7 +139,7 @@ class Readers:
     def watch(self, model: nn.Module, owners: Sequence[ModuleParameters], handles: Handles) -> None:
         """Hooks on the modules that hold attached parameters themselves."""
 
-    def watch_fsdp1(self, wrapper: nn.Module, mine: Sequence[AttachedParameter], handles: Handles) -> None:
+    def watch_fsdp1(self, wrapper: nn.Module, parameters: Sequence[AttachedParameter], handles: Handles) -> None:
         """Hooks before a ``FullyShardedDataParallel`` gathers these parameters."""
 
 
@@ -199,9 +199,9 @@ class AddedParameters:
         self._handles.append(PlainPickles(model.modules()))
 
     def _require_in_place(self, grouped: Sequence[Sequence[int]]) -> None:
-        for stepper, found in zip(self._refs.steppers, map(set, grouped), strict=True):
+        for stepper, ids in zip(self._refs.steppers, map(set, grouped), strict=True):
             for attached in self._schedule.parameters:
-                if attached.stepper is stepper and id(attached.peek()) not in found:
+                if attached.stepper is stepper and id(attached.peek()) not in ids:
                     raise StaleAttachmentError(
                         f"parameter {attached.spec.name!r} is no longer in {stepper.name}.param_groups. detach() "
                         "before taking parameters out of an optimizer, or now, and attach again after"
@@ -251,11 +251,11 @@ class Sharding:
         for number, group in enumerate(self._groups):
             module = group.module()
             assert module is not None
-            mine = [a for a in self._schedule.parameters if a.spec.group == number]
+            shards = [a for a in self._schedule.parameters if a.spec.group == number]
             if self.in_fsdp1:
-                readers.watch_fsdp1(module, mine, handles)
+                readers.watch_fsdp1(module, shards, handles)
             else:
-                before = BoundHook(functools.partial(self._before_gather, number, mine))
+                before = BoundHook(functools.partial(self._before_gather, number, shards))
                 handles.append(module.register_forward_pre_hook(before, prepend=True))
         handles.extend(self._after_errors.connect(weakly(self._schedule.drain_failed_backwards)))
 
@@ -266,12 +266,12 @@ class Sharding:
     def backward_failed(self) -> None:
         self._after_errors.backward_failed()
 
-    def _before_gather(self, number: int, mine: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
+    def _before_gather(self, number: int, shards: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
         if torch.compiler.is_compiling() or graph_task() is not None:
             return
         if torch.is_grad_enabled():
             self._uses.ran(number)
-        self._schedule.before_gather(mine)
+        self._schedule.before_gather(shards)
 
 
 class PlainHooks:
@@ -577,29 +577,29 @@ class CheckedReaders(Readers):
         self._on_trial = on_trial
 
     def watch(self, model: nn.Module, owners: Sequence[ModuleParameters], handles: Handles) -> None:
-        for owner, mine in owners:
+        for owner, parameters in owners:
             if owner is not model:
-                on_cpu = mine[0].spec.device.type == "cpu"
+                on_cpu = parameters[0].spec.device.type == "cpu"
                 ask = self._before_read_on_cpu if on_cpu else self._before_read
-                hook = BoundHook(weakly(ask, mine))  # ``while_open`` may have it in a list
+                hook = BoundHook(weakly(ask, parameters))  # ``while_open`` may have it in a list
                 handle = owner.register_forward_pre_hook(hook)
                 handles.append(handle)
                 if on_cpu and not self._on_trial:
                     self.while_open.add(handle, hook)
 
-    def _before_read_on_cpu(self, mine: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
+    def _before_read_on_cpu(self, parameters: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
         # Where there are no streams to note, nothing is left to do in the model's own forward.
         if not (torch.compiler.is_compiling() or self._backwards.in_forward):
-            self._before_read(mine, module, args)
+            self._before_read(parameters, module, args)
 
-    def _before_read(self, mine: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
+    def _before_read(self, parameters: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
         schedule = self._schedule
         if torch.compiler.is_compiling() or graph_task() is not None:
             return
-        schedule.streams.producers.note_current(mine[0].spec.device)
+        schedule.streams.producers.note_current(parameters[0].spec.device)
         if self._backwards.in_forward:
             return  # the model's own, in which this has been asked already
-        if any(map(schedule.is_applied, mine)):
+        if any(map(schedule.is_applied, parameters)):
             schedule.before_forward()
         if self._on_trial and torch.is_grad_enabled():
             self._see_backward_of(module)
@@ -631,16 +631,16 @@ class WaitingReaders(Readers):
         inside = {module for wrapper in compiled for module in wrapper.modules()}
         for wrapper in compiled:
             below = {id(p) for p in wrapper.parameters()}
-            mine = [a for a in schedule.parameters if id(a.get()) in below]
-            handles.append(schedule.watch_reader(wrapper, mine))
-        for owner, mine in owners:
+            parameters = [a for a in schedule.parameters if id(a.get()) in below]
+            handles.append(schedule.watch_reader(wrapper, parameters))
+        for owner, parameters in owners:
             if owner not in inside:
-                reader = schedule.watch_reader(owner, mine)
+                reader = schedule.watch_reader(owner, parameters)
                 schedule.readers.append(reader)
                 handles.append(reader)
 
-    def watch_fsdp1(self, wrapper: nn.Module, mine: Sequence[AttachedParameter], handles: Handles) -> None:
-        before_read = BoundHook(functools.partial(self._schedule.before_read, mine))
+    def watch_fsdp1(self, wrapper: nn.Module, parameters: Sequence[AttachedParameter], handles: Handles) -> None:
+        before_read = BoundHook(functools.partial(self._schedule.before_read, parameters))
         handles.append(BeforeFSDP1Gathers(wrapper, before_read))
 
 

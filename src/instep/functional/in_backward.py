@@ -243,10 +243,10 @@ def _set_up_ddp(ddp: DistributedDataParallel) -> bool:
     """Have ``ddp`` step its parameters once they are reduced. ``False``: it has none that is instep's, and nothing was
     done."""
     recorded = [p for p in ddp._module_parameters if has_in_backward_optimizers(p)]
-    mine = [p for p in recorded if p in _hooks]
-    if not mine:
+    ours = [p for p in recorded if p in _hooks]
+    if not ours:
         return False
-    if len(mine) < len(recorded):
+    if len(ours) < len(recorded):
         raise AttachError(
             "some parameters of this DistributedDataParallel were given to torch's own _apply_optimizer_in_backward "
             "and some to instep's. Give them all to instep's"
@@ -255,7 +255,7 @@ def _set_up_ddp(ddp: DistributedDataParallel) -> bool:
     if not ddp._comm_hooks:
         ddp.register_comm_hook(_DDPReference(ddp), apply_optim_in_backward_hook(ddp.gradient_as_bucket_view))
     in_buckets = bucket_parameters(ddp)  # DDP does not reduce the others: they are stepped in their own hooks
-    for parameter in mine:
+    for parameter in ours:
         if id(parameter) in in_buckets:
             _reduced_by[parameter] = weakref.ref(ddp)
     return True

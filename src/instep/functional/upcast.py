@@ -96,10 +96,10 @@ class AllreduceUpcastHookState(NotCopied):
         self._buckets = Reductions(None, self._after_ddp_ended, self._raised)
         ddp = self._ddp()
         if (ddp.mixed_precision is None) == (self.mixed_precision is None):
-            found = "neither has" if self.mixed_precision is None else "both have"
+            which = "neither has" if self.mixed_precision is None else "both have"
             raise AttachError(
                 "mixed_precision must be given to AllreduceUpcastHookState or to DistributedDataParallel, and "
-                f"{found} one: AllreduceUpcastHookState(weakref.ref(ddp), None, "
+                f"{which} one: AllreduceUpcastHookState(weakref.ref(ddp), None, "
                 "mixed_precision=MixedPrecisionPolicy(…)) for a DDP without; on an accelerator with torch.Stream() in "
                 "place of None"
             )

@@ -191,10 +191,10 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
         """Of somebody else's, in whose place instep's would run."""
         named = {"clip_grad_norm_": clip is not None, "backward": self._runs_backward(clip)}
         for name in (name for name, is_replaced in named.items() if is_replaced):
-            found = vars(accelerator).get(name)
-            is_ours = any(found is ours for _, _, ours, _ in self._replaced)  # after training that has failed
+            method = vars(accelerator).get(name)
+            is_ours = any(method is ours for _, _, ours, _ in self._replaced)  # after training that has failed
             own = getattr(type(accelerator), name) is not getattr(Accelerator, name)
-            if own or not (found is None or is_ours):
+            if own or not (method is None or is_ours):
                 raise AttachError(
                     f"the Trainer's Accelerator has a {name}() of its own, and InstepCallback would run in its place. "
                     "Leave it out, or use InstepCallback(schedule='forward'), which replaces nothing"
@@ -349,9 +349,9 @@ def _trainer_of(state: TrainerState) -> Trainer:
     classes = [Trainer]
     for cls in classes:
         classes.extend(cls.__subclasses__())
-    for found in gc.get_referrers(*classes):
-        if isinstance(found, Trainer) and found.state is state:
-            return found
+    for referrer in gc.get_referrers(*classes):
+        if isinstance(referrer, Trainer) and referrer.state is state:
+            return referrer
     raise AttachError(
         "InstepCallback is for a transformers.Trainer, and none has this TrainerState. In a loop of your own call "
         "instep.attach(model, optimizer)"
