@@ -77,12 +77,15 @@ def test_ctrl_c(model: nn.Module, way: str) -> None:
         model(x).sum().backward()
         optimizer.step()
 
+    def train_and_use() -> None:
+        train()
+        model(x)  # whoever comes next to what was put off is told
+
     with recorded() as log:
         train()
         optimizer.zero_grad()
         with after_updates(ctrl_c), pytest.raises(KeyboardInterrupt):
-            train()
-            model(x)  # whoever comes next to what was put off is told
+            train_and_use()
         if "undo" not in way:
             with pytest.raises(TornStepError):
                 model(x)
