@@ -360,17 +360,17 @@ MUTANTS = [
     Mutant(
         "put off what has owners that are not known",
         "_reachable_by_others",
-        "found = _any_of(found, _have_other_owners(mine, tensors))",
+        "shared = _any_of(shared, _have_other_owners(parameters, tensors))",
     ),
     Mutant(
         "put off the update from a gradient that the loop has kept",
         "_reachable_by_others",
-        "found = _any_of(found, are_kept(list(map(GRADIENT, tensors))))",
+        "shared = _any_of(shared, are_kept(list(map(GRADIENT, tensors))))",
     ),
     Mutant(
         "put off the update from a gradient of which the loop has an alias",
         "_reachable_by_others",
-        "found = _any_of(found, _gradients_have_other_owners(tensors, everybody, in_views=in_views))",
+        "shared = _any_of(shared, _gradients_have_other_owners(tensors, everybody, in_views=in_views))",
     ),
     Mutant(
         "put off updates while the loop has the optimizer's state",
@@ -381,8 +381,8 @@ MUTANTS = [
     Mutant(
         "put off updates while the loop has entries of the state",
         "_reachable_by_others",
-        "found = entries_are_kept(list(map(optimizer.state.get, tensors)))",
-        "found = [False] * len(tensors)",
+        "shared = entries_are_kept(list(map(optimizer.state.get, tensors)))",
+        "shared = [False] * len(tensors)",
     ),
     Mutant(
         "do not look whether a storage is kept",
@@ -404,7 +404,7 @@ MUTANTS = [
         "",
     ),
     Mutant(
-        "take the first of each pair for the one that is at once", "DeferralTrial._gains", "len(found) % 2 == 0", "True"
+        "take the first of each pair for the one that is at once", "DeferralTrial._gains", "len(gains) % 2 == 0", "True"
     ),
     Mutant(
         "add contributions as they arrive",
@@ -505,10 +505,10 @@ MUTANTS = [
     Mutant(
         "the host's clock shows an accelerator",
         "deferring_of",
-        'all(_devices_of(one) <= {"cpu"} for one in refs.optimizers())',
+        'all(_devices_of(optimizer) <= {"cpu"} for optimizer in refs.optimizers())',
         "True",
     ),
-    Mutant("decide alone", "DeferralTrial.backward_begins", "found and self._others is not None", "False"),
+    Mutant("decide alone", "DeferralTrial.backward_begins", "gains and self._others is not None", "False"),
     Mutant("ask for ever", "DeferralTrial._ask", "self._waited == max(ASKED)", "False"),
     Mutant(
         "give up nothing that cannot be followed",
@@ -868,7 +868,9 @@ MUTANTS = [
         "        torch.autograd.graph.increment_version(self.tensors)\n",
         "",
     ),
-    Mutant("write over a write of which nobody is told", "_VersionsAtStep.require", "found != self._versions", "False"),
+    Mutant(
+        "write over a write of which nobody is told", "_VersionsAtStep.require", "versions != self._versions", "False"
+    ),
     Mutant(
         "take a parameter that came into the groups a second time",
         "AddedParameters.adopt",
@@ -879,8 +881,8 @@ MUTANTS = [
         "DeferredBuckets._end",
         "order_added(optimizer, step.entries_before)",
     ),
-    Mutant("use a stand-in again that somebody has", "StandIns.take_back", "None and not _is_shared(found)", "None"),
-    Mutant("keep the gradient in a stand-in that nobody has", "StandIns.take_back", "found[0].let_go()"),
+    Mutant("use a stand-in again that somebody has", "StandIns.take_back", "None and not _is_shared(lent)", "None"),
+    Mutant("keep the gradient in a stand-in that nobody has", "StandIns.take_back", "lent[0].let_go()"),
     Mutant(
         "use a stand-in again for a gradient of another layout",
         "HeldGradient.stand_for",
@@ -1135,7 +1137,7 @@ MUTANTS = [
     Mutant(
         "communicate for autograd.grad too",
         "TransientBuckets._gives_gradients",
-        "or not leads_to(inputs, set(map(id, mine)))",
+        "or not leads_to(inputs, set(map(id, own)))",
         "or True",
     ),
     Mutant(
@@ -1265,7 +1267,7 @@ MUTANTS = [
         '"set" if words.pop("left_to_torch") == repr(BY_ENVIRONMENT) else "not set"',
         'words.pop("left_to_torch") and "not set"',
     ),
-    Mutant("do not compare the order of parameters", "_differences", "zip(one, other, strict=False)", "()"),
+    Mutant("do not compare the order of parameters", "_differences", "zip(words, other, strict=False)", "()"),
     Mutant("a rank that has joined does not vote", "_Shadow.main_hook", "votes.abstain(joining.steps)"),
     Mutant(
         "a rank that has joined answers one vote where the others ask first",
@@ -1553,7 +1555,7 @@ MUTANTS = [
     Mutant(
         "a step at rest has ended while it runs",
         "StepCalls.end_stopped",
-        "not any(one.is_stepping for one in self._step.members.steppers)",
+        "not any(stepper.is_stepping for stepper in self._step.members.steppers)",
         "True",
     ),
     Mutant(
@@ -1644,7 +1646,7 @@ MUTANTS = [
     Mutant(
         "leave what is due when the forward of what DDP wraps has ended",
         "_after_wrapped",
-        "found.synchronize()",
+        "living.synchronize()",
         "pass",
     ),
     Mutant(
@@ -1922,13 +1924,13 @@ MUTANTS = [
     Mutant(
         "disabled, clip again for each optimizer",
         "PlainCalls._begin",
-        "step.round.steppers_left = {a.stepper for a, _ in found}",
-        "step.round.steppers_left = {a.stepper for a, _ in found if a.stepper.optimizer() is optimizer}",
+        "step.round.steppers_left = {a.stepper for a, _ in pairs}",
+        "step.round.steppers_left = {a.stepper for a, _ in pairs if a.stepper.optimizer() is optimizer}",
     ),
     Mutant(
         "disabled, clip gradients that are still scaled",
         "PlainCalls._begin",
-        "take_off_here(optimizer, [g for a, g in found if a.stepper.optimizer() is optimizer])",
+        "take_off_here(optimizer, [g for a, g in pairs if a.stepper.optimizer() is optimizer])",
     ),
     Mutant(
         "disabled, let each rank's backward communicate",
@@ -2018,12 +2020,14 @@ MUTANTS = [
     Mutant(
         "a message does not say whose step() is missing", "owed_steps", "stepper in step.round.steppers_left", "False"
     ),
-    Mutant("of several models one is watched", "_connect_model", "one in target.called", "one in target.called[:1]"),
+    Mutant(
+        "of several models one is watched", "_connect_model", "called in target.called", "called in target.called[:1]"
+    ),
     Mutant(
         "nobody's forward is watched of several models",
         "_connect_model",
-        "for one in target.called if not",
-        "for one in [target.model] if not",
+        "for called in target.called if not",
+        "for called in [target.model] if not",
     ),
     Mutant("of several models one is attached", "Attachment.__init__", "called, self", "called[:1], self"),
     Mutant("several models are detached in part", "Attachment._detach", "refs.called()", "refs.called()[:1]"),
@@ -2284,7 +2288,7 @@ MUTANTS = [
         "ranks that differ look for one another under names that their options make",
         "ranks_of",
         "digest_of(model)",
-        "digest_of(mine)",
+        "digest_of(own)",
     ),
     Mutant(
         "ranks that differ: FSDP2 gathers before a disabled rank has said what it trains",

@@ -43,8 +43,8 @@ def broadcast_entries(
     Raises:
         InstepError: on all ranks, where a value is neither.
     """
-    mine = dist.get_rank(group) == source
-    sent = {key: _sendable(value) for key, value in entries.items()} if mine and entries is not None else None
+    is_source = dist.get_rank(group) == source
+    sent = {key: _sendable(value) for key, value in entries.items()} if is_source and entries is not None else None
     received = broadcast_object(sent, group, source)
     if received is None:
         return None
@@ -54,7 +54,7 @@ def broadcast_entries(
                 f"{key!r} holds a {value}, which cannot be sent to other ranks: only numbers, strings, "
                 "lists and tensors can"
             )
-    if mine and entries is not None:
+    if is_source and entries is not None:
         return dict(entries)
     return {key: value if kind == "value" else value.to(kind) for key, (kind, value) in received.items()}
 
@@ -75,13 +75,13 @@ def _sendable(value: Any) -> tuple[str, Any]:
 
 def require_the_same(module: nn.Module, options: dict[str, Any], group: dist.ProcessGroup) -> None:
     """Raise ``AttachError`` on every rank, with the same words, if the ranks' models or options differ."""
-    mine = {
+    own = {
         **{f"the option {name!r}": value for name, value in options.items()},
         **{f"parameter {name!r}": _description(p, p.requires_grad) for name, p in module.named_parameters()},
         **{f"buffer {name!r}": _description(b, True) for name, b in module.named_buffers()},
     }
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group)
+    dist.all_gather_object(everyone, own, group)
     for rank, theirs in enumerate(everyone):
         for name in {**everyone[0], **theirs}:
             first, other = everyone[0].get(name, "missing"), theirs.get(name, "missing")
@@ -141,8 +141,8 @@ def resync(model: nn.Module, optimizers: Iterable[Optimizer], group: dist.Proces
     broadcast([*model.parameters(), *model.buffers()], group, source)
     for optimizer in optimizers:
         for settings in optimizer.param_groups:
-            mine = {k: v for k, v in settings.items() if k != "params" and _sendable(v)[0] != "unknown"}
-            settings.update(broadcast_entries(mine, group, source) or {})
+            values = {k: v for k, v in settings.items() if k != "params" and _sendable(v)[0] != "unknown"}
+            settings.update(broadcast_entries(values, group, source) or {})
             for parameter in settings["params"]:
                 entry = optimizer.state.get(parameter, None)
                 received = broadcast_entries(entry, group, source)

@@ -52,28 +52,28 @@ class Comparison:
         mine: what this rank says: its options, then its parameters. Where options differ, parameters are not named.
     """
 
-    def __init__(self, place: str, mine: Sequence[Words]) -> None:
+    def __init__(self, place: str, own: Sequence[Words]) -> None:
         self._store = store_of_world(place)
         self._place = _places.setdefault(world(), {}).setdefault(place, _StorePlace())
         self._rank = dist.get_rank()
-        self._mine = mine
+        self._own = own
         self._same: set[int] = {self._rank}  # the ranks that are known to say the same
         for other in self._place.others.values():  # this rank attaches again
             if other.passed > other.read:
                 other.read, other.last = other.passed, None
-        self._text = json.dumps([list(words.items()) for words in mine])
+        self._text = json.dumps([list(words.items()) for words in own])
         self._digest = digest_of(self._text)
-        self._number = len(self._place.said)
+        self._number = len(self._place.digests)
         self._counter = f"same/{self._number}/{self._digest}"
         self._is_counted = False
 
     def say(self) -> None:
         """Tell the other ranks. Who is interrupted here does it again."""
-        if len(self._place.said) == self._number:
-            self._place.said.append(self._digest)
+        if len(self._place.digests) == self._number:
+            self._place.digests.append(self._digest)
         # In this order: who finds the digest finds the words, and who has counted this rank finds the digest.
         self._store.set(f"words/{self._digest}", self._text)
-        self._store.set(f"said/{self._rank}", json.dumps(self._place.said))
+        self._store.set(f"said/{self._rank}", json.dumps(self._place.digests))
         if not self._is_counted:
             self._is_counted = True  # before: a rank that is not counted is asked for its words, and none counts twice
             self._store.add(self._counter, 1)
@@ -90,28 +90,28 @@ class Comparison:
         """What ``ranks`` have said by now. Waits for nobody."""
         if self.all_say_the_same(ranks):
             return Heard()
-        found = [self._read(rank) for rank in ranks if rank not in self._same]
+        others = [self._read(rank) for rank in ranks if rank not in self._same]
         return Heard(
-            next((one.difference for one in found if one.difference is not None), None),
-            tuple(rank for one in found for rank in one.missing),
-            any(one.alone for one in found),
+            next((other.difference for other in others if other.difference is not None), None),
+            tuple(rank for other in others for rank in other.missing),
+            any(other.alone for other in others),
         )
 
     def _read(self, rank: int) -> Heard:
         key, other = f"said/{rank}", self._place.others[rank]
-        said: list[str] = json.loads(self._store.get(key)) if self._store.check([key]) else []
+        digests: list[str] = json.loads(self._store.get(key)) if self._store.check([key]) else []
         for digest in other.met:
-            other.read = said.index(digest, other.read) + 1
+            other.read = digests.index(digest, other.read) + 1
             other.last = digest
         other.met.clear()
-        unread = said[other.read :]
+        unread = digests[other.read :]
         if self._digest in unread:
-            other.read = len(said) - unread[::-1].index(self._digest)
+            other.read = len(digests) - unread[::-1].index(self._digest)
             other.last = self._digest
             self._same.add(rank)
             return Heard()
         if unread:  # but nothing that this rank says
-            other.passed = len(said)
+            other.passed = len(digests)
             return Heard(self._difference(rank, unread[-1]))
         alone = other.last == self._digest
         return Heard(missing=() if alone else (rank,), alone=alone)
@@ -122,11 +122,11 @@ class Comparison:
 
     def _difference(self, rank: int, digest: str) -> str:
         theirs = map(dict, json.loads(self._store.get(f"words/{digest}")))
-        found: list[str] = []
-        for here, there in zip(self._mine, theirs, strict=True):
+        differences: list[str] = []
+        for here, there in zip(self._own, theirs, strict=True):
             first, second = (self._rank, here), (rank, there)
-            found = found or list(_differences(*sorted([first, second], key=itemgetter(0))))
-        return "; ".join(found[:_NAMED_DIFFERENCES])
+            differences = differences or list(_differences(*sorted([first, second], key=itemgetter(0))))
+        return "; ".join(differences[:_NAMED_DIFFERENCES])
 
 
 class _StorePlace:
@@ -137,7 +137,7 @@ class _StorePlace:
     """
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.digests: list[str] = []
         self.others: defaultdict[int, _OtherRank] = defaultdict(_OtherRank)
 
 
@@ -163,16 +163,16 @@ class _OtherRank:
 
 
 def _differences(lower: tuple[int, Words], higher: tuple[int, Words]) -> Iterator[str]:
-    (first, one), (second, other) = lower, higher
-    for name in {**one, **other}:
-        here, there = one.get(name, "missing"), other.get(name, "missing")
+    (first, words), (second, other) = lower, higher
+    for name in {**words, **other}:
+        here, there = words.get(name, "missing"), other.get(name, "missing")
         if here != there:
             yield f"{name} is {here} on rank {first} and {there} on rank {second}"
-    for here, there in zip(one, other, strict=False):
+    for here, there in zip(words, other, strict=False):
         if here != there:
             yield f"rank {first} has {here} where rank {second} has {there}, in another order"
 
 
-def digest_of(said: object) -> str:
-    """A short name for ``said``, the same in all processes."""
-    return blake2b(repr(said).encode(), digest_size=8).hexdigest()
+def digest_of(value: object) -> str:
+    """A short name for ``value``, the same in all processes."""
+    return blake2b(repr(value).encode(), digest_size=8).hexdigest()

@@ -21,9 +21,9 @@ def store_of_world(place: str) -> Any:
 
 def world() -> dist.ProcessGroup:
     """The default group: what is kept by it ends with ``destroy_process_group()``."""
-    found = dist.group.WORLD
-    assert found is not None, "ranks share a model only where torch.distributed was initialized"
-    return found
+    group = dist.group.WORLD
+    assert group is not None, "ranks share a model only where torch.distributed was initialized"
+    return group
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -62,11 +62,11 @@ def neighbours_of(
         parameters: each ``DTensor`` among them has a device mesh.
         stages: the ranks of a pipeline.
     """
-    groups: dict[dist.ProcessGroup, None] = dict.fromkeys(one.process_group for one in wrapped)
+    groups: dict[dist.ProcessGroup, None] = dict.fromkeys(wrapper.process_group for wrapper in wrapped)
     if stages is not None:
         groups[stages] = None
     # FSDP1 keeps the other dimension of HYBRID_SHARD in a private attribute.
-    groups.update(dict.fromkeys(group for one in wrapped if (group := getattr(one, "_inter_node_pg", None))))
+    groups.update(dict.fromkeys(group for wrapper in wrapped if (group := getattr(wrapper, "_inter_node_pg", None))))
     ranks_of = {group: ranks for group in groups if (ranks := _ranks_of(group)) is not None}
     groups, sets = dict.fromkeys(ranks_of), list(ranks_of.values())
     meshes = dict.fromkeys(mesh for p in parameters if (mesh := getattr(p, "device_mesh", None)) is not None)
@@ -115,16 +115,14 @@ class StepRanks:
         mismatch: what is not the same on all ranks; ``None``: nothing, as far as is known.
     """
 
-    def __init__(
-        self, neighbours: Neighbours, mine: Sequence[Words], model: str, *, waits: bool, matters: bool
-    ) -> None:
+    def __init__(self, neighbours: Neighbours, own: Sequence[Words], model: str, *, waits: bool, matters: bool) -> None:
         self.has_told = False
         self.has_met = False
         self.mismatch: str | None = None
         self._neighbours = neighbours
-        self._mine = mine
+        self._own = own
         self._model = model
-        self._number = crc32(repr(mine).encode())  # of votes that are cast for two attachments none is taken for one
+        self._number = crc32(repr(own).encode())  # of votes that are cast for two attachments none is taken for one
         self._waits = waits
         self._matters = matters
         self._ranks = neighbours.ranks if neighbours.are_all else None  # else it takes the others to know
@@ -144,7 +142,7 @@ class StepRanks:
             if self._comparison is None:
                 if self._ranks is None:
                     self._neighbours_in_store().set(str(dist.get_rank()), json.dumps(self._neighbours.ranks))
-                self._comparison = Comparison(place, self._mine)
+                self._comparison = Comparison(place, self._own)
             self._comparison.say()
         except RuntimeError:  # the process that keeps the store has ended
             if self._waits:
@@ -235,8 +233,8 @@ class StepRanks:
 
     def _heard(self) -> Heard:
         assert self._comparison is not None
-        if self._ranks is None and isinstance(found := self._closed(), Heard):
-            return found
+        if self._ranks is None and isinstance(heard := self._closed(), Heard):
+            return heard
         assert self._ranks is not None
         return self._comparison.heard(self._ranks)
 
@@ -244,13 +242,13 @@ class StepRanks:
         """Go from neighbour to neighbour until no rank is new, and note the ranks of the step. ``None``: all are known;
         else which rank has not said yet who its neighbours are."""
         store, ranks = self._neighbours_in_store(), set(self._neighbours.ranks)
-        asked: set[int] = set()
-        while rest := ranks - asked:
+        visited: set[int] = set()
+        while rest := ranks - visited:
             for rank in sorted(rest):
                 if not store.check([str(rank)]):
                     return Heard(missing=(rank,))
                 ranks.update(json.loads(store.get(str(rank))))
-                asked.add(rank)
+                visited.add(rank)
         self._ranks = tuple(sorted(ranks))
         return None
 
@@ -272,9 +270,9 @@ class StepRanks:
 
     def cast(self, step: int, *, failed: bool = False, nonfinite: bool = False) -> Vote:
         """Say how ``step`` went here, without waiting."""
-        rank, one = dist.get_rank(), self._number
-        said = [rank if failed else NOBODY, rank if nonfinite else NOBODY, step, -step, one, -one]
-        return Vote(self._vote_group(), said)
+        rank, number = dist.get_rank(), self._number
+        ballot = [rank if failed else NOBODY, rank if nonfinite else NOBODY, step, -step, number, -number]
+        return Vote(self._vote_group(), ballot)
 
     def abstain(self) -> Vote:
         """Take part in a vote of the others, on a step that this rank has no part in."""
@@ -287,10 +285,10 @@ class StepRanks:
     # What each rank finds out by itself, and tells the others without waiting for them: they need not come to it at the
     # same point of their loops, nor at all.
 
-    def say(self, found: bool) -> None:
+    def say(self, gains: bool) -> None:
         """Tell the others yes or no. A rank that has said yes may say no later."""
         if self._comparison is not None:
-            self._comparison.add("yes" if found else "no", 1)
+            self._comparison.add("yes" if gains else "no", 1)
 
     def all_found(self) -> bool | None:
         """``False`` as soon as one rank has said no, ``True`` once all have said yes; ``None`` before.

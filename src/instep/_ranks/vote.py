@@ -69,11 +69,11 @@ class Vote:
     """One that was cast, and may be under way: the minimum of what all ranks said. All threads that wait for it hear
     the same verdict."""
 
-    def __init__(self, group: "VoteGroup", said: Sequence[int]) -> None:
+    def __init__(self, group: "VoteGroup", ballot: Sequence[int]) -> None:
         self._lock = threading.Lock()
         self._verdict: Verdict | None = None
         self._lost: str | None = None  # what the communication raised
-        self._box = torch.tensor(said, dtype=torch.int64, device="cpu")
+        self._box = torch.tensor(ballot, dtype=torch.int64, device="cpu")
         self._group = group
         self._work: Any = group.minimum(self._box)
 
@@ -97,13 +97,13 @@ class Vote:
                     self._lost, self._work = str(error), None
                     self._group.close()
                     raise
-                failed, nonfinite, first, last, one, other = self._box.tolist()
+                failed, nonfinite, first, last, number, other = self._box.tolist()
                 self._verdict = Verdict(
                     failed_on=None if failed == NOBODY else failed,
                     nonfinite_on=None if nonfinite == NOBODY else nonfinite,
                     first=first,
                     last=-last,
-                    same=one == -other,
+                    same=number == -other,
                 )
                 self._work = None
             return self._verdict

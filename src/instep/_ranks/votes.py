@@ -123,9 +123,9 @@ class StepVotes:
         self.owes = self.owes and not failed  # who fails in these updates casts no vote on the step
         return None if self.voting is None else self._cast(self.voting, step, failed=failed)
 
-    def _cast(self, voting: StepRanks, step: int, **said: bool) -> Vote:
+    def _cast(self, voting: StepRanks, step: int, **outcome: bool) -> Vote:
         self.count += 1
-        return voting.cast(step - self._before, **said)
+        return voting.cast(step - self._before, **outcome)
 
     def committed(self, step: int, *, objects: bool = False) -> None:
         """This rank has taken ``step``. What the others say is heard later.

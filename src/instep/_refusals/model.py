@@ -50,10 +50,10 @@ def other_than_the_stages(target: Target, options: Options) -> None:
     stages = pipeline.modules
     stranger = next((called for called in target.called if not any(called is stage for stage in stages)), None)
     if stranger is not None or len(target.called) < len(stages):
-        found = f"model is {len(target.called)}" if stranger is None else f"{type(stranger).__name__} is none of them"
+        why = f"model is {len(target.called)}" if stranger is None else f"{type(stranger).__name__} is none of them"
         give = "stage.submod" if len(stages) == 1 else "[stage.submod for stage in stages]"
         raise AttachError(
-            f"pipeline= has {len(stages)} {'stage' if len(stages) == 1 else 'stages'} on this rank, and {found}: the "
+            f"pipeline= has {len(stages)} {'stage' if len(stages) == 1 else 'stages'} on this rank, and {why}: the "
             f"loop calls these modules. Give {give} as model, and their optimizers together"
         )
 
@@ -62,7 +62,7 @@ def other_than_the_stages(target: Target, options: Options) -> None:
 
 
 def fsdp1_with_flat_parameters(target: Target, options: Options) -> None:
-    if not all(one._use_orig_params for one in target.fsdp1):
+    if not all(wrapper._use_orig_params for wrapper in target.fsdp1):
         raise AttachError(
             "FullyShardedDataParallel(use_orig_params=True) is needed: without, its parameters are flat ones that "
             "no optimizer of the model's own parameters can step"
@@ -157,8 +157,8 @@ def _given(target: Target) -> Iterator[_Given]:
         for number, group in enumerate(optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
                 where = f"{type(optimizer).__name__}.param_groups[{number}]['params'][{position}]"
-                found = target.names.get(id(parameter))
-                yield _Given(parameter, where, None if found is None else found[1][0].name)
+                known = target.names.get(id(parameter))
+                yield _Given(parameter, where, None if known is None else known[1][0].name)
 
 
 def no_parameters(target: Target, options: Options) -> None:
@@ -190,8 +190,8 @@ def unknown_to_the_model(target: Target, options: Options) -> None:
     """Where the model has some of an optimizer's parameters, and nothing is asked for, ``optimizer.step()`` steps the
     others, at once and by itself."""
     given = list(_given(target))
-    knows_some = any(one.name is not None for one in given)
-    stranger = next((one for one in given if one.name is None), None)
+    knows_some = any(entry.name is not None for entry in given)
+    stranger = next((entry for entry in given if entry.name is None), None)
     if stranger is None or (knows_some and options.asks_for_nothing):
         return
     advice = [
@@ -254,7 +254,7 @@ def gradients_of_another_dtype(target: Target, options: Options) -> None:
     parameter's dtype."""
     if options.schedule == "forward" and options.defer is False:
         return
-    for given in (one for one in _given(target) if one.parameter.is_leaf):
+    for given in (given for given in _given(target) if given.parameter.is_leaf):
         dtype, of_gradient = given.parameter.dtype, getattr(given.parameter, "grad_dtype", given.parameter.dtype)
         # Of FSDP2, which keeps it since torch 2.15, a trial would put gradients of the parameter's dtype there.
         is_fsdp2s = bool(target.fsdp2) and is_sharded(given.parameter)
@@ -271,7 +271,7 @@ def all_frozen(target: Target, options: Options) -> None:
     # By default a loop may thaw them later. An option for a model that gets no gradient is a mistake.
     # On a rank of a pipeline it may be so for a while: the others train.
     waits = options.asks_for_nothing or options.communication.pipeline is not None
-    if not waits and not any(one.parameter.requires_grad for one in given):
+    if not waits and not any(entry.parameter.requires_grad for entry in given):
         raise AttachError(
             f"all {len(given)} parameters of the optimizer are frozen ({given[0].name!r} and so on): none will get a "
             "gradient. Set requires_grad before attach"
@@ -291,17 +291,17 @@ def shared_memory(target: Target, options: Options) -> None:
         last = first + size * (1 + int(reach))
         storage = parameter.device, parameter.untyped_storage().data_ptr()
         spans.setdefault(storage, []).append((first, last, name, parameter))
-    for found in spans.values():
+    for in_storage in spans.values():
         # Sorted by their first bytes, two that overlap anywhere have neighbors that do.
-        for (_, end, one, a), (start, _, other, b) in pairwise(sorted(found, key=itemgetter(0, 1, 2))):
+        for (_, end, name, a), (start, _, other, b) in pairwise(sorted(in_storage, key=itemgetter(0, 1, 2))):
             if start < end:
                 raise AttachError(
-                    f"parameters {one!r} and {other!r} share memory (weight.data = …): their updates would depend on "
+                    f"parameters {name!r} and {other!r} share memory (weight.data = …): their updates would depend on "
                     "which comes first. Make them one parameter: b.weight = a.weight"
                 )
             if options.schedule == "backward" and share_versions(a, b):
                 raise AttachError(
-                    f"parameters {one!r} and {other!r} are views of one tensor: to autograd a write of one is a write "
+                    f"parameters {name!r} and {other!r} are views of one tensor: to autograd a write of one is a write "
                     "of the other, whose backward may still be to come. Give each memory of its own, "
                     "nn.Parameter(view.clone()), or attach without schedule"
                 )
@@ -309,8 +309,8 @@ def shared_memory(target: Target, options: Options) -> None:
 
 def _in_memory(target: Target) -> Iterator[tuple[torch.Tensor, str]]:
     """The optimizers' parameters that have elements in memory of this process."""
-    mine = set(map(id, target.optimized))
+    optimized = set(map(id, target.optimized))
     for key, (parameter, places) in target.names.items():
         plain = parameter.layout is torch.strided and not parameter.is_meta and type(parameter.data) is torch.Tensor
-        if key in mine and parameter.numel() > 0 and plain:
+        if key in optimized and parameter.numel() > 0 and plain:
             yield parameter, places[0].name

@@ -111,7 +111,7 @@ DEFER_IN_HOOKS = Pair(
 
 def _in_updates(options: Options) -> list[str]:
     """The options given that have a part in each update in backward."""
-    asked = {
+    settings = {
         "undo": options.undo,
         "clip": options.clip,
         "scaler": options.scaler,
@@ -119,7 +119,7 @@ def _in_updates(options: Options) -> list[str]:
         "offload": options.offload,
         "random": options.randomness.random,
     }
-    return [name for name, given in asked.items() if given]
+    return [name for name, given in settings.items() if given]
 
 
 UNDO_WITH_FORWARD = Pair(
@@ -258,7 +258,7 @@ BUCKET_BYTES_WITH_DDP = Pair(
 )
 COMM_HOOK_WITH_REPLICATE = Pair(
     _COMM_HOOK,
-    Choice("`replicate`", lambda t, o: any(isinstance(one, Replicated) for one in t.wrapped)),
+    Choice("`replicate`", lambda t, o: any(isinstance(wrapper, Replicated) for wrapper in t.wrapped)),
     "a hook is called with DDP's buckets",
     "comm_hook is for DistributedDataParallel, whose buckets it is called with; this model is replicated. Leave it out "
     "(mixed_precision with reduce_dtype sends fewer bits), or use DistributedDataParallel",
@@ -362,7 +362,7 @@ def _micro_batches(options: Options) -> str:
 def _of_communication(options: Options) -> list[str]:
     """Those beside ``pipeline`` that were given."""
     usual = Communication()
-    names = (one.name for one in fields(usual) if one.name != "pipeline")
+    names = (field.name for field in fields(usual) if field.name != "pipeline")
     return [name for name in names if getattr(options.communication, name) != getattr(usual, name)]
 
 

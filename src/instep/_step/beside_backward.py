@@ -158,13 +158,13 @@ class UpdatesBeside:
         return makes_none or all_there(map(state.get, tensors))
 
     def _step_of(self, stepper: Stepper) -> StepBesideBackward:
-        found = self.steps.get(stepper)
-        if found is None:
+        beside = self.steps.get(stepper)
+        if beside is None:
             step = self._step
-            mine = step.members.of(stepper)
-            found = self.steps[stepper] = StepBesideBackward(stepper, mine, step.number, None, step.times, {})
+            members = step.members.of(stepper)
+            beside = self.steps[stepper] = StepBesideBackward(stepper, members, step.number, None, step.times, {})
             self._state_watch.start(stepper.optimizer())
-        return found
+        return beside
 
     def _used_state(self, optimizer: Optimizer) -> None:
         """The optimizer's ``state`` is about to be read, replaced or copied."""

@@ -94,8 +94,8 @@ class ReadOrder:
         self._order: dict[int, int] = {}  # the place of each parameter's index, as forwards have come to them
         self._switches: dict[str, Any] | None = None
         # The last answer of ``members_of_buckets``. The order only grows: its length tells whether it has changed.
-        self._asked_of = AttachedParameters()
-        self._asked = (0, False)
+        self._last_parameters = AttachedParameters()
+        self._last_key = (0, False)
         self._members: list[AttachedParameters] = []
 
     def forward_begins(self) -> None:
@@ -121,14 +121,14 @@ class ReadOrder:
 
     def members_of_buckets(self, parameters: AttachedParameters, *, as_read: bool) -> list[AttachedParameters]:
         """The members of ``buckets_of``. Kept for the last ``parameters``, which are the same in most steps."""
-        asked = (len(self._order), as_read)
-        if parameters is not self._asked_of or asked != self._asked:
+        key = (len(self._order), as_read)
+        if parameters is not self._last_parameters or key != self._last_key:
             by_index = {attached.spec.index: attached for attached in parameters}
             self._members = [
                 AttachedParameters(by_index[spec.index] for spec in bucket.parameters)
                 for bucket in self.buckets_of(parameters, as_read=as_read)
             ]
-            self._asked_of, self._asked = parameters, asked
+            self._last_parameters, self._last_key = parameters, key
         return self._members
 
     def buckets_of(self, parameters: Iterable[AttachedParameter], *, as_read: bool) -> tuple[Bucket, ...]:
@@ -150,30 +150,30 @@ _IN_GRAPH = attrgetter("requires_grad")  # made by backward(create_graph=True)
 
 def which_can_defer(
     stepper: Stepper,
-    mine: AttachedParameters,
+    parameters: AttachedParameters,
     everybody: AttachedParameters,
     unseen: Container[int],
     *,
     in_views: OwnerCount | None,
 ) -> dict[AttachedParameter, bool]:
-    """Of each parameter of ``mine`` whether its update can wait. Those that somebody may read in a way that nobody sees
-    are stepped at once.
+    """Of each of ``parameters`` whether its update can wait. Those that somebody may read in a way that nobody sees are
+    stepped at once.
 
     Args:
-        mine: parameters of one optimizer with a gradient.
+        parameters: those of one optimizer with a gradient.
         unseen: the indices of those whose readers do not wait.
         in_views: the owners of the buckets of which gradients are views; ``None``: they are none.
     """
-    seen = _reachable_by_others(stepper.optimizer(), mine, everybody, in_views=in_views)
-    if not unseen and are_usual(mine):
-        return {**dict.fromkeys(mine, True), **dict.fromkeys(seen, False)}
-    return {a: a not in seen and _can_wait_alone(a, unseen) for a in mine}
+    seen = _reachable_by_others(stepper.optimizer(), parameters, everybody, in_views=in_views)
+    if not unseen and are_usual(parameters):
+        return {**dict.fromkeys(parameters, True), **dict.fromkeys(seen, False)}
+    return {a: a not in seen and _can_wait_alone(a, unseen) for a in parameters}
 
 
-def are_usual(mine: AttachedParameters) -> bool:
-    """Whether all of ``mine``, which have gradients, and these are plain strided tensors, and no part of a graph."""
-    tensors = mine.tensors()
-    gradients = gradients_in(mine, tensors)
+def are_usual(parameters: AttachedParameters) -> bool:
+    """Whether all of these and their gradients, which they have, are plain strided tensors, and no part of a graph."""
+    tensors = parameters.tensors()
+    gradients = gradients_in(parameters, tensors)
     strided = set(map(_LAYOUT, gradients)) == {torch.strided}
     return strided and are_plain(tensors) and are_plain(gradients) and not any(map(_IN_GRAPH, gradients))
 
@@ -195,32 +195,32 @@ def _can_wait_alone(attached: AttachedParameter, unseen: Container[int]) -> bool
 
 def _reachable_by_others(
     optimizer: Optimizer,
-    mine: AttachedParameters,
+    parameters: AttachedParameters,
     everybody: AttachedParameters,
     *,
     in_views: OwnerCount | None,
 ) -> set[AttachedParameter]:
-    """Those of ``mine`` whose values, gradient or state others have got hold of, who may read or write them after
+    """Those of ``parameters`` whose values, gradient or state others have got hold of, who may read or write them after
     ``step()``; all of an optimizer that raises at such gradients as can wait. Called before anything else refers to the
     gradients."""
     # The step() of SparseAdam raises at a gradient that is not sparse.
     if state_is_kept(optimizer) or isinstance(optimizer, torch.optim.SparseAdam):
-        return set(mine)
+        return set(parameters)
     with torch._C.DisableTorchFunctionSubclass():
-        tensors = mine.tensors()
-        found = entries_are_kept(list(map(optimizer.state.get, tensors)))
-        found = _any_of(found, _have_other_owners(mine, tensors))
-        found = _any_of(found, _gradients_have_other_owners(tensors, everybody, in_views=in_views))
-        found = _any_of(found, are_kept(list(map(GRADIENT, tensors))))
-    return {attached for attached, one in zip(mine, found, strict=True) if one}
+        tensors = parameters.tensors()
+        shared = entries_are_kept(list(map(optimizer.state.get, tensors)))
+        shared = _any_of(shared, _have_other_owners(parameters, tensors))
+        shared = _any_of(shared, _gradients_have_other_owners(tensors, everybody, in_views=in_views))
+        shared = _any_of(shared, are_kept(list(map(GRADIENT, tensors))))
+    return {attached for attached, is_shared in zip(parameters, shared, strict=True) if is_shared}
 
 
-def _have_other_owners(mine: AttachedParameters, tensors: Sequence[torch.Tensor]) -> list[bool]:
+def _have_other_owners(parameters: AttachedParameters, tensors: Sequence[torch.Tensor]) -> list[bool]:
     if are_plain(tensors):
         return have_other_owners(tensors)
     memory = list(map(memory_of, tensors))
     # FSDP2's shards are in no module while it computes.
-    in_fsdp2 = [a.mesh is not None and not a.places for a in mine]
+    in_fsdp2 = [a.mesh is not None and not a.places for a in parameters]
     return have_owners_beside_known(memory, in_fsdp2, in_shards_of_fsdp2)
 
 
@@ -237,11 +237,11 @@ def _gradients_have_other_owners(
         return have_other_owners(gradients)
     # A bucket may have gradients of several optimizers.
     real = (g for g in map(GRADIENT, everybody.tensors()) if not isinstance(g, (HeldGradient, Placeholder, NoneType)))
-    found = list(map(memory_of, real))
-    in_buckets = [gradient for gradient in found if gradient._is_view()]
+    memory = list(map(memory_of, real))
+    in_buckets = [gradient for gradient in memory if gradient._is_view()]
     shared = dict(zip(map(id, in_buckets), have_other_owners(in_buckets, in_views), strict=True))
     alone = have_other_owners(gradients, by_themselves)
-    return [shared.get(id(gradient), one) for gradient, one in zip(gradients, alone, strict=True)]
+    return [shared.get(id(gradient), is_shared) for gradient, is_shared in zip(gradients, alone, strict=True)]
 
 
 def _any_of(first: Sequence[bool], second: Sequence[bool]) -> list[bool]:

@@ -82,14 +82,14 @@ class Observed:
         """The loop goes on, and may look at gradients."""
         if not self._looks or self.uses_gradients or self.is_compiled or torch.compiler.is_compiling():
             return
-        found = [p for p in self._living() if p.requires_grad]
-        if are_plain(found) and not self._is_watching:
+        parameters = [p for p in self._living() if p.requires_grad]
+        if are_plain(parameters) and not self._is_watching:
             self._is_watching = True
             # torch leaves the fast path of attention out where a weight is of a class with a torch function: a part of
             # the model that runs by itself is to find plain ones, whatever module it is.
             handle = register_module_forward_pre_hook(UntracedHook(weakly(self._part_runs)))
             self._stop_listening = weakref.finalize(self, handle.remove)  # also where the loop drops everything here
-            self._watch.start(found)
+            self._watch.start(parameters)
 
     def let_go(self) -> None:
         """A forward, or ``step()``, begins: neither is the loop's own use."""
@@ -147,7 +147,7 @@ they have not all said so by the last, no step is put off."""
 class OtherRanks(Protocol):
     """The other ranks. None of them is waited for."""
 
-    def say(self, found: bool) -> None:
+    def say(self, gains: bool) -> None:
         """Tell them whether this rank gains."""
 
     def all_found(self) -> bool | None:
@@ -265,8 +265,8 @@ class Iterations:
 
     def share_of_updates(self, first: int, last: int) -> float | None:
         """In the median of the iterations from ``first`` to the one before ``last``; ``None``: not known of all."""
-        found = self._shares[max(first, 0) : last]
-        return median(found) if len(found) == last - first else None
+        shares = self._shares[max(first, 0) : last]
+        return median(shares) if len(shares) == last - first else None
 
 
 class DeferralTrial(Deferring):
@@ -306,11 +306,11 @@ class DeferralTrial(Deferring):
             if (reason := self._prevented()) is not None:
                 self.cannot(reason)
                 return
-        found = self._found
-        if found and self._others is not None:
-            found = self._ask(self._others)
-        if found is not None:
-            self._decide(found)
+        gains = self._found
+        if gains and self._others is not None:
+            gains = self._ask(self._others)
+        if gains is not None:
+            self._decide(gains)
 
     def _ask(self, others: OtherRanks) -> bool | None:
         """This rank gains: whether all others do."""
@@ -320,10 +320,10 @@ class DeferralTrial(Deferring):
         try:
             if self._waited == 1:
                 others.say(True)
-            found = others.all_found()
+            all_gain = others.all_found()
         except RuntimeError:  # the rank that keeps what they say has ended
             return False
-        return False if found is None and self._waited == max(ASKED) else found
+        return False if all_gain is None and self._waited == max(ASKED) else all_gain
 
     def step_begins(self) -> None:
         if self.decided:
@@ -358,12 +358,12 @@ class DeferralTrial(Deferring):
 
     def _gains(self) -> list[float]:
         """Of each pair: the part of the iteration that is saved by putting the step off."""
-        found: list[float] = []
+        gains: list[float] = []
         seconds = self._iterations.seconds[WARM_UP : WARM_UP + 2 * PAIRS]
         for first, second in zip(seconds[::2], seconds[1::2], strict=True):
-            at_once, put_off = (first, second) if len(found) % 2 == 0 else (second, first)
-            found.append((at_once - put_off) / max(at_once, _INSTANT))
-        return found
+            at_once, put_off = (first, second) if len(gains) % 2 == 0 else (second, first)
+            gains.append((at_once - put_off) / max(at_once, _INSTANT))
+        return gains
 
     def _decide(self, gains: bool) -> None:
         if self._others is not None and not gains:
@@ -375,10 +375,10 @@ class DeferralTrial(Deferring):
     def _words(self, gains: bool) -> str:
         if self._reason is not None:
             return self._reason
-        found = self._gains()
-        middle = 100 * median(found)
+        saved = self._gains()
+        middle = 100 * median(saved)
         measured = (
-            f"in {sum(gain > 0 for gain in found)} of {PAIRS} pairs an iteration was shorter with the step "
+            f"in {sum(gain > 0 for gain in saved)} of {PAIRS} pairs an iteration was shorter with the step "
             f"{self._wording.later}; in the median it was {abs(middle):.1f}% {'shorter' if middle > 0 else 'longer'}"
         )
         if gains:

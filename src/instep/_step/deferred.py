@@ -84,15 +84,15 @@ class UpdateDeferral:
         """``optimizer.step()`` is about to update: take over the gradients that can be applied later."""
         step, deferred = self._step, self._deferred
         step.accumulation.require_reduced()
-        mine = step.members.of(stepper)
-        deferred.finish([deferred.of(a.peek()) for a in mine] if deferred else ())
+        members = step.members.of(stepper)
+        deferred.finish([deferred.of(a.peek()) for a in members] if deferred else ())
         step.ledger.require_whole()
         if not step.round.steppers_left:
             self._deferring.step_begins()
         if self._is_torchs:
             self._leave(stepper)
             return
-        with_gradient = _with_gradient(mine)
+        with_gradient = _with_gradient(members)
         in_loop = step.is_in_loop(stepper.optimizer(), map(in_grad, with_gradient))
         if in_loop and not step.round.steppers_left:
             self._begin_round(stepper)
@@ -120,7 +120,7 @@ class UpdateDeferral:
         than which optimizers will."""
         step, optimizer = self._step, stepper.optimizer()
         if not step.round.steppers_left and step.is_in_loop(optimizer, gradients_in(optimizer)):
-            step.round.steppers_left = {one for one in step.members.steppers if finds_gradient(one.optimizer())}
+            step.round.steppers_left = {s for s in step.members.steppers if finds_gradient(s.optimizer())}
             step.round.takes_step = True
         step.round.begins(stepper, step.ledger)
 
@@ -174,8 +174,8 @@ class UpdateDeferral:
         if not step.has_gradients:  # these gradients are of a backward that nobody has seen to begin
             step.hear(wait=True)
             self.begin_norms()
-        mine = {stepper: step.members.of(stepper).tensors() for stepper in step.members.steppers}
-        step.round.steppers_left = {one for one, tensors in mine.items() if not none_there(map(GRADIENT, tensors))}
+        tensors_of = {stepper: step.members.of(stepper).tensors() for stepper in step.members.steppers}
+        step.round.steppers_left = {s for s, tensors in tensors_of.items() if not none_there(map(GRADIENT, tensors))}
         if not step.round.steppers_left and step.is_owed_without_gradients:
             step.round.steppers_left = set(step.members.steppers)
         is_left_to_kernel = not step.round.steppers_left or found_inf(stepper.optimizer())
@@ -305,7 +305,7 @@ class UpdateDeferral:
         deferred = self._deferred
         if self._step.gather is not None:
             by_id = {id(attached.get()): attached for attached in parameters}
-            for bucket in (one for one in buckets if not one.sent):
+            for bucket in (bucket for bucket in buckets if not bucket.sent):
                 with deferred.on_side(bucket):
                     bucket.send([by_id[id(tensor)] for tensor in bucket.tensors], self._step.gather)
             buckets[0].step.ranks.tell_of_updates(self._step.ledger.votes)  # they are all of one step

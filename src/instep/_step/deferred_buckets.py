@@ -69,17 +69,17 @@ class StandIns:
         """The gradients of ``parameters`` were applied, or never will be, and none of ``.grad`` is a stand-in."""
         for parameter in parameters:
             key = id(parameter)
-            found = [self._lent.pop(key, None)]
+            lent = [self._lent.pop(key, None)]
             # Somebody else who has it, as a loop that has kept .grad in a variable, goes on to find this gradient.
-            if found[0] is not None and not _is_shared(found):
-                found[0].let_go()
-                self._idle[key] = found[0]
+            if lent[0] is not None and not _is_shared(lent):
+                lent[0].let_go()
+                self._idle[key] = lent[0]
 
 
-def _is_shared(found: Sequence[HeldGradient | None]) -> bool:
+def _is_shared(holder: Sequence[HeldGradient | None]) -> bool:
     """Whether anybody but this sequence refers to the stand-in that it holds: in Python, or in C++ by torch's private
     count. Where torch does not tell, it may be so."""
-    return next(map(sys.getrefcount, found)) > _ALONE or _COUNT is None or _COUNT(found[0]) > 1
+    return next(map(sys.getrefcount, holder)) > _ALONE or _COUNT is None or _COUNT(holder[0]) > 1
 
 
 # torch's own reference count of a tensor (torch/csrc/autograd/python_variable.cpp). All references of Python's count as
@@ -369,10 +369,10 @@ class _VersionsAtStep:
         Args:
             why: given what was written, and by way of what: the message.
         """
-        found = self._found()
-        if found != self._versions:
+        versions = self._found()
+        if versions != self._versions:
             of_all = (*names, *(f"{name}.grad" for name in names))
-            written = next(n for n, now, then in zip(of_all, found, self._versions, strict=True) if now != then)
+            written = next(n for n, now, then in zip(of_all, versions, self._versions, strict=True) if now != then)
             raise UncommittedStepError(why(repr(written), "another tensor of the same memory"))
         if not self._entries.are_as_left(state):
             state_of = f"the state of {names[0]!r}, or of another parameter of its bucket,"
@@ -712,7 +712,7 @@ class DeferredBuckets:
             gradient = None  # or it would seem to be in use
         self._stand_ins.take_back(bucket.tensors)
         step = bucket.step
-        step.outstanding = [one for one in step.outstanding if one is not bucket]
+        step.outstanding = [other for other in step.outstanding if other is not bucket]
         if not step.outstanding:
             self._end(step)
 
@@ -742,9 +742,9 @@ class DeferredBuckets:
         step.stepper.wait_for_state()
         outcome, ledger = step.outcome, self._step.ledger
         outcomes = step.outcomes.values()
-        applied = [name for one in outcomes for name in one.applied]
-        unsure = [name for one in outcomes for name in one.in_doubt]
-        pending = [name for one in outcomes for name in one.untouched]
+        applied = [name for o in outcomes for name in o.applied]
+        unsure = [name for o in outcomes for name in o.in_doubt]
+        pending = [name for o in outcomes for name in o.untouched]
         accepted = step.number if applied or unsure else step.number - 1
         in_part = bool(applied and pending)
         ledger.tear(step.number, applied, pending, outcome.failure, accepted=accepted, in_part=in_part, unsure=unsure)

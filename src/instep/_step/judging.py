@@ -301,12 +301,12 @@ class Judge:
 def in_buckets(there: Sequence[AttachedParameter], buckets: Iterable[Sequence[int]]) -> list[AttachedParameters]:
     """``there`` in the buckets of the plan, which are given by the indices of their parameters."""
     by_index = {attached.spec.index: attached for attached in there}
-    found = [AttachedParameters(by_index.pop(i) for i in bucket if i in by_index) for bucket in buckets]
-    return [part for part in [*found, AttachedParameters(by_index.values())] if part]
+    parts = [AttachedParameters(by_index.pop(i) for i in bucket if i in by_index) for bucket in buckets]
+    return [part for part in [*parts, AttachedParameters(by_index.values())] if part]
 
 
 def _one_by_one(stepper: Stepper, there: Iterable[AttachedParameter]) -> list[AttachedParameters]:
     """Each parameter by itself, in the order of the groups: what an update compiles is compiled in that order."""
     by_id = {id(attached.get()): attached for attached in there}
-    found = (by_id.get(id(parameter)) for parameter in parameters_of(stepper.optimizer()))
-    return [AttachedParameters((attached,)) for attached in found if attached is not None]
+    in_order = (by_id.get(id(parameter)) for parameter in parameters_of(stepper.optimizer()))
+    return [AttachedParameters((attached,)) for attached in in_order if attached is not None]

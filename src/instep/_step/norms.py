@@ -92,8 +92,8 @@ class Passes:
 
     def measure(self, parameters: Sequence[AttachedParameter]) -> None:
         """Take the norms of these gradients, which are final, and free them."""
-        found = [(a, gradient) for a in parameters if (gradient := gradient_of(a)) is not None]  # a hook may clear some
-        self.clipping.measure([a for a, _ in found], [gradient for _, gradient in found])
+        pairs = [(a, gradient) for a in parameters if (gradient := gradient_of(a)) is not None]  # a hook may clear some
+        self.clipping.measure([a for a, _ in pairs], [gradient for _, gradient in pairs])
         for attached in parameters:
             attached.get().grad = attached.spent
 
@@ -117,9 +117,9 @@ class Passes:
         measured, self._measured = self._measured, None
         if measured is None:
             return None
-        found = self._left_by_backward()
+        left = self._left_by_backward()
         first = next(
-            (a.spec.name for a in self._members.all if not _same(measured.get(a.spec.index), found.get(a.spec.index))),
+            (a.spec.name for a in self._members.all if not _same(measured.get(a.spec.index), left.get(a.spec.index))),
             None,
         )
         if first is not None and not self._members.applied:
@@ -153,10 +153,10 @@ def _accumulate_into(parameter: torch.Tensor, earlier: torch.Tensor, _: torch.Te
         parameter.grad = earlier.clone()
 
 
-def _same(one: tuple[torch.Tensor, int] | None, other: tuple[torch.Tensor, int] | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return one[0] is other[0] and one[1] == other[1]
+def _same(then: tuple[torch.Tensor, int] | None, now: tuple[torch.Tensor, int] | None) -> bool:
+    if then is None or now is None:
+        return then is now
+    return then[0] is now[0] and then[1] == now[1]
 
 
 class MeasuringSink:
@@ -205,10 +205,10 @@ class MeasuringSink:
                 fetch()
             if final:
                 # One that was frozen after the forward is announced, and has none.
-                found = [(a, g) for a in bucket if (g := a.get().grad) is not None]
-                for device in {g.device for _, g in found}:
+                pairs = [(a, g) for a in bucket if (g := a.get().grad) is not None]
+                for device in {g.device for _, g in pairs}:
                     self.streams.producers.gather(device)
-                self._clipping.measure([a for a, _ in found], [g for _, g in found])
+                self._clipping.measure([a for a, _ in pairs], [g for _, g in pairs])
         except BaseException as error:
             self.fail(error)
             return False

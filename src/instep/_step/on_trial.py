@@ -146,7 +146,7 @@ class Rollback:
         self._kept.put_back(step.members.all)
         applied = AttachedParameters(filter(step.members.is_applied, step.members.all))
         now, then = versions_of(applied.tensors()), step.members.versions_as_applied(applied)
-        overwritten = [a.spec.name for a, found, left in zip(applied, now, then, strict=True) if found != left]
+        overwritten = [a.spec.name for a, version, left in zip(applied, now, then, strict=True) if version != left]
         state_of = next((stepper.name for stepper in step.members.steppers if stepper.state_was_written), None)
         for stepper in step.members.steppers:
             stepper.wait_for_state()
@@ -391,8 +391,8 @@ class TrialWrites(Writes):
             self._call(bucket, parameters, given)
         finally:
             self._let_go_of_memory(parameters[0].device)
-            for attached, one in lent.items():
-                if (outcome := one.outcome()) is not None:
+            for attached, gradient in lent.items():
+                if (outcome := gradient.outcome()) is not None:
                     self._kept.outcomes[attached.spec.index] = outcome
             _put_in_grad(parameters, gradients)
         return True

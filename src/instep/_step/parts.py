@@ -86,7 +86,7 @@ class _Belongings:
     def numbers(self, parameter: torch.Tensor) -> Iterator[tuple[MutableMapping[Any, Any], Any, Any]]:
         """Python's numbers among it: where each is, under which key, and which."""
         entry = self._optimizer.state.get(parameter)
-        own = (one for one in (entry, vars(parameter)) if isinstance(one, MutableMapping))
+        own = (mapping for mapping in (entry, vars(parameter)) if isinstance(mapping, MutableMapping))
         held = [*mappings_with(parameter, self.mappings), *own]
         for mapping in held:
             keys: list[Any] = [parameter] if parameter in mapping else [key for key in mapping if isinstance(key, str)]
@@ -182,13 +182,13 @@ class _Others:
         owners: dict[int, set[int]] = {}
         for parameters, belongings in optimizers:
             for parameter in parameters:
-                mine = [memory_of(t) for t in belongings.tensors(parameter) if not t.is_inference()]
-                self._tensors[id(parameter)] = list({id(t): t for t in mine}.values())
+                tensors = [memory_of(t) for t in belongings.tensors(parameter) if not t.is_inference()]
+                self._tensors[id(parameter)] = list({id(t): t for t in tensors}.values())
                 self._numbers[id(parameter)] = list(belongings.numbers(parameter))
-                for tensor in mine:
+                for tensor in tensors:
                     owners.setdefault(address_of(tensor) or -id(tensor), set()).add(id(parameter))
-        for key, mine in self._tensors.items():
-            self._tensors[key] = [t for t in mine if len(owners[address_of(t) or -id(t)]) == 1]
+        for key, tensors in self._tensors.items():
+            self._tensors[key] = [t for t in tensors if len(owners[address_of(t) or -id(t)]) == 1]
 
     def set_apart(self, part: Iterable[torch.Tensor]) -> None:
         """All but ``part`` are disturbed."""
@@ -370,10 +370,10 @@ class PartsOfUpdate:
     def _shares(self) -> str | None:
         """What two optimizers refer to, in words: nobody knows which of them has changed it."""
         others = {attached.stepper for attached in self._every if attached.stepper.is_foreign} - {self._stepper}
-        mine = {id(value) for value in _changeable(self._optimizer)}
+        own = {id(value) for value in _changeable(self._optimizer)}
         for stepper in others:
             for value in _changeable(stepper.optimizer()):
-                if id(value) in mine:
+                if id(value) in own:
                     return f"it shares a {type(value).__name__} with another optimizer, {stepper.name}"
         return None
 
@@ -389,7 +389,7 @@ class PartsOfUpdate:
         came out otherwise, or the first."""
         if self._witness is None or self._around is None:
             return
-        (part, expected), reason, found = self._witness, self.reason, []
+        (part, expected), reason, results = self._witness, self.reason, []
         for place in self._around.beside.places:  # the next part is the first
             place.reset_left()
         try:
@@ -397,11 +397,11 @@ class PartsOfUpdate:
                 self.reason = None
                 with self._alone(part):
                     self._step(part)
-                    found.append((self._look_at(part), self.reason))
+                    results.append((self._look_at(part), self.reason))
                 self._put_around_back()
         finally:
             self.reason = reason
-        if found[0] != found[1] or found[0][0] != expected:
+        if results[0] != results[1] or results[0][0] != expected:
             raise self._moved_on(repr(part.names[0]))
 
     def _meet_compiler(self, is_warm: bool) -> None:
@@ -495,8 +495,8 @@ class PartsOfUpdate:
                 others.set_apart(part.tensors())
                 with self._alone(part):
                     self._step(part)
-                    found = self._look_at(part)
-                if self.reason is not None or found != self._digests_of(part):
+                    digests = self._look_at(part)
+                if self.reason is not None or digests != self._digests_of(part):
                     self.reason, self._witness = _USES_OTHERS, (part, self._digests_of(part))
                     break
         finally:
@@ -516,13 +516,13 @@ class PartsOfUpdate:
     def _compare_pairs(self) -> None:
         """Nobody takes the step as a whole: the first of two that are stepped together comes out as by itself. Where
         updates draw by the key of the first, only that one does."""
-        for one, other in zip(self._parts, self._parts[1:], strict=False):
-            pair = AttachedParameters((*one, *other))
+        for first, other in zip(self._parts, self._parts[1:], strict=False):
+            pair = AttachedParameters((*first, *other))
             with self._alone(pair):
                 self._step(pair, notes=False)
-                found = self._look_at(one)
-            if self.reason is None and found != self._digests_of(one):
-                self.reason = f"parameter {one.names[0]!r} gets other values together with {other.names[0]!r}"
+                digests = self._look_at(first)
+            if self.reason is None and digests != self._digests_of(first):
+                self.reason = f"parameter {first.names[0]!r} gets other values together with {other.names[0]!r}"
             if self.reason is not None:
                 return
 
@@ -573,8 +573,8 @@ def _changeable(optimizer: Optimizer) -> Iterator[Any]:
 def _no_dict(optimizer: Optimizer, part: AttachedParameters) -> str | None:
     """In words, where the state of one of these is no mapping, of which nobody could say whether it was written."""
     kinds = (type(optimizer.state.get(tensor, {})) for tensor in part.tensors())
-    found = next((kind for kind in kinds if not issubclass(kind, Mapping)), None)
-    return None if found is None else f"it keeps the state of a parameter as a {found.__name__}"
+    kind = next((kind for kind in kinds if not issubclass(kind, Mapping)), None)
+    return None if kind is None else f"it keeps the state of a parameter as a {kind.__name__}"
 
 
 def _names(part: AttachedParameters) -> str:

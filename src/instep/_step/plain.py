@@ -67,27 +67,27 @@ class PlainCalls(StepCalls):
         """The first of the step's optimizers. The plain loop clips the gradients of all of them by their norm before
         it."""
         step, clipping = self._step, self._step.passes.clipping
-        found = [(a, gradient) for a in step.members.all if (gradient := a.get().grad) is not None]
-        if not found:
+        pairs = [(a, gradient) for a in step.members.all if (gradient := a.get().grad) is not None]
+        if not pairs:
             step.round.takes_step = True
         elif not found_inf(optimizer):  # else the kernel skips its update, of gradients as they are
-            named = [(a.spec.name, gradient) for a, gradient in found]
+            named = [(a.spec.name, gradient) for a, gradient in pairs]
             step.round.takes_step = step.ledger.takes_step(named)
             if isinstance(clipping.policy, ClipNorm):
-                take_off_here(optimizer, [g for a, g in found if a.stepper.optimizer() is optimizer])
+                take_off_here(optimizer, [g for a, g in pairs if a.stepper.optimizer() is optimizer])
                 clipping.begin()
                 clipping.compute_total_norm(step.members.all, lambda a: a.get().grad)
                 if step.round.takes_step is not False:
-                    clipping.clip([a.get() for a, _ in found])
-        step.round.steppers_left = {a.stepper for a, _ in found}
+                    clipping.clip([a.get() for a, _ in pairs])
+        step.round.steppers_left = {a.stepper for a, _ in pairs}
 
     def _clip_values(self, stepper: Stepper) -> None:
         """Of this optimizer alone: GradScaler may not have unscaled the others' gradients."""
         optimizer = stepper.optimizer()
-        mine = [p for a in self._step.members.of(stepper) if (p := a.get()).grad is not None]
-        if mine and not found_inf(optimizer):
-            take_off_here(optimizer, [p.grad for p in mine if p.grad is not None])
-            self._step.passes.clipping.clip(mine)
+        parameters = [p for a in self._step.members.of(stepper) if (p := a.get()).grad is not None]
+        if parameters and not found_inf(optimizer):
+            take_off_here(optimizer, [p.grad for p in parameters if p.grad is not None])
+            self._step.passes.clipping.clip(parameters)
 
     def _leave_out(self, stepper: Stepper) -> None:
         """``optimizer.step()`` finds no gradient, and what it writes nevertheless is put back."""

@@ -311,19 +311,19 @@ class StepMembers:
 
     def applied_by(self, stepper: Stepper) -> AttachedParameters:
         """Those of one optimizer that backward has updated."""
-        applied, mine = self.applied, self._of[stepper]
+        applied, members = self.applied, self._of[stepper]
         if not applied:
             return NONE
-        return mine if applied.issuperset(mine.indices) else AttachedParameters(filter(self.is_applied, mine))
+        return members if applied.issuperset(members.indices) else AttachedParameters(filter(self.is_applied, members))
 
     def left_by(self, stepper: Stepper) -> AttachedParameters:
         """Those of one optimizer that backward has not updated."""
-        applied, mine = self.applied, self._of[stepper]
+        applied, members = self.applied, self._of[stepper]
         if not applied:
-            return mine
-        if applied.issuperset(mine.indices):
+            return members
+        if applied.issuperset(members.indices):
             return NONE
-        return AttachedParameters(a for a in mine if a.spec.index not in applied)
+        return AttachedParameters(a for a in members if a.spec.index not in applied)
 
     def is_applied(self, attached: AttachedParameter) -> bool:
         return attached.spec.index in self.applied
@@ -371,10 +371,10 @@ def gradient_of(attached: AttachedParameter) -> torch.Tensor | None:
 
 def first_written(members: AttachedParameters, versions: Sequence[int]) -> AttachedParameter | None:
     """The first of ``members`` with another version than it had then."""
-    found = versions_of(members.tensors())
-    if found == versions:
+    current = versions_of(members.tensors())
+    if current == versions:
         return None
-    return next(a for a, now, then in zip(members, found, versions, strict=True) if now != then)
+    return next(a for a, now, then in zip(members, current, versions, strict=True) if now != then)
 
 
 class Round:

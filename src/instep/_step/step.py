@@ -128,13 +128,13 @@ class RunningStep:
     def count_gradients(self, stepper: Stepper, gradient_of: GradientOf) -> None:
         """``optimizer.step()`` finds gradients that no source has offered, or that were left to it: they make a step,
         too, unless no backward is known of, and the call only asks for state."""
-        found = [(a.stepper, g) for a in self.members.all if (g := gradient_of(a)) is not None]
-        if not found and self.is_owed_without_gradients:
+        pairs = [(a.stepper, g) for a in self.members.all if (g := gradient_of(a)) is not None]
+        if not pairs and self.is_owed_without_gradients:
             self.round.steppers_left.update(self.members.steppers)
             return
-        if self.is_in_loop(stepper.optimizer(), (g for _, g in found)):
-            self.has_gradients = bool(found)
-            self.round.steppers_left.update(one for one, _ in found)
+        if self.is_in_loop(stepper.optimizer(), (g for _, g in pairs)):
+            self.has_gradients = bool(pairs)
+            self.round.steppers_left.update(s for s, _ in pairs)
 
     @property
     def is_owed_without_gradients(self) -> bool:

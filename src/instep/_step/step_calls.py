@@ -147,7 +147,7 @@ class StepCalls:
 
     def end_stopped(self) -> None:
         """An error may have ended ``optimizer.step()``."""
-        if self._count_at_rest is not None and not any(one.is_stepping for one in self._step.members.steppers):
+        if self._count_at_rest is not None and not any(stepper.is_stepping for stepper in self._step.members.steppers):
             self._note_at_rest(raised=True)
         round_ = self._step.round
         if round_.stepper is None:

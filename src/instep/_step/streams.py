@@ -57,8 +57,8 @@ class ProducerStreams:
 
     def of(self, device: torch.device) -> Set[torch.Stream]:
         """Those of ``device``; while a CUDA graph is recorded, those that are in it."""
-        found = self._streams.get(device, _NONE)
-        return found if not is_captured(device) else {stream for stream in found if _is_captured(stream)}
+        streams = self._streams.get(device, _NONE)
+        return streams if not is_captured(device) else {stream for stream in streams if _is_captured(stream)}
 
     def gather(self, device: torch.device) -> None:
         """Have the device's current stream wait for all of them."""
@@ -120,8 +120,8 @@ class StepStreams:
 
     def see(self, device: torch.device) -> None:
         """A forward was on the current streams of this device, and of the others that were stepped."""
-        for one in {device, *self._sides}:
-            self.producers.note_current(one)
+        for seen in {device, *self._sides}:
+            self.producers.note_current(seen)
 
     def on(self, device: torch.device) -> AbstractContextManager[None]:
         """Make the device's side stream current, ordered after all that the device's current stream holds now, and

@@ -33,7 +33,7 @@ def deferring_of(options: Options, refs: WeakRefs, others: OtherRanks | None, ti
         others: the other ranks; ``None``: there are none.
     """
     # An accelerator's updates are not over when the host's clock has seen them begin.
-    seen = times if all(_devices_of(one) <= {"cpu"} for one in refs.optimizers()) else None
+    seen = times if all(_devices_of(optimizer) <= {"cpu"} for optimizer in refs.optimizers()) else None
     if options.schedule == "backward":  # no rank need know what the others have found
         if isinstance(options.defer, bool):
             return Always() if options.defer else Never("defer=False")
@@ -66,7 +66,7 @@ def _prevented_beside_backward(refs: WeakRefs) -> str | None:
 
 
 def _first(refs: WeakRefs, *reasons: Callable[[WeakRefs], str | None]) -> str | None:
-    return next((found for reason in reasons if (found := reason(refs)) is not None), None)
+    return next((why for reason in reasons if (why := reason(refs)) is not None), None)
 
 
 def _nothing_beside(refs: WeakRefs) -> str | None:
@@ -76,7 +76,7 @@ def _nothing_beside(refs: WeakRefs) -> str | None:
 
 
 def _reduced_by_torch(refs: WeakRefs) -> str | None:
-    wrappers = [type(one).__name__ for one in refs.living_wrappers() if not isinstance(one, Replicated)]
+    wrappers = [type(wrapper).__name__ for wrapper in refs.living_wrappers() if not isinstance(wrapper, Replicated)]
     return f"{wrappers[0]} has gradients of many buckets arrive together" if wrappers else None
 
 
@@ -171,7 +171,7 @@ def advice(
 
 
 def _communication(gains: Gains, ddps: Sequence[DistributedDataParallel]) -> Iterator[str]:
-    exposed = sum(found for ddp in ddps if (found := exposed_communication(ddp)) is not None)
+    exposed = sum(ms for ddp in ddps if (ms := exposed_communication(ddp)) is not None)
     if exposed >= WORTH * gains.iteration:
         yield (
             f"Communication outlasts backward by {exposed:.1f} of the {gains.iteration:.1f} ms of an iteration: "
@@ -240,10 +240,10 @@ def _cheaper_clipping(schedule: Schedule, options: Options, *, divided: bool) ->
 
 def _copied(schedule: Schedule) -> int:
     """The bytes of parameters and their state, which ``undo`` copies in every step, as far as they are still there."""
-    found = 0
+    size = 0
     with suppress(StaleAttachmentError):
         for attached in schedule.parameters:
             if (parameter := attached.peek()) is not None:
                 state = attached.stepper.optimizer().state.get(parameter, {})
-                found += sum(tensor.nbytes for tensor in (parameter, *held_in(state, (torch.Tensor,))))
-    return found
+                size += sum(tensor.nbytes for tensor in (parameter, *held_in(state, (torch.Tensor,))))
+    return size

@@ -159,14 +159,14 @@ class ParametersOfModel:
             for group in optimizer.param_groups
             for p in group["params"]
         }
-        mine = (
+        owned = (
             (parameter, places)
             for parameter, places in names.values()
             if id(parameter) in owner and not is_lazy(parameter)  # those are left to torch, whole
         )
         return tuple(
             self._attached(parameter, places, index, owner[id(parameter)])
-            for index, (parameter, places) in enumerate(mine, first_index)
+            for index, (parameter, places) in enumerate(owned, first_index)
         )
 
     def _attached(
@@ -209,16 +209,16 @@ def make_sources(
     sources: list[Source] = []
     rest = list(schedule.parameters)
     for wrapper in target.wrapped:
-        mine = [a for a in rest if id(a.get()) in target.reduced[wrapper]]
+        members = [a for a in rest if id(a.get()) in target.reduced[wrapper]]
         rest = [a for a in rest if id(a.get()) not in target.reduced[wrapper]]
-        if mine and zero is not None and isinstance(wrapper, DistributedDataParallel):
-            in_rows = [a for a in mine if a.shard is not None]
+        if members and zero is not None and isinstance(wrapper, DistributedDataParallel):
+            in_rows = [a for a in members if a.shard is not None]
             sources.append(zero.source(sink, in_rows, wrapper, accumulation, dtype))
-        elif mine and (chosen.tells_all or hook is not None or dtype is not None):
+        elif members and (chosen.tells_all or hook is not None or dtype is not None):
             if isinstance(wrapper, Replicated):
-                sources.append(ReplicatedSource(sink, mine, wrapper, dtype))
+                sources.append(ReplicatedSource(sink, members, wrapper, dtype))
             else:
-                sources.append(DDPSource(sink, mine, wrapper, hook, dtype))
+                sources.append(DDPSource(sink, members, wrapper, hook, dtype))
     # A norm is taken in backward where that waits for other ranks. On one device step() takes all of them in one call.
     are_local = not target.fsdp1 and not target.groups
     if chosen.tells_all and rest and not (isinstance(sink, MeasuringSink) and are_local):
@@ -231,8 +231,8 @@ def make_sources(
 
 def _parts_of(schedule: "weakref.ref[Schedule]", stepper: "weakref.ref[Stepper]") -> Iterator[Part]:
     """The parameters that ``stepper`` steps: some may have been added since ``attach``."""
-    found = schedule()
-    for attached in () if found is None else found.parameters:
+    living = schedule()
+    for attached in () if living is None else living.parameters:
         if attached.stepper is stepper() and (parameter := attached.peek()) is not None:
             yield parameter, attached.shard
 
@@ -410,8 +410,8 @@ def connect(parts: Parts, target: Target, options: Options) -> None:
 
 
 def _count(accumulation: "weakref.ref[Accumulation]", parameter: object) -> None:
-    if (found := accumulation()) is not None:
-        found.count()
+    if (living := accumulation()) is not None:
+        living.count()
 
 
 def _connect_optimizers(parts: Parts, target: Target, options: Options) -> None:
@@ -450,7 +450,7 @@ def _connect_model(parts: Parts, target: Target, options: Options) -> None:
     handles.append(PlainPickles(model.modules()))
     before, after = BoundHook(parts.forwards.before_forward), BoundHook(parts.forwards.after_forward)
     # A torch.jit module takes no hooks: it is left to torch.
-    for called in (one for one in target.called if not isinstance(one, torch.jit.ScriptModule)):
+    for called in (called for called in target.called if not isinstance(called, torch.jit.ScriptModule)):
         # Before FSDP2's hook, which gathers the weights: what a rank says comes first, also of a disabled one.
         handles.append(called.register_forward_pre_hook(before, prepend=sharding is not None))
         handles.append(called.register_forward_hook(after))
@@ -462,7 +462,7 @@ def _connect_model(parts: Parts, target: Target, options: Options) -> None:
     parts.late.watch(model, schedule.parameters)
     if sharding is not None:
         sharding.connect(parts.late.readers, handles)
-    for saved in {*target.called, *(one.module for one in target.wrapped)}:
+    for saved in {*target.called, *(wrapper.module for wrapper in target.wrapped)}:
         handles.append(saved.register_state_dict_pre_hook(BoundHook(parts.steps.before_model_state)))
         handles.append(saved.register_load_state_dict_pre_hook(BoundHook(parts.steps.before_load)))
     if options.communication.mixed_precision is not None:
@@ -478,5 +478,5 @@ def _after_wrapped(schedule: "weakref.ref[Schedule]", *_: object) -> None:
     ``Schedule.after_forward`` does, of which nobody hears where the loop calls ``forward()`` of the wrapper."""
     if torch.compiler.is_compiling() or graph_task() is not None or not torch.is_grad_enabled():
         return
-    if (found := schedule()) is not None:
-        found.synchronize()
+    if (living := schedule()) is not None:
+        living.synchronize()

@@ -56,17 +56,17 @@ def ranks_of(target: Target, options: Options) -> StepRanks | None:
         for group in optimizer.param_groups
         for p in group["params"]
     }
-    model, mine = dict[str, str](), dict[str, str]()
+    model, own = dict[str, str](), dict[str, str]()
     for parameter, places in target.names.values():
         name, dtype = f"parameter {places[0].name!r}", str(parameter.dtype).removeprefix("torch.")
         # FSDP1's parameters are what a rank has of them.
         shape = "" if target.fsdp1 or is_lazy(parameter) else f"{tuple(parameter.shape)} "
         model[name] = f"{shape}{dtype}"
-        mine[name] = f"{shape}{dtype}{stepped_by.get(id(parameter), '')}"
+        own[name] = f"{shape}{dtype}{stepped_by.get(id(parameter), '')}"
     # The model has one name, whatever this rank's options are.
     return StepRanks(
         neighbours,
-        [options.in_words(), mine],
+        [options.in_words(), own],
         digest_of(model),
         waits=meets,
         matters=meets or not options.asks_for_nothing,
@@ -75,10 +75,10 @@ def ranks_of(target: Target, options: Options) -> StepRanks | None:
 
 def communicates(schedule: "weakref.ref[Schedule]") -> bool:
     """Whether the running backward gives an attached parameter its gradient: ``autograd.grad`` gives none."""
-    found = schedule()
+    living = schedule()
     with torch._C.DisableTorchFunctionSubclass():  # no value is used, and nobody who watches need be told
-        return found is not None and any(
-            runs(get_gradient_edge(p).node) for p in living_parameters(found) if p.requires_grad
+        return living is not None and any(
+            runs(get_gradient_edge(p).node) for p in living_parameters(living) if p.requires_grad
         )
 
 
@@ -87,8 +87,8 @@ def stand_aside(
 ) -> None:
     """The running backward, which has sent nothing yet, reduces gradients as torch does without instep."""
     for source in sources:
-        if (found := source()) is not None:
-            found.disconnect()
+        if (living := source()) is not None:
+            living.disconnect()
     for ref in ddps:
         if (ddp := ref()) is not None:
             forget_comm_hook(ddp)
@@ -145,8 +145,8 @@ class Joining(BoundHook):
 
 def in_join(ddp: DistributedDataParallel) -> bool:
     """Whether ``join()`` of ``ddp``, which is attached, runs: as far as is known, after an error in one."""
-    found = vars(ddp).get(_NAME)
-    return found.joins if isinstance(found, Joining) else bool(ddp._join_config.enable)
+    joining = vars(ddp).get(_NAME)
+    return joining.joins if isinstance(joining, Joining) else bool(ddp._join_config.enable)
 
 
 class _Shadow(JoinHook):

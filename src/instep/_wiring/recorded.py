@@ -105,7 +105,7 @@ class RecordedLoop:
 
     def modules(self) -> list[nn.Module]:
         """The modules that are called, without their wrappers."""
-        return [[module for prefix, module in modules_of(one) if not prefix][-1] for one in called_in(self.model)]
+        return [[module for prefix, module in modules_of(called) if not prefix][-1] for called in called_in(self.model)]
 
     @staticmethod
     def gather(value: Any) -> list[Any] | None:
@@ -121,13 +121,13 @@ def _tell(recorders: Sequence[Recorder], kind: str, names: Sequence[str], start:
 
 def _inputs(values: object) -> set[str]:
     """The shapes and dtypes of the tensors in ``values``, and the dtype that autocast computes in."""
-    device, found = "cpu", set()
+    device, inputs = "cpu", set()
     for tensor in tensors_in(values):
         device = tensor.device.type
-        found.add(f"{tuple(tensor.shape)} {_dtype_name(tensor.dtype)}")
+        inputs.add(f"{tuple(tensor.shape)} {_dtype_name(tensor.dtype)}")
     if torch.is_autocast_enabled(device):
-        found.add(f"autocast in {_dtype_name(torch.get_autocast_dtype(device))}")
-    return found
+        inputs.add(f"autocast in {_dtype_name(torch.get_autocast_dtype(device))}")
+    return inputs
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -32,8 +32,8 @@ def begin_recording(
     """Of a loop whose steps are torch's; with ``attached``, instep's."""
     described, schedule = PLAIN, None
     if attached is not None:
-        said, schedule = attached[0].given(), attached[1]
-        described = Described(f"instep, {', '.join(f'{name}={value}' for name, value in said.items())}", said)
+        given, schedule = attached[0].given(), attached[1]
+        described = Described(f"instep, {', '.join(f'{name}={value}' for name, value in given.items())}", given)
     if pipeline is None and len(called_in(model)) > 1:
         raise InstepError(
             "record() of several models: an iteration of a recording begins where one model's forward does. Attach "
@@ -82,7 +82,7 @@ def stats_of(parts: Parts) -> Stats:
     """An attachment in numbers, for a log. Times are left out before the first step, and on accelerators, whose work
     the host's clock does not show."""
     step, times = parts.step, parts.step.times
-    found: Stats = {
+    stats: Stats = {
         "steps": step.ledger.step_count,
         "redos": step.ledger.redo_count,
         "skips": step.ledger.skip_count,
@@ -90,9 +90,9 @@ def stats_of(parts: Parts) -> Stats:
         "freed_bytes": step.freed_bytes,
     }
     if times.exposed is not None and all(p.device.type == "cpu" for p in living_parameters(parts.schedule)):
-        found["exposed_ms"] = 1000 * times.exposed
-        found["outside_ms"] = 1000 * times.outside
-    return found
+        stats["exposed_ms"] = 1000 * times.exposed
+        stats["outside_ms"] = 1000 * times.outside
+    return stats
 
 
 def table_of(title: str, rows: Mapping[str, object]) -> str:

@@ -42,7 +42,7 @@ class WeakRefs:
         self.model: Callable[[], nn.Module | None] = weakref.ref(target.model)
         if isinstance(target.model, Models):
             self.model = partial(_living, [weakref.ref(model) for model in target.called])
-        self.wrapped: list[weakref.ref[Wrapped]] = [weakref.ref(one) for one in target.wrapped]
+        self.wrapped: list[weakref.ref[Wrapped]] = [weakref.ref(wrapper) for wrapper in target.wrapped]
         self.steppers = [Stepper(optimizer) for optimizer in target.optimizers]
         self._optimizers = [weakref.ref(optimizer) for optimizer in target.optimizers]
 
@@ -57,17 +57,17 @@ class WeakRefs:
 
     def living_wrappers(self) -> list[Wrapped]:
         """Those that are still there."""
-        return [one for ref in self.wrapped if (one := ref()) is not None]
+        return [wrapper for ref in self.wrapped if (wrapper := ref()) is not None]
 
     def ddps(self) -> list[DistributedDataParallel]:
         """Those of them that are DDP's own."""
-        return [one for one in self.living_wrappers() if isinstance(one, DistributedDataParallel)]
+        return [wrapper for wrapper in self.living_wrappers() if isinstance(wrapper, DistributedDataParallel)]
 
 
 def _living(models: "Sequence[weakref.ref[nn.Module]]") -> Models | None:
     """Each under the name that it had among all of them."""
-    found = {str(number): model for number, ref in enumerate(models) if (model := ref()) is not None}
-    return Models(found) if found else None
+    living = {str(number): model for number, ref in enumerate(models) if (model := ref()) is not None}
+    return Models(living) if living else None
 
 
 def living_parameters(schedule: Schedule) -> Iterator[torch.Tensor]:

@@ -61,8 +61,8 @@ class PipelineSource(Source):
 
     def _buckets_of(self, number: int, bucket_bytes: int | None) -> list[AttachedParameters]:
         """Of a stage without the parameters that it shares with another one of this rank, last layer first."""
-        mine = [self._parameters[i] for i in sorted(self._of_each[number], reverse=True) if not self._is_shared(i)]
-        specs = [attached.spec for attached in mine]
+        members = [self._parameters[i] for i in sorted(self._of_each[number], reverse=True) if not self._is_shared(i)]
+        specs = [attached.spec for attached in members]
         # All gradients of a stage are there by then: smaller buckets would free none of them earlier.
         size = bucket_bytes or sum(spec.nbytes for spec in specs)
         buckets = fill_buckets("pipeline", specs, size)
@@ -100,7 +100,7 @@ class PipelineSource(Source):
             raise
         try:
             with self._accumulation.in_run():  # gradients only add up
-                found = call()
+                result = call()
         except BaseException as error:
             self._forget()
             self._steps.run_failed()  # what the stages before the error have written is put back, or torn
@@ -114,7 +114,7 @@ class PipelineSource(Source):
         if self._sink is not None:
             self._sink.join()
             self._sink.raise_failure()
-        return found
+        return result
 
     def is_about_to_meet(self) -> None:
         """The run goes on when another rank comes to the same point."""

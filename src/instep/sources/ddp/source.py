@@ -111,10 +111,10 @@ class DDPSource(Source):
 
     def _step_each(self, reductions: Sequence[Reduction]) -> bool:
         for arrived in as_they_arrive(reductions, one_by_one=self._sink.by_bucket):
-            mine = self._mine(arrived)
-            if mine:
-                with grad_as_left([attached.get() for attached in mine]):
-                    done = self._sink.apply(mine, partial(self._fetch, arrived), final=self._final)
+            members = self._mine(arrived)
+            if members:
+                with grad_as_left([attached.get() for attached in members]):
+                    done = self._sink.apply(members, partial(self._fetch, arrived), final=self._final)
                 if not done:
                     return False
         return True
@@ -136,11 +136,11 @@ class DDPSource(Source):
 
     def _settle(self, reductions: Sequence[Reduction]) -> None:
         """DDP's own end has been: free the gradients that were applied, and raise what went wrong."""
-        mine = self._mine(reductions)
+        members = self._mine(reductions)
         if self._sink.waits_for_all:
-            deliver(self._sink, mine, partial(step_all, self._sink, mine))
+            deliver(self._sink, members, partial(step_all, self._sink, members))
         else:
-            self._sink.retire(mine)
+            self._sink.retire(members)
         self._sink.join()
         self._sink.raise_failure()
 

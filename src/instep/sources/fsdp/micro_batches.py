@@ -164,7 +164,7 @@ class _Switches:
         self._module = module
         self._group = group
         self._count = self._left = count
-        self._found: tuple[bool, bool] | None = None
+        self._before: tuple[bool, bool] | None = None
 
     def before(self, gradients: object) -> None:
         self._left -= 1
@@ -172,16 +172,16 @@ class _Switches:
             self._left = self._count  # the next backward of the same graphs
             return
         # FSDP2 has a public way to set them, and none to ask for them.
-        self._found = self._group.reduce_grads, self._group.reshard_after_backward
+        self._before = self._group.reduce_grads, self._group.reshard_after_backward
         self._set(False, False)
 
     def after(self, inputs: object, outputs: object) -> None:
         self.restore()
 
     def restore(self) -> None:
-        if self._found is not None:
-            found, self._found = self._found, None
-            self._set(*found)
+        if self._before is not None:
+            switches, self._before = self._before, None
+            self._set(*switches)
 
     def _set(self, reduces: bool, frees: bool) -> None:
         set_reduces(self._module, reduces)

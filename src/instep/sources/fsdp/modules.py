@@ -28,7 +28,7 @@ def instances_of(wrapper: type[T]) -> list[T]:
     for cls in classes:
         classes.extend(cls.__subclasses__())
     # An object refers to its class. Asked which objects do, the collector searches without running any Python.
-    return [found for found in gc.get_referrers(*classes) if isinstance(found, wrapper)]
+    return [instance for instance in gc.get_referrers(*classes) if isinstance(instance, wrapper)]
 
 
 def fsdp2_in(model: nn.Module) -> list[nn.Module]:
@@ -65,8 +65,8 @@ def fsdp1_of(parameters: Sequence[torch.Tensor]) -> list[Any]:
     if not any(getattr(p, "_fsdp_flattened", False) for p in parameters):  # FSDP1's own mark
         return []
     ours = {id(parameter) for parameter in parameters}
-    found = instances_of(sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel)
-    return [wrapper for wrapper in found if any(id(p) in ours for p in wrapper.parameters())]
+    wrappers = instances_of(sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel)
+    return [wrapper for wrapper in wrappers if any(id(p) in ours for p in wrapper.parameters())]
 
 
 class ShardedGroup(NamedTuple):
@@ -113,8 +113,8 @@ class FSDP1Sync:
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        found = map(self._reduces, self._modules())
-        return any(found) if self.asks_in_backward else all(found)
+        reduces = map(self._reduces, self._modules())
+        return any(reduces) if self.asks_in_backward else all(reduces)
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
@@ -233,7 +233,7 @@ def fsdp2_reading_streams(model: Callable[[], nn.Module | None]) -> Iterator[tor
     """The streams on which FSDP2 copies shards to gather them. FSDP2 has them wait once, where the root's forward
     begins, or for the event that ``set_post_optim_event`` was given. It has no public name for these streams, and no
     way to have one group wait."""
-    for module in () if (found := model()) is None else fsdp2_in(found):
+    for module in () if (root := model()) is None else fsdp2_in(root):
         communication = cast(Any, module)._get_fsdp_state()._comm_ctx
         stream = getattr(communication, "all_gather_copy_in_stream", None)  # made in the first forward
         if isinstance(stream, torch.Stream):

@@ -75,7 +75,7 @@ class AfterErrors:
         if running is not None and not running.failed and self._contains(running.module(), module):
             return  # a part of the forward that runs
         self._drain_failed()
-        sharded = [one for ref in self._sharded if (one := ref()) is not None]
+        sharded = [m for ref in self._sharded if (m := ref()) is not None]
         if any(map(_is_in_backward, sharded)):
             self._rebuild(gradients=True)  # a backward was left, and nobody has told of it
         elif running is not None:
@@ -111,7 +111,7 @@ class AfterErrors:
     def _rebuild(self, *, gradients: bool) -> None:
         model = self._model()
         if model is not None:
-            self._is_broken |= any(one.training_state.name != "IDLE" or _is_in_backward(one) for one in fsdp1_in(model))
+            self._is_broken |= any(m.training_state.name != "IDLE" or _is_in_backward(m) for m in fsdp1_in(model))
             self._is_broken |= not rebuild_fsdp2(model, gradients=gradients)
         self._running = None  # last: what raises here is done again before the next forward
 

@@ -161,9 +161,9 @@ class TransientBuckets:
         if not order:
             return []
         members: list[torch.Tensor] = [self._parameters[number] for number in order]
-        found, _ = dist._compute_bucket_assignment_by_size(members, list(self._sizes), is_sparse, list(order))
+        buckets, _ = dist._compute_bucket_assignment_by_size(members, list(self._sizes), is_sparse, list(order))
         # The last ones of several dtypes come in no particular order, which may differ from rank to rank.
-        return sorted(map(tuple, found), key=lambda bucket: order.index(bucket[-1]))
+        return sorted(map(tuple, buckets), key=lambda bucket: order.index(bucket[-1]))
 
     def after_forward(self, output: object, *, reduces: bool) -> None:
         """A forward with gradients has returned ``output``.
@@ -204,9 +204,9 @@ class TransientBuckets:
     def _gives_gradients(self, inputs: Sequence[Node]) -> bool:
         """Whether the running backward, at an output with these ``inputs``, is for ``.grad`` of the parameters.
         ``autograd.grad`` and ``backward(inputs=…)`` of other tensors are not, and some ranks may run these alone."""
-        mine = [self._parameters[number] for number in self._trainable]
+        own = [self._parameters[number] for number in self._trainable]
         with torch._C.DisableTorchFunctionSubclass():  # no value is used: a watched parameter need not notice
-            return any(runs(get_gradient_edge(p).node) for p in mine) or not leads_to(inputs, set(map(id, mine)))
+            return any(runs(get_gradient_edge(p).node) for p in own) or not leads_to(inputs, set(map(id, own)))
 
     def _begin(self) -> None:
         backward = _BackwardProgress(self._layouts[self._trainable])

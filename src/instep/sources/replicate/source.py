@@ -184,9 +184,9 @@ def _refuse_parameters(module: nn.Module) -> None:
             )
     devices = {parameter.device: name for name, parameter in parameters.items()}
     if len(devices) > 1:
-        found = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        listed = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
         raise AttachError(
-            f"replicate takes a model on one device, and this one has {found}. Use DistributedDataParallel"
+            f"replicate takes a model on one device, and this one has {listed}. Use DistributedDataParallel"
         )
 
 
@@ -215,9 +215,9 @@ class ReplicatedSource(Source):
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         replicated = self._replicated()
-        found = () if replicated is None else replicated._buckets.buckets
-        mine = (as_bucket("replicated", self._parameters.among(members)) for members in found)
-        return tuple(bucket for bucket in mine if bucket.parameters)
+        buckets = () if replicated is None else replicated._buckets.buckets
+        own = (as_bucket("replicated", self._parameters.among(members)) for members in buckets)
+        return tuple(bucket for bucket in own if bucket.parameters)
 
     def connect(self) -> None:
         replicated = self._replicated()
@@ -246,13 +246,13 @@ class ReplicatedSource(Source):
     def delivered(self, parameters: Sequence[torch.Tensor]) -> None:
         """A bucket has arrived: ``.grad`` of ``parameters`` is the mean of all ranks, and final."""
         self._delivered = True
-        mine = self._parameters.among(parameters)
+        members = self._parameters.among(parameters)
         if self._sink.waits_for_all:
-            self._waiting += mine
-        elif mine:
+            self._waiting += members
+        elif members:
             # Asked for _writes only once these were offered: ``begin_step`` is called by the first offer of a step.
-            self._writes = deliver(self._sink, mine, lambda: self._writes and self._sink.apply_and_free(mine))
-            applied = {id(a.get()) for a in mine if self._sink.is_applied(a)}
+            self._writes = deliver(self._sink, members, lambda: self._writes and self._sink.apply_and_free(members))
+            applied = {id(a.get()) for a in members if self._sink.is_applied(a)}
             _keep_alone([p for p in parameters if id(p) not in applied], parameters)
 
     def ended(self) -> None:

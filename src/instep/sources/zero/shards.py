@@ -86,8 +86,8 @@ class RowShard(_Part):
             yield by_rank.view(shape), tensor.detach().view(shape)
             return
         for rank, flat in enumerate(by_rank):
-            mine = self.rows(tensor, rank)
-            yield flat[: mine.numel()].view(mine.shape), mine
+            rows = self.rows(tensor, rank)
+            yield flat[: rows.numel()].view(rows.shape), rows
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if isinstance(tensor, DTensor):
@@ -263,18 +263,18 @@ class StateShards:
         tensors = [tensor for tensor, _ in members]
         numel = sum(part.numel for _, part in members)
         received = _in_room(room, tensors[0], torch.Size([self.world_size, numel]))
-        mine = received[self._rank]
+        sent = received[self._rank]
         own, offset = [], 0
         for tensor, part in members:
             rows = part.rows(tensor, self._rank)
-            own.append((mine[offset : offset + rows.numel()].view(rows.shape), rows))
+            own.append((sent[offset : offset + rows.numel()].view(rows.shape), rows))
             offset += part.numel
         _copy(own)
         if self._is_gloo:
-            work: Any = dist.all_gather(list(received), mine, group=self.group, async_op=True)
+            work: Any = dist.all_gather(list(received), sent, group=self.group, async_op=True)
         else:
             gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            work = gather(received, mine, group=self.group, async_op=True)
+            work = gather(received, sent, group=self.group, async_op=True)
 
         return work, tensors, [(rows, flat) for flat, rows in _in_rows(received, members)]
 
@@ -337,20 +337,20 @@ class ScatteredGradients:
             for other in others:
                 rows += other
             self.rows = rows
-        found, next_row, next_whole = [], 0, 0
+        gradients, next_row, next_whole = [], 0, 0
         for parameter, part in zip(parameters, self._parts, strict=True):
             if isinstance(part, RowShard):
                 assert rows is not None
                 shape = part.rows(parameter, self._rank).shape
-                found.append(part.spread(rows[next_row : next_row + shape.numel()].view(shape)))
+                gradients.append(part.spread(rows[next_row : next_row + shape.numel()].view(shape)))
                 next_row += part.numel
             elif self.whole is not None and part.is_owner:
                 end = next_whole + parameter.numel()
-                found.append(part.spread(self.whole[next_whole:end].view(parameter.shape)))
+                gradients.append(part.spread(self.whole[next_whole:end].view(parameter.shape)))
                 next_whole = end
             else:
-                found.append(part.spread(torch.zeros_like(parameter, memory_format=torch.contiguous_format)))
-        return found
+                gradients.append(part.spread(torch.zeros_like(parameter, memory_format=torch.contiguous_format)))
+        return gradients
 
 
 class GatheredShards:
@@ -405,11 +405,11 @@ def _in_line(flat: torch.Tensor, tensors: Iterable[torch.Tensor]) -> _Pairs:
 
 def _by_owner(tensors: Sequence[torch.Tensor], parts: Sequence[ZeroShard]) -> Iterator[tuple[int, list[torch.Tensor]]]:
     """The tensors that one rank updates, for each such rank in order."""
-    found: dict[int, list[torch.Tensor]] = {}
+    by_owner: dict[int, list[torch.Tensor]] = {}
     for tensor, part in zip(tensors, parts, strict=True):
         if isinstance(part, OwnedParameter):
-            found.setdefault(part.owner, []).append(tensor)
-    yield from sorted(found.items())
+            by_owner.setdefault(part.owner, []).append(tensor)
+    yield from sorted(by_owner.items())
 
 
 def _in_room(room: torch.Tensor | None, like: torch.Tensor, shape: torch.Size) -> torch.Tensor:

@@ -240,7 +240,7 @@ class ZeroSource(DDPSource):
         self._show(reduction)
         if room is not None:
             self._sent.rooms[reduction.index] = room
-        self._sent.scattered = [one for one in [*self._sent.scattered, scattered] if not one.free_if_done()]
+        self._sent.scattered = [sent for sent in [*self._sent.scattered, scattered] if not sent.free_if_done()]
         # The bucket still holds this rank's own gradients. DDP copies them into .grad, and there they are replaced.
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(buffer)
@@ -262,7 +262,7 @@ class ZeroSource(DDPSource):
     def _step_each(self, reductions: Sequence[Reduction]) -> bool:
         done = True
         for arrived in as_they_arrive(reductions, one_by_one=self._sink.by_bucket):
-            with grad_as_left([parameter for one in arrived for parameter in one.parameters]):
+            with grad_as_left([parameter for reduction in arrived for parameter in reduction.parameters]):
                 done = self._sink.apply(self._members(arrived), partial(self._fetch, arrived)) and done
             self._send(arrived)
         return done
