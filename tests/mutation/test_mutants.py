@@ -13,6 +13,7 @@ ZERO = "tests/distributed/test_zero.py"
 
 
 MUTANTS = [
+    Mutant("detach: what updates have left in attributes goes", "BackwardSchedule.close", "stepper.commit()"),
     Mutant("interrupts: an exception that is kept tells a later backward", "_run", "_drop_ends()"),
     Mutant(
         "beside backward: a graph that has saved an old weight is not told",
