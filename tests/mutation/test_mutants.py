@@ -13,6 +13,12 @@ ZERO = "tests/distributed/test_zero.py"
 
 
 MUTANTS = [
+    Mutant(
+        "replicate: what is sparse is listed of all parameters, frozen ones too",
+        "TransientBuckets._layout",
+        "self._sparse for number in order]",
+        "self._sparse for number in range(len(self._parameters))]",
+    ),
     Mutant("detach: what updates have left in attributes goes", "BackwardSchedule.close", "stepper.commit()"),
     Mutant("interrupts: an exception that is kept tells a later backward", "_run", "_drop_ends()"),
     Mutant(
