@@ -72,6 +72,18 @@ def test_a_closure_that_detaches_and_attaches_again(way: str) -> None:
     assert run_or_refuse(replace(ONCE, way=way, closure=True, steps=steps)) == "equal"
 
 
+@pytest.mark.parametrize("memory", ["state", "position", "name", "parameter", "object", "on the parameter", "group"])
+@pytest.mark.parametrize("way", ["backward", "two_pass", "undo"])
+def test_what_attributes_remember_of_a_step_that_is_detached_from(way: str, memory: str) -> None:
+    """Between backward and ``step()``: what backward has applied stands, and what its updates have left beside it."""
+    once = Step(((True,),))
+    steps = (once, once, once, replace(once, edits=(("backward", "attach again"),)), once)
+    recipe = Recipe(memory=memory)
+    clip = "norm" if way == "two_pass" else None
+    program = Program("", 1, 1, steps, bias=False, groups=(0.5,), way=way, clip=clip, limit=0.001, recipe=recipe)
+    assert run_or_refuse(program) == "equal"
+
+
 @example(FOUND_WITH_EDITS[0])
 @example(FOUND_WITH_EDITS[1])
 @example(FOUND_WITH_EDITS[2])

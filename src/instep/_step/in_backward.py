@@ -615,6 +615,9 @@ class BackwardSchedule(BucketSink):
         members = self._step.members
         try:
             if self._step.ledger.torn is None and members.applied and graph_task() is None:
+                for stepper in members.steppers:
+                    if members.applied_by(stepper):
+                        stepper.commit()  # what its updates have left in attributes stands, as parameters do
                 self._writes.clip_rest([a for a in members.all if not members.is_applied(a) and a.peek() is not None])
         finally:
             self.give_up(gradients=False)

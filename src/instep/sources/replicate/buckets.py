@@ -157,13 +157,13 @@ class TransientBuckets:
     def _layout(self, order: Sequence[int]) -> list[tuple[int, ...]]:
         """Fill buckets with the parameters numbered ``order``, by DDP's own rule, so that ranks add up in the same
         order: with three ranks or more a ring's depends on where in its buffer an element lies."""
-        is_sparse = [number in self._sparse for number in range(len(self._parameters))]
         if not order:
             return []
         members: list[torch.Tensor] = [self._parameters[number] for number in order]
-        buckets, _ = dist._compute_bucket_assignment_by_size(members, list(self._sizes), is_sparse, list(order))
+        is_sparse = [number in self._sparse for number in order]
+        buckets, _ = dist._compute_bucket_assignment_by_size(members, list(self._sizes), is_sparse)
         # The last ones of several dtypes come in no particular order, which may differ from rank to rank.
-        return sorted(map(tuple, buckets), key=lambda bucket: order.index(bucket[-1]))
+        return [tuple(order[i] for i in bucket) for bucket in sorted(buckets, key=lambda bucket: bucket[-1])]
 
     def after_forward(self, output: object, *, reduces: bool) -> None:
         """A forward with gradients has returned ``output``.
