@@ -13,6 +13,13 @@ ZERO = "tests/distributed/test_zero.py"
 
 
 MUTANTS = [
+    Mutant("detach: what updates have left in attributes goes", "BackwardSchedule.close", "stepper.commit()"),
+    Mutant(
+        "replicate: what is sparse is listed of all parameters, frozen ones too",
+        "TransientBuckets._layout",
+        "self._sparse for number in order]",
+        "self._sparse for number in range(len(self._parameters))]",
+    ),
     Mutant(
         "prepared: names of state are those of the step before", "FoundState.of", " or not _are(names, known.names)", ""
     ),
@@ -48,12 +55,6 @@ MUTANTS = [
         "_are(entries, self.entries)",
         "True",
     ),
-        "replicate: what is sparse is listed of all parameters, frozen ones too",
-        "TransientBuckets._layout",
-        "self._sparse for number in order]",
-        "self._sparse for number in range(len(self._parameters))]",
-    ),
-    Mutant("detach: what updates have left in attributes goes", "BackwardSchedule.close", "stepper.commit()"),
     Mutant("interrupts: an exception that is kept tells a later backward", "_run", "_drop_ends()"),
     Mutant(
         "beside backward: a graph that has saved an old weight is not told",
