@@ -616,7 +616,7 @@ class BackwardSchedule(BucketSink):
         try:
             if self._step.ledger.torn is None and members.applied and graph_task() is None:
                 for stepper in members.steppers:
-                    if members.applied_by(stepper):
+                    if stepper.groups and members.applied_by(stepper):  # else the optimizer is gone
                         stepper.commit()  # what its updates have left in attributes stands, as parameters do
                 self._writes.clip_rest([a for a in members.all if not members.is_applied(a) and a.peek() is not None])
         finally:
