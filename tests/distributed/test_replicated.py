@@ -26,6 +26,8 @@ from instep.errors import AccumulationError, SpentGradientError
 from instep_tools.harness import first_difference, training_state
 from tests.cases import (
     Blocks,
+    Checkpointed,
+    Reentrant,
     Rotations,
     Sometimes,
     SparseWords,
@@ -523,23 +525,7 @@ def test_frozen_parameters(three_ranks: RankPool, way: str) -> None:
 # What backward runs through.
 
 
-class Segments(Blocks):
-    """Blocks whose segments are checkpointed."""
-
-    reentrant = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inner(x)
-        for block in self.blocks:
-            x = x + checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.outer(x)
-
-
-class ReentrantSegments(Segments):
-    reentrant = True
-
-
-@pytest.mark.parametrize("make", [Segments, ReentrantSegments])
+@pytest.mark.parametrize("make", [Checkpointed, Reentrant])
 @in_every_way
 def test_checkpointed_segments(two_ranks: RankPool, way: str, make: Any) -> None:
     # Plain DDP takes reentrant segments without find_unused_parameters.
