@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from instep._optim.beside import Beside
 from instep._optim.guards import Layouts, Places, SettingsGuard, StateGuard, numbers_of
 from instep._optim.kernels import GRADIENT, Kernel, KernelCall, Placing, are_usual, kernel_of
 from instep._optim.kinds import SCALES, STEPPED_WHOLE, has_usual_parameters, is_elementwise, is_torchs_own
 from instep._optim.local_shard import LocalShard
 from instep._optim.offload import OffloadedState
-from instep._optim.own_object import Beside, OwnObject
+from instep._optim.own_object import OwnObject
 from instep._optim.proved import is_proved
 from instep._optim.random_numbers import KeyedDraws
 from instep._optim.shadow import CallUpdate, GroupLayout, autocast_here, how_to_step, parameters_of

@@ -10,10 +10,12 @@ from torch.autograd import grad_mode
 from torch.optim import Optimizer
 
 from instep._optim.belongings import Mappings, mappings_of, mappings_with
+from instep._optim.beside import Beside
 from instep._optim.contents import Contents, Restore, copy_of, require_contents, restore
 from instep._optim.kinds import is_torchs_own
-from instep._optim.own_object import Beside, Groups, Tables, in_functions, reached_by
+from instep._optim.own_object import Groups
 from instep._optim.random_numbers import Generators
+from instep._optim.reached import Tables, in_functions, reached_by
 from instep._optim.shadow import GroupLayout, parameters_of
 from instep._optim.stages import Stage, Update
 from instep._optim.values import fingerprint, same_bits, unlike

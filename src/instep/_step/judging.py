@@ -29,9 +29,10 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from instep._optim.belongings import Found
+from instep._optim.beside import Beside
 from instep._optim.kinds import STEPPED_WHOLE
-from instep._optim.own_object import Beside, Tables
 from instep._optim.parameters import AttachedParameter, AttachedParameters
+from instep._optim.reached import Tables
 from instep._optim.shadow import GroupLayout, parameters_of
 from instep._optim.stepper import Stepper
 from instep._step.parts import HOOKS, PartsOfUpdate

@@ -21,12 +21,14 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.belongings import kept_of, mappings_of, mappings_with
+from instep._optim.beside import WRITES_UNSEEN, Beside
 from instep._optim.contents import Kept, copy_of, digest_of, digest_of_value, disturb, is_back, restore
 from instep._optim.dtensor import is_sharded
 from instep._optim.kinds import STEPPED_WHOLE, read_by_update
-from instep._optim.own_object import WRITES_UNSEEN, Beside, OwnObject, Tables, in_functions
+from instep._optim.own_object import OwnObject
 from instep._optim.parameters import AttachedParameter, AttachedParameters, calls_of
 from instep._optim.random_numbers import Generators
+from instep._optim.reached import Tables, in_functions
 from instep._optim.shadow import parameters_of
 from instep._optim.stepper import Stepper
 from instep._optim.undo import BeforeUpdate, KeptByParameter
