@@ -166,7 +166,7 @@ MUTANTS = [
     ),
     _mutant(
         "nobody waits before memory that an update has given back is given out",
-        "Writes._let_go_of_memory",
+        "Writes.let_go_of_memory",
         "self._step.streams.let_go(device)",
     ),
     _mutant(

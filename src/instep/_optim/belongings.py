@@ -9,6 +9,7 @@ changes between a gradient and ``step()`` (``Arrivals``).
 
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def mappings_of(optimizer: Optimizer) -> list[Mappings]:
 
 def _with_parameters(mappings: Iterable[Mappings]) -> list[Mappings]:
     """Those that have tensors for keys."""
-    return [mapping for mapping in mappings if any(isinstance(key, torch.Tensor) for key in mapping)]
+    return [mapping for mapping in mappings if any(map(isinstance, mapping, repeat(torch.Tensor)))]
 
 
 def mappings_with(parameter: torch.Tensor, mappings: Iterable[Mappings]) -> Iterator[Mappings]:
@@ -65,24 +66,26 @@ class Found:
     """What is kept of some parameters, as it was found.
 
     Args:
-        optimizer: that updates them, and is foreign.
-        with_state: their entries of its ``state``, too.
+        mappings: in which something may be kept by them.
     """
 
-    def __init__(self, optimizer: Optimizer, *, with_state: bool = False) -> None:
-        self._mappings = mappings_of(optimizer)
-        if with_state:
-            self._mappings.append(optimizer.state)
+    def __init__(self, mappings: Sequence[Mappings]) -> None:
+        self._mappings = mappings
         self._of: dict[int, tuple[torch.Tensor, Any]] = {}
 
-    def note(self, parameters: Iterable[torch.Tensor]) -> None:
+    def note(self, parameters: Sequence[torch.Tensor]) -> None:
         """As it is now, in place of what was noted of them before."""
         mappings = _with_parameters(self._mappings)
-        self._of.update((id(p), (p, _look_at(p, mappings))) for p in parameters)
+        # As mostly there is nothing, and it is asked of each bucket, and in each step.
+        kept = repeat(_NOTHING) if _keep_nothing(parameters, mappings) else (_look_at(p, mappings) for p in parameters)
+        self._of.update(zip(map(id, parameters), zip(parameters, kept, strict=False), strict=False))
 
     def changed(self) -> str | None:
         """Something that is not as it was, in words; ``None``: nothing."""
         mappings = _with_parameters(self._mappings)
+        parameters, kept = zip(*self._of.values(), strict=True) if self._of else ((), ())
+        if not any(kept) and _keep_nothing(parameters, mappings):
+            return None
         for parameter, then in self._of.values():
             now = _look_at(parameter, mappings)
             for where in unlike(now, then) if now or then else ():
@@ -94,9 +97,11 @@ class Found:
 _NOTHING: dict[Any, Any] = {}
 
 
+def _keep_nothing(parameters: Iterable[torch.Tensor], mappings: Sequence[Mappings]) -> bool:
+    return not mappings and not any(map(vars, parameters))
+
+
 def _look_at(parameter: torch.Tensor, mappings: Sequence[Mappings]) -> dict[Any, Any]:
-    if not mappings and not vars(parameter):  # as mostly, and asked of each parameter in each step
-        return _NOTHING
     return {where: fingerprint(value) for where, value in kept_of(parameter, mappings).items()}
 
 
@@ -105,22 +110,29 @@ class BelongingsGuard(Stage):
     called.
 
     Attributes:
+        mappings: those that the optimizer's attributes reach, where these are known as a step begins.
         rests: whether updates are put back, and are none of the step's.
     """
 
     def __init__(self, name: str) -> None:
+        self.mappings: Sequence[Mappings] | None = None
         self.rests = False
         self._name = name
         self._found: Found | None = None
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
-        self._found = Found(optimizer)
+        self._found = Found(mappings_of(optimizer) if self.mappings is None else self.mappings)
 
     @contextmanager
     def around(self, update: Update) -> Iterator[None]:
         yield
-        if self._found is not None and not self.rests:
-            self._found.note(update.owned)
+        if not self.rests:
+            self.note(update.owned)
+
+    def note(self, parameters: Sequence[torch.Tensor]) -> None:
+        """They were updated."""
+        if self._found is not None:
+            self._found.note(parameters)
 
     def require_unchanged(self, optimizer: Optimizer) -> None:
         if self._found is not None and (what := self._found.changed()) is not None:
@@ -130,4 +142,4 @@ class BelongingsGuard(Stage):
             )
 
     def end_step(self) -> None:
-        self._found = None
+        self._found = self.mappings = None

@@ -6,13 +6,13 @@ has found. All buckets must leave the same, which is put in when the step is com
 
 import re
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
 from enum import Enum
 from functools import partial
-from itertools import chain, repeat
-from operator import is_
+from itertools import chain, compress, count, repeat
+from operator import attrgetter, is_, is_not, methodcaller
 from types import BuiltinFunctionType, CodeType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -98,13 +98,55 @@ def _items(held: Any) -> list[Any]:
     return [*chain.from_iterable(held.items())] if type(held) is dict else [*held]
 
 
+class _Changes(NamedTuple):
+    """Which of some values are others by now, by number; what they are; and of which types."""
+
+    at: list[int]
+    values: list[Any]
+    types: list[type]
+
+
+class _AtOnce:
+    """The values of some dicts and lists, one after the other: whether all are the very same objects takes one pass."""
+
+    def __init__(self, dicts: Sequence[dict[Any, Any]], lists: Sequence[list[Any]]) -> None:
+        self._dicts, self._lists = dicts, lists
+        self._keys = [*chain.from_iterable(dicts)]
+        self._values = self._now()
+        self._places: list[tuple[Any, Any]] = []  # of each, where it is put back, once one is
+
+    def _now(self) -> list[Any]:
+        return [*chain.from_iterable(map(_VALUES, self._dicts)), *chain.from_iterable(self._lists)]
+
+    def changes(self) -> _Changes | None:
+        """``None``: there are values more, or fewer, or under other keys."""
+        then, now, keys = self._values, self._now(), [*chain.from_iterable(self._dicts)]
+        if len(now) != len(then) or len(keys) != len(self._keys) or not all(map(is_, keys, self._keys)):
+            return None
+        at = [*compress(count(), map(is_not, now, then))]
+        values = [now[i] for i in at]
+        return _Changes(at, values, [*map(type, values)])
+
+    def put_back(self, at: Iterable[int]) -> None:
+        if not self._places:
+            self._places = [(held, key) for held in self._dicts for key in held]
+            self._places += [(held, number) for held in self._lists for number in range(len(held))]
+        for number in at:
+            held, key = self._places[number]
+            held[key] = self._values[number]
+
+
+_VALUES: Callable[[dict[Any, Any]], Iterable[Any]] = methodcaller("values")
+_IN_BUCKET: Callable[[Members], list[int]] = attrgetter("in_bucket")
+
+
 class _Place:
     """One mapping with values of the object, some of which an update may change.
 
     Args:
         where: in words.
         mapping: the user's own.
-        own: which of its items.
+        own: those of its items that count.
         apart: see ``_Holdings``.
 
     Attributes:
@@ -116,7 +158,7 @@ class _Place:
         self,
         where: str,
         mapping: MutableMapping[Any, Any],
-        own: Callable[[], dict[Any, Any]],
+        own: Callable[[Mapping[Any, Any]], dict[Any, Any]],
         apart: Container[int] = frozenset(),
     ) -> None:
         self.where = where
@@ -124,7 +166,7 @@ class _Place:
         self.opaque: dict[Any, str] = {}
         self._own = own
         self._apart = apart
-        self._values = own()
+        self._values = own(mapping)
         self._size = len(mapping)
         self._looks: dict[Any, Any] = {}
         self._flat: dict[Any, list[Any]] = {}  # what is in dicts and lists of values that cannot be changed in place
@@ -138,6 +180,32 @@ class _Place:
         self._put_back = {key: self._kept(holdings, key) for key in self._looks}
         self.large = holdings.large
         self.reset_left()
+
+    def begin_again(self, mapping: MutableMapping[Any, Any]) -> bool:
+        """Another step begins, whose ``mapping`` this is. ``False``: it holds something else than before that may be
+        changed in place, or what holds other things."""
+        now, then = self._own(mapping), self._values
+        if now.keys() != then.keys() or any(
+            value is not then[key] and (key in self._looks or not is_immutable(value)) for key, value in now.items()
+        ):
+            return False
+        self.mapping, self._values, self._size = mapping, now, len(mapping)
+        return all(map(self._is_flat_as_it_was, self._flat))
+
+    def let_go(self) -> None:
+        """The step is over: nothing is kept that refers to a tensor, where all ``is_flat``."""
+        self.mapping = {}
+        self.reset_left()
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether all values are numbers and the like, and dicts and lists of these."""
+        return len(self._flat) == len(self._looks) and all(map(is_immutable, chain.from_iterable(self._flat.values())))
+
+    @property
+    def flat(self) -> list[Any]:
+        """These dicts and lists."""
+        return [*map(self._values.__getitem__, self._flat)]
 
     def reset_left(self) -> None:
         self._left: dict[Any, Any] | None = None  # what buckets have left, as ``fingerprint`` sees it
@@ -165,9 +233,10 @@ class _Place:
             and all(map(self._is_flat_as_it_was, self._flat))
         ):
             return []
-        now = self._own()
-        keys = now.keys() | self._values.keys() if now.keys() != self._values.keys() else now
-        return [key for key in keys if not self._is_unchanged(key, now.get(key, ABSENT))]
+        now, then, looks = self._own(self.mapping), self._values, self._looks
+        keys = now.keys() | then.keys() if now.keys() != then.keys() else now
+        others = (key for key in keys if key in looks or now.get(key, ABSENT) is not then.get(key, ABSENT))
+        return [key for key in others if not self._is_unchanged(key, now.get(key, ABSENT))]
 
     def _is_unchanged(self, key: Any, value: Any) -> bool:
         then = self._values.get(key, ABSENT)
@@ -179,11 +248,11 @@ class _Place:
 
     def digest(self) -> Any:
         """Of all that it holds, however deep."""
-        return digest_of_value(self._own())
+        return digest_of_value(self._own(self.mapping))
 
     def put_all_back(self) -> None:
         """Also what ``changed`` does not look into."""
-        self.take_back(self._own().keys() | self._values.keys())
+        self.take_back(self._own(self.mapping).keys() | self._values.keys())
 
     def take_back(self, changed: Iterable[Any]) -> None:
         for key in changed:
@@ -229,7 +298,11 @@ class _Place:
 class Beside:
     """What a foreign optimizer holds beside parameters and their state, as a step begins with it.
 
+    Most hold numbers, and dicts of numbers. Then one pass tells whether anything is changed (``_AtOnce``); what two
+    buckets leave is compared by what was changed, and put back by it; and the next step begins with what is known.
+
     Attributes:
+        is_flat: whether it holds nothing but numbers and the like, and dicts and lists of these.
         unseen: tensors that it reaches, and that are not put back here.
         wrote_in_place: whether one of these was written.
     """
@@ -238,29 +311,54 @@ class Beside:
         self._name = name
         self._groups: list[_Place] = []
         self._others: list[_Place] = []
+        self._at_once: _AtOnce | None = None
+        self._state: Sized = ()
+        self._entries = 0
+        # What was changed by a bucket that was noted, by which groups had parameters in it.
+        self._noted: dict[tuple[bool, ...], _Changes] = {}
         self.unseen: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._shared: list[tuple[Any, str, Any]] = []
         self.wrote_in_place = False
+        self.is_flat = False
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
+        dicts: list[dict[Any, Any]] = [*optimizer.param_groups, vars(optimizer)]
+        mappings: list[MutableMapping[Any, Any]] = [*dicts, optimizer.state]
+        is_known = len(mappings) == len(self.places) and all(
+            place.begin_again(mapping) for place, mapping in zip(self.places, mappings, strict=True)
+        )
+        if not is_known:
+            self._begin(optimizer, layout)
+        self._noted = {}
+        self._at_once = None
+        if self.is_flat:
+            flat = [held for place in self.places for held in place.flat]
+            lists = [held for held in flat if type(held) is list]
+            self._at_once = _AtOnce([*dicts, *(held for held in flat if type(held) is dict)], lists)
+            self._state, self._entries = optimizer.state, len(optimizer.state)
+
+    def _begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
         self._groups = [
-            _Place(f"param_groups[{number}]", group, partial(settings_in, group))
-            for number, group in enumerate(optimizer.param_groups)
+            _Place(f"param_groups[{number}]", group, settings_in) for number, group in enumerate(optimizer.param_groups)
         ]
         attributes, read = vars(optimizer), read_by_update(optimizer)
-        named = partial(beside_parameters, optimizer.state)
-        has_tensors = any(isinstance(value, torch.Tensor) for value in reachable_values([read, named()], optimizer))
+        named = beside_parameters(optimizer.state)
+        has_tensors = any(isinstance(value, torch.Tensor) for value in reachable_values([read, named], optimizer))
         apart = _memory_of_parameters(optimizer) if has_tensors else frozenset()
         left_out = (attributes.keys() - read.keys()) | NO_SETTINGS
-        settings = lambda: {name: value for name, value in attributes.items() if name not in left_out}  # noqa: E731
         self._others = [
-            _Place("attribute", attributes, settings, apart),
-            _Place("state", optimizer.state, named, apart),
+            _Place("attribute", attributes, partial(_without, left_out), apart),
+            _Place("state", optimizer.state, beside_parameters, apart),
         ]
         large = (tensor for place in self.places for tensor in place.large)
         self.unseen = [*large, *in_modules(optimizer, layout)]
         self.look_at_unseen()
+        self.is_flat = (
+            not (self.unseen or named or left_out - NO_SETTINGS)
+            and all(type(group) is dict for group in optimizer.param_groups)
+            and all(place.is_flat for place in self.places)
+        )
 
     def look_deeper(self, optimizer: Optimizer) -> str | None:
         """All is to be put back: also what is not looked into in each step. Returns what cannot be, in words."""
@@ -277,6 +375,11 @@ class Beside:
 
     def note(self, members: Sequence[Members]) -> None:
         """A bucket was updated: what that has changed is noted, and taken back."""
+        groups = tuple(map(bool, map(_IN_BUCKET, members)))
+        changes = self._changes()
+        if self._at_once is not None and changes is not None and changes == self._noted.get(groups):
+            self._at_once.put_back(changes.at)
+            return
         disagreement: str | None = None
         for number, place in enumerate(self.places):
             changed = place.changed()
@@ -293,6 +396,33 @@ class Beside:
             )
         if disagreement is not None:
             raise depends_on_buckets(self._name, disagreement)
+        if changes is not None and all(map(is_immutable, changes.values)):
+            self._noted[groups] = changes
+
+    def _changes(self) -> _Changes | None:
+        """``None``: they cannot be told at once."""
+        if self._at_once is None or len(self._state) != self._entries:
+            return None
+        return self._at_once.changes()
+
+    @property
+    def mappings(self) -> list[MutableMapping[Any, Any]] | None:
+        """Those that its attributes reach, where it ``is_flat``; ``None``: they are not known."""
+        if not self.is_flat:
+            return None
+        return [held for place in self._others for held in place.flat if type(held) is dict]
+
+    @property
+    def is_as_found(self) -> bool:
+        """Whether all is known to be as the step has found it; ``False``: that cannot be told at once."""
+        changes = self._changes()
+        return changes is not None and not changes.at
+
+    def reset_left(self) -> None:
+        """The next bucket is the first."""
+        self._noted = {}
+        for place in self.places:
+            place.reset_left()
 
     def take_back(self) -> None:
         """The update has raised, or does not count."""
@@ -334,6 +464,8 @@ class Beside:
 
     def changed(self) -> str | None:
         """An attribute that is not what it was, in words; ``None``: none."""
+        if self.is_as_found:
+            return None
         return next((f"{place.where} {key!r}" for place in self._others for key in place.changed()), None)
 
     def differs(self) -> str | None:
@@ -349,7 +481,16 @@ class Beside:
 
     def end_step(self) -> None:
         # Attributes may refer to the model, which nothing here must keep.
-        self._groups, self._others, self.unseen, self._versions, self._shared = [], [], [], [], []
+        if not self.is_flat:
+            self._groups, self._others = [], []
+        for place in self.places:
+            place.let_go()
+        self.unseen, self._versions, self._shared = [], [], []
+        self._at_once, self._state, self._noted = None, (), {}
+
+
+def _without(names: Container[str], mapping: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in mapping.items() if name not in names}
 
 
 def _memory_of_parameters(optimizer: Optimizer) -> frozenset[int]:

@@ -415,7 +415,11 @@ class StateGuard(Stage):
     @contextmanager
     def around(self, update: Update) -> Iterator[None]:
         yield
-        self.left.append(EntriesAsLeft.of(Entries.of(update.owned, update.optimizer.state)))
+        self.note(update.owned, update.optimizer.state)
+
+    def note(self, parameters: Sequence[torch.Tensor], state: Mapping[Any, Any]) -> None:
+        """Their update has left it like this."""
+        self.left.append(EntriesAsLeft.of(Entries.of(parameters, state)))
 
     def find(self, state: Mapping[Any, Any], layouts: Layouts) -> None:
         """Kernels are about to be called, which find ``state`` as it is now."""

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
+from itertools import repeat
 from operator import methodcaller
 from types import MethodType
 from typing import Any
@@ -260,4 +261,6 @@ _NOT_ITS_OWN = ("torch.", "builtins.", "typing.", "abc.")
 
 def beside_parameters(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """The items of an optimizer's ``state`` whose key is no parameter."""
+    if all(map(isinstance, state, repeat(torch.Tensor))):  # as mostly, and asked for in each step
+        return {}
     return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}

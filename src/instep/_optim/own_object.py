@@ -16,17 +16,18 @@ is put into the object when the step is committed, in place of what ``step()`` w
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
+from itertools import repeat
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 from instep._optim.belongings import BelongingsGuard
 from instep._optim.beside import Beside, depends_on_buckets
-from instep._optim.guards import Entry
+from instep._optim.guards import Entry, SettingsGuard, numbers_of
 from instep._optim.kinds import (
     STEP_HOOKS,
     STEPPED_WHOLE,
@@ -41,7 +42,7 @@ from instep._optim.values import (
     address_of,
     held_in,
 )
-from instep._torch.versions import memory_of, versions_of
+from instep._torch.versions import memory_of, version_of, versions_of
 from instep.errors import UnsupportedOptimizerError
 
 
@@ -52,13 +53,12 @@ class _Params(list[Any]):
     The list itself holds the bucket's: torch's functions read a list without asking its methods.
     """
 
-    __slots__ = ("_thread", "names", "whole")
+    __slots__ = ("names", "thread", "whole")
 
-    def __init__(self, members: Iterable[Any], whole: list[Any], names: list[str] | None) -> None:
-        super().__init__(members)
-        self._thread = threading.get_ident()
-        self.whole = whole
-        self.names = names  # of all
+    # Set by ``_members_of``, and not in a constructor: a bucket has little time.
+    whole: list[Any]
+    names: list[str] | None  # of all
+    thread: int
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return list, (list(self),)
@@ -68,7 +68,7 @@ def _of_thread(name: str) -> Callable[..., Any]:
     method: Callable[..., Any] = getattr(list, name)
 
     def seen(self: _Params, *args: Any) -> Any:
-        return method(self if threading.get_ident() == self._thread else self.whole, *args)
+        return method(self if threading.get_ident() == self.thread else self.whole, *args)
 
     return seen
 
@@ -108,6 +108,7 @@ class OwnObject:
 
     Args:
         name: of the optimizer.
+        settings: of its groups.
 
     Attributes:
         beside: what the object holds beside parameters and their state.
@@ -118,11 +119,13 @@ class OwnObject:
         gave_back: whether an update of this step has given back memory of an accelerator that it has read.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, settings: SettingsGuard) -> None:
         self._name = name
+        self._settings = settings
         # Of an accelerator's backward each device has a thread, and two threads must not exchange the groups at once.
         self._lock = threading.RLock()
         self._draws: Generators | None = None
+        self._draws_in: GroupLayout | None = None  # of the groups for whose devices these are, where they are kept
         self._instead: dict[str, Any] = {}
         self._reached: list[torch.Tensor] = []
         self.beside = Beside(name)
@@ -146,13 +149,19 @@ class OwnObject:
             may_draw: each parameter's update draws from generators that are seeded for it.
             in_parts: others see to it that no other parameter is used.
         """
-        devices = {memory_of(p).device for p in parameters_of(optimizer)}
-        self._draws = None if may_draw else Generators.of(optimizer, devices, torchs_alone=True)
+        self.beside.begin(optimizer, layout)
+        self.belongings.mappings = self.beside.mappings
+        if may_draw:
+            self._draws = None
+        elif not self.beside.is_flat:
+            self._draws = Generators.of(optimizer, _devices_of(optimizer), torchs_alone=True)
+        elif self._draws is None or self._draws_in is not layout:  # it refers to none of its own
+            self._draws = Generators(_devices_of(optimizer), torchs_alone=True)
+        self._draws_in = layout if self.beside.is_flat else None
         # No hooks, and methods that see all parameters. Made once a step: a bucket has little time.
         hooks: dict[str, Any] = {name: OrderedDict() for name in STEP_HOOKS if name in vars(optimizer)}
         self._instead = hooks | {name: partial(self._of_all, optimizer, name) for name in _OF_ALL}
         self._reached = [] if in_parts else reached_by(optimizer, layout)
-        self.beside.begin(optimizer, layout)
 
     def step(self, update: Update, call: CallUpdate) -> None:
         """Update the bucket by the object's own ``step()``. What that has made of other values is noted, and taken
@@ -166,7 +175,8 @@ class OwnObject:
         """
         optimizer, tensors, state = update.optimizer, update.owned, update.optimizer.state
         # With ``shard_state`` a rank steps whole parameters by aliases, whose gradients are its own.
-        lent = [(p, p.grad, alias.grad) for p, alias in zip(tensors, update.tensors, strict=True) if alias is not p]
+        aliases = () if update.tensors is tensors else zip(tensors, update.tensors, strict=True)
+        lent = [(p, p.grad, alias.grad) for p, alias in aliases if alias is not p]
         # Of a CPU nobody reads later what was given back.
         on_cpu = memory_of(tensors[0]).device.type == "cpu"
         places = None if on_cpu else StorageAddresses(tensors, map(state.get, tensors))
@@ -174,8 +184,9 @@ class OwnObject:
             for parameter, _, gradient in lent:
                 parameter.grad = gradient
             with self._lock:  # and handlers of signals wait for that of the step, or of its calls
-                if not self.belongings.rests:
+                if not self.belongings.rests and not self.beside.is_as_found:
                     # By a hook of this backward, between two buckets: taken back after this one, it would be lost.
+                    self._settings.look(optimizer, numbers_of(update.members))
                     self.beside.require_unchanged()
                 self._step(optimizer, update.members, tensors, call)
         finally:
@@ -189,13 +200,14 @@ class OwnObject:
         entries = dict(state)
         ids = set(map(id, tensors))
         others = [p for p in self._reached if id(p) not in ids]
-        versions = versions_of(others)
+        versions = [*map(version_of, others)]  # as mostly, there are none
         if draws is not None:
             draws.begin()
         try:
             given = [] if self.notes else versions_of(tensors)
             self.returned = self._call(optimizer, members, tensors, call)
-            self.wrote = not self.notes and versions_of(tensors) != given
+            if not self.notes:
+                self.wrote = versions_of(tensors) != given
             if draws is not None and draws.have_advanced():
                 raise _refused(self._name, _DRAWS)
         except BaseException:
@@ -208,28 +220,35 @@ class OwnObject:
             self.beside.note(members)
         else:
             self.beside.take_back()
-        if versions_of(others) != versions:
+        if [*map(version_of, others)] != versions:
             raise _refused(self._name, _WRITES_OTHERS)
         if optimizer.state is not state or len(state) < len(entries):
             optimizer.state = state
-            lost = {key: entry for key, entry in entries.items() if id(key) not in ids and key not in state}
-            state.update(lost)
-            if lost:
-                raise _refused(self._name, _TAKES_STATE_OUT)
+            self._put_entries_back(state, {key: entry for key, entry in entries.items() if id(key) not in ids})
         if groups.put_back():
             raise depends_on_buckets(self._name, "its list of param_groups")
+
+    def _put_entries_back(self, state: MutableMapping[Any, Any], others: Mapping[Any, Any]) -> None:
+        """Those of ``others``, which are not the bucket's, that the update has taken out."""
+        lost = {key: entry for key, entry in others.items() if key not in state}
+        state.update(lost)
+        if lost:
+            raise _refused(self._name, _TAKES_STATE_OUT)
 
     def end_step(self) -> None:
         self.beside.end_step()
         self.belongings.end_step()
-        self.returned, self.gave_back, self._instead, self._reached, self._draws = None, False, {}, [], None
+        if self._draws_in is None:  # the optimizer's attributes, which they may be among, may refer to the model
+            self._draws = None
+        self.returned, self.gave_back, self._instead, self._reached = None, False, {}, []
 
     def _call(self, optimizer: Optimizer, members: Sequence[Members], tensors: Sequence[Any], call: CallUpdate) -> Any:
         attributes, groups = vars(optimizer), optimizer.param_groups
         instead, whole = self._instead, _lists_of(groups)
-        if (overrides := overrides_in_bucket(optimizer, (m.in_group for m in members))) is not None:
+        overrides = overrides_in_bucket(optimizer, (m.in_group for m in members)) if MANAGER in attributes else None
+        if overrides is not None:
             instead = {**instead, MANAGER: overrides}
-        before = [(name, attributes.get(name, ABSENT)) for name in instead]
+        before = [*zip(instead, map(attributes.get, instead, repeat(ABSENT)), strict=True)]
         try:
             attributes.update(instead)
             _put(_members_of(whole, members, tensors))
@@ -248,7 +267,7 @@ class OwnObject:
                 else:
                     attributes[name] = value
             # A hook that was registered while a bucket was stepped, on another thread, say, is the object's.
-            for name in STEP_HOOKS:
+            for name in STEP_HOOKS if any(map(self._instead.get, STEP_HOOKS)) else ():
                 if registered := self._instead.get(name):
                     attributes[name].update(registered)
                     registered.clear()
@@ -270,8 +289,32 @@ class OwnObject:
                 _put(now)
 
 
+class ObjectCall(NamedTuple):
+    """The update of one bucket by the object itself, made before its gradients are there.
+
+    Attributes:
+        update: of the bucket.
+        call: calls the object's update.
+        lists: what a kernel would be given of the state: nothing is known of that.
+    """
+
+    own: OwnObject
+    update: Update
+    call: CallUpdate
+    lists: Sequence[list[torch.Tensor]] = ()
+
+    def run(self, gradients: list[torch.Tensor]) -> None:
+        """``gradients``: of the bucket. They are in ``.grad``, where the object finds them."""
+        self.own.step(self.update, self.call)
+        self.own.belongings.note(self.update.owned)
+
+
 _Lists = tuple[dict[str, Any], list[Any], "list[str] | None"]
 """A group, with its parameters and, where it has them, their names."""
+
+
+def _devices_of(optimizer: Optimizer) -> set[torch.device]:
+    return {memory_of(p).device for p in parameters_of(optimizer)}
 
 
 def _lists_of(groups: Iterable[dict[str, Any]]) -> list[_Lists]:
@@ -287,11 +330,13 @@ def _put(lists: Iterable[_Lists]) -> None:
 
 def _members_of(whole: Iterable[_Lists], members: Sequence[Members], tensors: Sequence[Any]) -> Iterator[_Lists]:
     """The groups with ``tensors`` alone."""
+    thread = threading.get_ident()
     for number, (group, params, names) in enumerate(whole):
         # A group that was added since the step began holds none of them.
         in_bucket, in_group = members[number] if number < len(members) else ((), ())
-        some = None if names is None else [names[place] for place in in_group]
-        yield group, _Params([tensors[i] for i in in_bucket], params, names), some
+        some = _Params([tensors[i] for i in in_bucket])
+        some.whole, some.names, some.thread = params, names, thread
+        yield group, some, None if names is None else [names[place] for place in in_group]
 
 
 class StorageAddresses:

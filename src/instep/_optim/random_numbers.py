@@ -113,7 +113,12 @@ class Generators:
     def have_advanced(self) -> bool:
         """What can be asked often: whether one has, and no other thread can have drawn. Then the states are put
         back."""
-        if all(_same(read(), self._before[key]) for key, (read, _) in self._known.items()) or not self._others_rest():
+        for key, (read, _) in self._known.items():
+            if not _same(read(), self._before[key]):
+                break
+        else:
+            return False
+        if not self._others_rest():
             return False
         self.restore()
         return True
@@ -154,6 +159,8 @@ _NEVER_DRAW = (NAME, "MainThread", "tqdm_monitor")
 
 def _times_of_others() -> dict[int, int | None]:
     """How long the threads have run that may draw, one that loads data, say: ns of CPU, ``None`` where nobody tells."""
+    if threading.active_count() == 1:  # asked for each bucket
+        return {}
     here = threading.current_thread()
     others = [t.native_id or 0 for t in threading.enumerate() if t is not here and t.name not in _NEVER_DRAW]
     if graph_task() is None and all(map(is_of_backward, others)):

@@ -1,7 +1,7 @@
 """Steps a few parameters with the user's own optimizer, from the first bucket of a step to its last."""
 
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain, repeat
@@ -17,7 +17,7 @@ from instep._optim.kernels import GRADIENT, Kernel, KernelCall, Placing, are_usu
 from instep._optim.kinds import SCALES, STEPPED_WHOLE, has_usual_parameters, is_elementwise, is_torchs_own
 from instep._optim.local_shard import LocalShard
 from instep._optim.offload import OffloadedState
-from instep._optim.own_object import OwnObject
+from instep._optim.own_object import ObjectCall, OwnObject
 from instep._optim.proved import is_proved
 from instep._optim.random_numbers import KeyedDraws
 from instep._optim.shadow import CallUpdate, GroupLayout, autocast_here, how_to_step, parameters_of
@@ -80,28 +80,32 @@ class _RunningStep(NamedTuple):
 class PreparedUpdate:
     """The update of some parameters of one optimizer, made before their gradients are there.
 
-    A kernel writes nothing but its lists. So of all stages only the two guards have anything to do: the settings were
-    looked at when this was made, and the state is noted as the kernel leaves it.
+    A kernel writes nothing but its lists, and a foreign object looks after itself. So of all stages only the two guards
+    have anything to do: the settings were looked at when this was made, and the state is noted as the update leaves it.
 
     Args:
         guard: of the state; ``None``: nobody looks back, and nothing is counted.
+        places: of the state that kernels write; ``None``: the object itself is called, and may replace it.
+        state: of the optimizer.
 
     Attributes:
         tensors: the parameters, or aliases of them.
         versions: of ``tensors``, as the update has left them, where somebody looks back.
     """
 
-    __slots__ = ("_calls", "_guard", "_owned", "_places", "tensors", "versions")
+    __slots__ = ("_calls", "_guard", "_owned", "_places", "_state", "tensors", "versions")
 
     def __init__(
         self,
-        calls: Sequence[KernelCall],
+        calls: Sequence[KernelCall | ObjectCall],
         tensors: Sequence[torch.Tensor],
         owned: Sequence[torch.Tensor],
         guard: StateGuard | None,
-        places: Places,
+        places: Places | None,
+        state: Mapping[Any, Any],
     ) -> None:
-        self._calls, self.tensors, self._owned, self._guard, self._places = calls, tensors, owned, guard, places
+        self._calls, self.tensors, self._owned = calls, tensors, owned
+        self._guard, self._places, self._state = guard, places, state
         self.versions: list[int] = []
 
     def run(self, gradients: list[torch.Tensor]) -> None:
@@ -116,7 +120,10 @@ class PreparedUpdate:
                     state = (column for call in self._calls for column in call.lists)
                     written = [*written, *chain.from_iterable(state)]
                 torch.autograd.graph.increment_version(written)
-        if guard is not None and guard.found is not None:
+        if guard is not None and self._places is None:
+            guard.note(self._owned, self._state)
+            self.versions = versions_of(self.tensors)
+        elif guard is not None and guard.found is not None and self._places is not None:
             values, count = guard.found.values, len(self.tensors)
             versions = versions_of([*self.tensors, *map(values.__getitem__, self._places.read)])
             self.versions = versions[:count]
@@ -313,7 +320,7 @@ class Stepper:
         if self.offloaded is not None:
             stages.append(self.offloaded)
         if not known:
-            self.own_object = self.own_object or OwnObject(self.name)
+            self.own_object = self.own_object or OwnObject(self.name, self._settings)
             stages.append(self.own_object.belongings)
             self.own_object.begin(optimizer, self._layouts.groups, may_draw=self.draws is not None, in_parts=in_parts)
             if self.draws is not None:
@@ -374,6 +381,8 @@ class Stepper:
         """The update by the very kernel that ``step()`` would call. ``None``: it is to be run in another way."""
         optimizer = self._optimizer() or self.optimizer()
         running, found = self._running or self._begin(optimizer), self._state_guard.found
+        if not running.is_known:
+            return self._prepare_object(optimizer, tensors, owned)
         if running.kernel is None or found is None:
             return None
         calls = running.kernel.calls(optimizer, tensors, owned, self._layouts.groups, found, placing)
@@ -381,7 +390,25 @@ class Stepper:
         if calls is None or placed is None:
             return None
         self._settings.look(optimizer, [part.group for part in placed.parts])
-        return PreparedUpdate(calls, tensors, owned, self._state_guard if self._looks_back else None, placed.places)
+        return PreparedUpdate(calls, tensors, owned, self._looks, placed.places, running.state)
+
+    def _prepare_object(
+        self, optimizer: Optimizer, tensors: Sequence[torch.Tensor], owned: Sequence[torch.Tensor]
+    ) -> PreparedUpdate | None:
+        """The update by the foreign object itself, where one pass tells whether anything that it holds is changed."""
+        own = self.own_object
+        assert own is not None, "a step has begun"
+        if not own.beside.is_flat or self.offloaded is not None or self.draws is not None:
+            return None
+        update = Update(optimizer, tensors, owned, None)
+        update.members = self._layouts.groups.members_of(owned)
+        self._settings.look(optimizer, numbers_of(update.members))
+        calls = [ObjectCall(own, update, self._kind.call)]
+        return PreparedUpdate(calls, tensors, owned, self._looks, None, optimizer.state)
+
+    @property
+    def _looks(self) -> StateGuard | None:
+        return self._state_guard if self._looks_back else None
 
     # What the updates of the running step have done.
 
@@ -502,7 +529,8 @@ class Stepper:
     def stops(self) -> None:
         """The step is torn: nothing more is stepped of it."""
         self.wait_for_state()
-        (self.own_object or OwnObject(self.name)).end_step()  # it refers to the optimizer, and so to its parameters
+        if self.own_object is not None:
+            self.own_object.end_step()  # it refers to the optimizer, and so to its parameters
 
     def _forget(self) -> None:
         if self._running is not None:

@@ -176,8 +176,11 @@ class BucketSink(Schedule):
     def _around(self, bucket: AttachedParameters) -> AbstractContextManager[Any]:
         """The step's stream, the loop's default device, and a range in a profile: around the update of a bucket."""
         spec = bucket[0].spec
-        default = self._default_device if self._has_default_device else set_default_device()
-        contexts = self._step.streams.on(spec.device), as_default_device(default), profiled("update", spec.name)
+        contexts = (
+            self._step.streams.on(spec.device),
+            as_default_device(self._loops_device),
+            profiled("update", spec.name),
+        )
         some = [context for context in contexts if context is not AS_IT_IS]
         if not some:  # as mostly, on a CPU
             return AS_IT_IS
@@ -185,6 +188,11 @@ class BucketSink(Schedule):
             for context in some:
                 stack.enter_context(context)
             return stack.pop_all()
+
+    @property
+    def _loops_device(self) -> torch.device | None:
+        """The default device of the loop."""
+        return self._default_device if self._has_default_device else set_default_device()
 
     def _update(self, bucket: AttachedParameters, *, final: bool) -> bool:
         """Step those of ``bucket`` that have a gradient, on the stream that is current."""
@@ -222,10 +230,12 @@ class BucketSink(Schedule):
         nothing is left to be asked when the gradients are there but whether these are what they should be."""
         step, stopped = self._step, self._step.ledger.state is not State.OPEN or self._failure.error is not None
         beside = self._beside is not None and self._beside.takes_some
-        if stopped or beside or step.judge is not None or not self._writes.are_prepared or is_profiled():
+        if stopped or beside or not self._writes.are_prepared or is_profiled() or self._loops_device is not None:
             return ()
         with step.lock:
-            return list(map(self._writes.prepare, buckets))
+            if (judge := step.judge) is None:
+                return list(map(self._writes.prepare, buckets))
+            return [None if judge.leaves_all or judge.compares(b) else self._writes.prepare(b) for b in buckets]
 
     def step_prepared(self, bucket: AttachedParameters, update: PreparedUpdate, *, arrived: bool = False) -> bool:
         """The gradients of a prepared bucket are final: step it. ``False``: it is not as it was found, and is to be
@@ -247,13 +257,19 @@ class BucketSink(Schedule):
         started = perf_counter()
         step.members.offered.update(bucket.indices)
         step.round.steppers_left.update(bucket.steppers)
+        if step.judge is not None:
+            step.judge.steps(bucket)
         try:
             self._writes.begun = bucket
             if tensors[0].is_cpu:
                 update.run(gradients)
             else:
-                with step.streams.on(bucket[0].spec.device):
-                    update.run(gradients)
+                device = bucket[0].spec.device
+                with step.streams.on(device):
+                    try:
+                        update.run(gradients)
+                    finally:
+                        self._writes.let_go_of_memory(device)
                 self._writes.updated(bucket, gradients)
             step.members.apply(bucket, update.versions)
             self._writes.begun = NONE

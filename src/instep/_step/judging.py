@@ -28,7 +28,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from instep._optim.belongings import Found
+from instep._optim.belongings import Found, mappings_of
 from instep._optim.beside import Beside
 from instep._optim.kinds import STEPPED_WHOLE
 from instep._optim.parameters import AttachedParameter, AttachedParameters
@@ -59,12 +59,12 @@ class Arrivals:
 
     def __init__(self, stepper: Stepper) -> None:
         optimizer = stepper.optimizer()
-        self._found = Found(optimizer, with_state=True)
+        self._found = Found([*mappings_of(optimizer), optimizer.state])
         self._tables = Tables(optimizer)
         self._beside = Beside(stepper.name)
         self._beside.begin(optimizer, GroupLayout(stepper.name, optimizer.param_groups))
 
-    def come(self, parameters: Iterable[torch.Tensor]) -> None:
+    def come(self, parameters: Sequence[torch.Tensor]) -> None:
         """Their gradients have arrived."""
         self._found.note(parameters)
 
@@ -171,20 +171,29 @@ class Judge:
             return True
         if not any(stepper.is_foreign for stepper in bucket.steppers):
             return False
-        is_new = self._met.is_new(bucket)
-        self._meets_new |= is_new
-        leaves = is_new or not all(map(set(bucket.indices).isdisjoint, self._apart))
+        self._meets_new |= self._met.is_new(bucket)
+        leaves = self.compares(bucket)
         self._steps_others |= not leaves
         if leaves:
             self.come(bucket)
         return leaves
+
+    def compares(self, bucket: AttachedParameters) -> bool:
+        """Whether something of this bucket is to be compared in the running step."""
+        if not self._apart and not self._met.unproved:  # as mostly
+            return False
+        return self._met.is_new(bucket) or not all(map(set(bucket.indices).isdisjoint, self._apart))
+
+    def steps(self, bucket: AttachedParameters) -> None:
+        """Backward steps this bucket, of which nothing is compared."""
+        self._steps_others |= not self.due.keys().isdisjoint(bucket.steppers)
 
     def come(self, parameters: AttachedParameters) -> None:
         """Their gradients have arrived, and are left to ``optimizer.step()``."""
         for stepper in parameters.steppers if self.verdict is None else ():
             if stepper in self._met.unproved:
                 arrivals = self._met.arrivals.get(stepper) or self._met.arrivals.setdefault(stepper, Arrivals(stepper))
-                arrivals.come(a.get() for a in parameters if a.stepper is stepper)
+                arrivals.come([a.get() for a in parameters if a.stepper is stepper])
 
     # Around ``optimizer.step()``.
 

@@ -390,7 +390,7 @@ class TrialWrites(Writes):
             given = [lent[a].given if a in lent else gradient for a, gradient in zip(bucket, made, strict=True)]
             self._call(bucket, parameters, given)
         finally:
-            self._let_go_of_memory(parameters[0].device)
+            self.let_go_of_memory(parameters[0].device)
             for attached, gradient in lent.items():
                 if (outcome := gradient.outcome()) is not None:
                     self._kept.outcomes[attached.spec.index] = outcome

@@ -392,8 +392,7 @@ class PartsOfUpdate:
         if self._witness is None or self._around is None:
             return
         (part, expected), reason, results = self._witness, self.reason, []
-        for place in self._around.beside.places:  # the next part is the first
-            place.reset_left()
+        self._around.beside.reset_left()
         try:
             for _ in range(2):  # also what it leaves elsewhere is the same
                 self.reason = None

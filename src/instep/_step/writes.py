@@ -333,7 +333,8 @@ class Writes(ABC):
         """An update is about to write these."""
         self.begun = bucket if not self.begun else AttachedParameters(dict.fromkeys([*self.begun, *bucket]))
 
-    def _let_go_of_memory(self, device: torch.device) -> None:
+    def let_go_of_memory(self, device: torch.device) -> None:
+        """An update has run, or has failed, on the side stream of this device, which is still current."""
         if any(stepper.gave_back for stepper in self._step.members.steppers):
             self._step.streams.let_go(device)
 
@@ -423,7 +424,7 @@ class FinalWrites(Writes):
             self._call(bucket, parameters, gradients)
         finally:
             if parameters[0].device.type != "cpu":
-                self._let_go_of_memory(parameters[0].device)
+                self.let_go_of_memory(parameters[0].device)
         return True
 
     def updated(self, bucket: AttachedParameters, gradients: Sequence[torch.Tensor]) -> None:
