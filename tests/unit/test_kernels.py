@@ -14,7 +14,7 @@ from torch import nn
 
 import instep
 from instep._optim.guards import FoundState
-from instep._optim.kernels import KernelCall, Placing, kernel_of
+from instep._optim.kernels import InBucket, KernelCall, Placing, kernel_of
 from instep._optim.shadow import GroupLayout
 from instep.errors import HyperparameterChangedError
 from instep_tools.harness import first_difference, training_state
@@ -262,8 +262,9 @@ def test_a_scale_that_the_class_has() -> None:
     kernel = kernel_of(plain)
     assert kernel is not None
     found, groups = FoundState.of({weight: entry}, None), GroupLayout("Adam", plain.param_groups)
-    assert kernel.calls(plain, [weight], [weight], groups, found, Placing()) is not None
-    assert kernel.calls(scaled, [weight], [weight], groups, found, Placing()) is None
+    buckets = [InBucket([weight], [weight], Placing())]
+    assert kernel.calls(plain, buckets, groups, found) != [None]
+    assert kernel.calls(scaled, buckets, groups, found) == [None]
 
 
 def test_momentum_in_groups_of_which_one_is_fused() -> None:

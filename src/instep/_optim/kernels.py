@@ -169,6 +169,19 @@ class Placing:
         self.placed: Placed | None = None
 
 
+class InBucket(NamedTuple):
+    """What one optimizer has in a bucket.
+
+    Attributes:
+        tensors: to step: parameters, or aliases of them.
+        owned: the optimizer's own parameter for each.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    owned: Sequence[torch.Tensor]
+    placing: Placing
+
+
 class Kernel:
     """What one optimizer's ``step()`` hands to its kernel, class by class.
 
@@ -199,28 +212,21 @@ class Kernel:
         return self._are_torchs
 
     def calls(
-        self,
-        optimizer: Optimizer,
-        tensors: Sequence[torch.Tensor],
-        owned: Sequence[torch.Tensor],
-        groups: GroupLayout,
-        found: FoundState,
-        placing: Placing,
-    ) -> list[KernelCall] | None:
-        """What to call in place of the update of ``tensors``; ``None``: the optimizer's own ``step()``.
+        self, optimizer: Optimizer, buckets: Sequence[InBucket], groups: GroupLayout, found: FoundState
+    ) -> list[list[KernelCall] | None]:
+        """For each bucket, what to call in place of its update; ``None``: the optimizer's own ``step()``."""
+        # GradScaler says there what the kernel is to do with its scale.
+        if getattr(optimizer, "grad_scale", None) is None and getattr(optimizer, "found_inf", None) is None:
+            return [self._calls_of(optimizer, bucket, groups, found) for bucket in buckets]
+        return [None] * len(buckets)
 
-        Args:
-            owned: the optimizer's own parameter for each.
-        """
-        on_cpu = tensors[0].is_cpu
-        if (
-            # GradScaler says there what the kernel is to do with its scale.
-            getattr(optimizer, "grad_scale", None) is not None
-            or getattr(optimizer, "found_inf", None) is not None
-            or (not on_cpu and is_captured(tensors[0].device))  # step() asks whether it may be recorded
-        ):
-            return None
-        placed = placing.placed
+    def _calls_of(
+        self, optimizer: Optimizer, bucket: InBucket, groups: GroupLayout, found: FoundState
+    ) -> list[KernelCall] | None:
+        tensors, owned, placing = bucket
+        on_cpu, placed = tensors[0].is_cpu, placing.placed
+        if not on_cpu and is_captured(tensors[0].device):
+            return None  # step() asks whether it may be recorded
         if placed is None or placed.groups is not groups or placed.state is not found.layout:
             placed = placing.placed = self._place(optimizer, owned, groups, found.layout)
             if placed is None:
@@ -231,7 +237,7 @@ class Kernel:
             request = self._asked_of(number, group)
             if request is None or request[1] != names:
                 placing.placed = None  # as it is asked for now
-                return None if request is None else self.calls(optimizer, tensors, owned, groups, found, placing)
+                return None if request is None else self._calls_of(optimizer, bucket, groups, found)
             lists = [list(map(found.values.__getitem__, column)) for column in columns]
             if not found.are_plain and not are_plain(chain.from_iterable(lists)):
                 return None

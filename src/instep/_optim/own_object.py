@@ -293,20 +293,26 @@ class ObjectCall(NamedTuple):
     """The update of one bucket by the object itself, made before its gradients are there.
 
     Attributes:
-        update: of the bucket.
         call: calls the object's update.
+        owned: the parameters.
+        tensors: the same, or aliases of them.
+        members: where they stand.
         lists: what a kernel would be given of the state: nothing is known of that.
     """
 
     own: OwnObject
-    update: Update
     call: CallUpdate
+    optimizer: Optimizer
+    owned: Sequence[torch.Tensor]
+    tensors: Sequence[torch.Tensor]
+    members: Sequence[Members]
     lists: Sequence[list[torch.Tensor]] = ()
 
     def run(self, gradients: list[torch.Tensor]) -> None:
         """``gradients``: of the bucket. They are in ``.grad``, where the object finds them."""
-        self.own.step(self.update, self.call)
-        self.own.belongings.note(self.update.owned)
+        update = Update(self.optimizer, self.tensors, self.owned, None, self.members)
+        self.own.step(update, self.call)
+        self.own.belongings.note(self.owned)
 
 
 _Lists = tuple[dict[str, Any], list[Any], "list[str] | None"]

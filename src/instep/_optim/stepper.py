@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from instep._optim.beside import Beside
 from instep._optim.guards import Layouts, Places, SettingsGuard, StateGuard, numbers_of
-from instep._optim.kernels import GRADIENT, Kernel, KernelCall, Placing, are_usual, kernel_of
+from instep._optim.kernels import GRADIENT, InBucket, Kernel, KernelCall, Placing, are_usual, kernel_of
 from instep._optim.kinds import SCALES, STEPPED_WHOLE, has_usual_parameters, is_elementwise, is_torchs_own
 from instep._optim.local_shard import LocalShard
 from instep._optim.offload import OffloadedState
@@ -342,7 +342,7 @@ class Stepper:
         return self._running
 
     def _call_kernel(self, tensors: Sequence[torch.Tensor], owned: Sequence[torch.Tensor], placing: Placing) -> bool:
-        prepared = self.prepare(tensors, owned, placing)
+        (prepared,) = self.prepare([InBucket(tensors, owned, placing)])
         gradients: list[Any] = [] if prepared is None else list(map(GRADIENT, tensors))
         if prepared is None or not are_usual(tensors, gradients):
             return False
@@ -375,36 +375,36 @@ class Stepper:
             step = partial(self.own_object.step, call=self._kind.call)
         _through(iter(stages), update, partial(update.run, step, counts_writes=self._looks_back))
 
-    def prepare(
-        self, tensors: Sequence[torch.Tensor], owned: Sequence[torch.Tensor], placing: Placing
-    ) -> PreparedUpdate | None:
-        """The update by the very kernel that ``step()`` would call. ``None``: it is to be run in another way."""
+    def prepare(self, buckets: Sequence[InBucket]) -> list[PreparedUpdate | None]:
+        """The updates of ``buckets``, by the very kernel that ``step()`` would call, or by the foreign object itself.
+        ``None``: one is to be run in another way."""
         optimizer = self._optimizer() or self.optimizer()
-        running, found = self._running or self._begin(optimizer), self._state_guard.found
+        running, found, guard = self._running or self._begin(optimizer), self._state_guard.found, self._looks
         if not running.is_known:
-            return self._prepare_object(optimizer, tensors, owned)
+            return self._prepare_object(optimizer, buckets)
         if running.kernel is None or found is None:
-            return None
-        calls = running.kernel.calls(optimizer, tensors, owned, self._layouts.groups, found, placing)
-        placed = placing.placed
-        if calls is None or placed is None:
-            return None
-        self._settings.look(optimizer, [part.group for part in placed.parts])
-        return PreparedUpdate(calls, tensors, owned, self._looks, placed.places, running.state)
+            return [None] * len(buckets)
+        calls = running.kernel.calls(optimizer, buckets, self._layouts.groups, found)
+        placed = [None if some is None else bucket.placing.placed for some, bucket in zip(calls, buckets, strict=True)]
+        self._settings.look(optimizer, dict.fromkeys(part.group for p in placed if p is not None for part in p.parts))
+        return [
+            None if some is None or p is None else PreparedUpdate(some, *bucket[:2], guard, p.places, running.state)
+            for some, p, bucket in zip(calls, placed, buckets, strict=True)
+        ]
 
-    def _prepare_object(
-        self, optimizer: Optimizer, tensors: Sequence[torch.Tensor], owned: Sequence[torch.Tensor]
-    ) -> PreparedUpdate | None:
-        """The update by the foreign object itself, where one pass tells whether anything that it holds is changed."""
+    def _prepare_object(self, optimizer: Optimizer, buckets: Sequence[InBucket]) -> list[PreparedUpdate | None]:
+        """Where one pass tells whether anything that the object holds is changed."""
         own = self.own_object
         assert own is not None, "a step has begun"
         if not own.beside.is_flat or self.offloaded is not None or self.draws is not None:
-            return None
-        update = Update(optimizer, tensors, owned, None)
-        update.members = self._layouts.groups.members_of(owned)
-        self._settings.look(optimizer, numbers_of(update.members))
-        calls = [ObjectCall(own, update, self._kind.call)]
-        return PreparedUpdate(calls, tensors, owned, self._looks, None, optimizer.state)
+            return [None] * len(buckets)
+        groups, guard = self._layouts.groups, self._looks
+        calls = [
+            ObjectCall(own, self._kind.call, optimizer, owned, tensors, groups.members_of(owned))
+            for tensors, owned, _ in buckets
+        ]
+        self._settings.look(optimizer, dict.fromkeys(n for call in calls for n in numbers_of(call.members)))
+        return [PreparedUpdate([call], call.tensors, call.owned, guard, None, optimizer.state) for call in calls]
 
     @property
     def _looks(self) -> StateGuard | None:

@@ -233,9 +233,9 @@ class BucketSink(Schedule):
         if stopped or beside or not self._writes.are_prepared or is_profiled() or self._loops_device is not None:
             return ()
         with step.lock:
-            if (judge := step.judge) is None:
-                return list(map(self._writes.prepare, buckets))
-            return [None if judge.leaves_all or judge.compares(b) else self._writes.prepare(b) for b in buckets]
+            if step.judge is not None and step.judge.leaves_some:
+                return ()
+            return self._writes.prepare(buckets)
 
     def step_prepared(self, bucket: AttachedParameters, update: PreparedUpdate, *, arrived: bool = False) -> bool:
         """The gradients of a prepared bucket are final: step it. ``False``: it is not as it was found, and is to be

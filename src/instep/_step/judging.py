@@ -92,6 +92,11 @@ class _Met:
         self.requiring: set[int] = set()
         self.arrivals: dict[Stepper, Arrivals] = {}
 
+    @property
+    def compares_all(self) -> bool:
+        """Whether none is left that was never compared."""
+        return not self.unproved or self.requiring <= self.compared
+
     def is_new(self, bucket: AttachedParameters) -> bool:
         """Whether a parameter in it was never compared."""
         return not self.unproved.isdisjoint(bucket.steppers) and not self.compared.issuperset(bucket.indices)
@@ -171,18 +176,18 @@ class Judge:
             return True
         if not any(stepper.is_foreign for stepper in bucket.steppers):
             return False
-        self._meets_new |= self._met.is_new(bucket)
-        leaves = self.compares(bucket)
+        is_new = self._met.is_new(bucket)
+        self._meets_new |= is_new
+        leaves = is_new or not all(map(set(bucket.indices).isdisjoint, self._apart))
         self._steps_others |= not leaves
         if leaves:
             self.come(bucket)
         return leaves
 
-    def compares(self, bucket: AttachedParameters) -> bool:
-        """Whether something of this bucket is to be compared in the running step."""
-        if not self._apart and not self._met.unproved:  # as mostly
-            return False
-        return self._met.is_new(bucket) or not all(map(set(bucket.indices).isdisjoint, self._apart))
+    @property
+    def leaves_some(self) -> bool:
+        """Whether buckets of the running step may be left to ``optimizer.step()``, to be compared."""
+        return self.leaves_all or bool(self._apart) or not self._met.compares_all
 
     def steps(self, bucket: AttachedParameters) -> None:
         """Backward steps this bucket, of which nothing is compared."""

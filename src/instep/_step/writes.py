@@ -10,7 +10,7 @@ from typing import NoReturn
 import torch
 
 from instep._gradients.scaling import all_finite, kernel_scale, nonfinite_error
-from instep._optim.kernels import GRADIENT
+from instep._optim.kernels import GRADIENT, InBucket
 from instep._optim.parameters import AttachedParameter, AttachedParameters, calls_of
 from instep._optim.stepper import PreparedUpdate, Stepper, writes_state_without_gradient, writes_without_gradient
 from instep._step.judging import in_buckets
@@ -95,14 +95,22 @@ class Writes(ABC):
     are_prepared = False
     """Whether a bucket may be prepared: nothing is to be done for it but the update itself."""
 
-    def prepare(self, bucket: AttachedParameters) -> PreparedUpdate | None:
-        """The update of ``bucket``. ``None``: it cannot be made before the gradients are there."""
-        tensors = bucket.tensors()
-        if len(bucket.steppers) > 1 or not bucket.are_plain:
-            return None
-        (stepper,) = bucket.steppers
-        done = stepper.options or not self._step.members.applied.isdisjoint(bucket.indices)
-        return None if done else stepper.prepare(tensors, tensors, bucket.placing)
+    def prepare(self, buckets: Sequence[AttachedParameters]) -> list[PreparedUpdate | None]:
+        """The updates of ``buckets``. ``None``: one cannot be made before the gradients are there."""
+        applied, prepared = self._step.members.applied, list[PreparedUpdate | None]([None]) * len(buckets)
+        for stepper in self._step.members.steppers:
+            numbers = [
+                number
+                for number, bucket in enumerate(buckets)
+                if bucket.steppers == (stepper,) and bucket.are_plain and applied.isdisjoint(bucket.indices)
+            ]
+            if not numbers or stepper.options:
+                continue
+            tensors = [buckets[number].tensors() for number in numbers]
+            made = stepper.prepare([InBucket(p, p, buckets[n].placing) for n, p in zip(numbers, tensors, strict=True)])
+            for number, update in zip(numbers, made, strict=True):
+                prepared[number] = update
+        return prepared
 
     def takes_back(self, error: Exception) -> bool:
         """``update`` has raised: whether nothing is left of it."""
