@@ -4,7 +4,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate, chain, repeat
-from operator import is_, length_hint, methodcaller
+from operator import is_, itemgetter, length_hint, methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -387,11 +387,17 @@ class Places(NamedTuple):
 
     Attributes:
         entries: ``None``: a parameter has none.
-        read: of all values those that its update reads or writes.
+        read: gets, of all values, those that its update reads or writes.
     """
 
     entries: list[int | None]
-    read: list[int]
+    read: Callable[[Sequence[Any]], Sequence[Any]]
+
+
+def at_places(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Gets what is at these places."""
+    # In C: a bucket may have thousands. With one place an itemgetter returns the value itself.
+    return itemgetter(*places) if len(places) > 1 else lambda values: [values[i] for i in places]
 
 
 class StateGuard(Stage):
@@ -440,7 +446,7 @@ class StateGuard(Stage):
     def _kernels_were_written(self) -> bool:
         """Whether a tensor that a kernel has read or written in this step was written since."""
         now = versions_of(self.found.values) if self.found is not None and self.stepped else []
-        return any([now[i] for i in places.read] != versions for _, places, versions in self.stepped)
+        return any([*places.read(now)] != versions for _, places, versions in self.stepped)
 
     def _kernels_left(self) -> Iterator[EntriesAsLeft]:
         """The entries of the buckets that a kernel has stepped."""

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.guards import FoundState, Places, StateLayout
+from instep._optim.guards import FoundState, Places, StateLayout, at_places
 from instep._optim.kinds import replaced_step
 from instep._optim.shadow import GroupLayout
 from instep._optim.values import is_immutable
@@ -135,13 +135,13 @@ class Part(NamedTuple):
         names: what is read of each entry.
         in_bucket: where they stand there; ``None``: they are all of it, and the order does not matter: a kernel takes
             one after the other.
-        columns: for each of the names, where the values stand in the state.
+        columns: for each of the names, gets the values from all of the state.
     """
 
     group: int
     names: Sequence[str]
     in_bucket: list[int] | None
-    columns: Sequence[list[int]]
+    columns: Sequence[Callable[[Sequence[Any]], Sequence[Any]]]
 
 
 class Placed(NamedTuple):
@@ -238,7 +238,7 @@ class Kernel:
             if request is None or request[1] != names:
                 placing.placed = None  # as it is asked for now
                 return None if request is None else self._calls_of(optimizer, bucket, groups, found)
-            lists = [list(map(found.values.__getitem__, column)) for column in columns]
+            lists = [[*column(found.values)] for column in columns]
             if not found.are_plain and not are_plain(chain.from_iterable(lists)):
                 return None
             some = [*tensors] if in_bucket is None else [tensors[i] for i in in_bucket]
@@ -253,7 +253,7 @@ class Kernel:
     ) -> Placed | None:
         """``None``: a kernel is not asked for, or an entry lacks what it reads, as before the first step."""
         entries = state.entries_of(owned)
-        parts: list[Part] = []
+        parts, read = list[Part](), list[int]()
         for number, (mine, _) in enumerate(groups.members_of(owned)):
             if not mine:
                 continue
@@ -264,9 +264,9 @@ class Kernel:
             columns = [at for name in asked[1] if (at := state.column(own, name)) is not None]
             if len(columns) < len(asked[1]):
                 return None
-            parts.append(Part(number, asked[1], None if is_all else mine, columns))
-        read = [i for part in parts for column in part.columns for i in column]
-        return Placed(groups, state, Places(entries, read), parts)
+            read += chain.from_iterable(columns)
+            parts.append(Part(number, asked[1], None if is_all else mine, [*map(at_places, columns)]))
+        return Placed(groups, state, Places(entries, at_places(read)), parts)
 
     def _asked_of(self, number: int, group: Settings) -> _Asked | None:
         """``None``: the kernel is not asked for, or a setting is no plain number: tensors are read, or sent to a

@@ -23,7 +23,7 @@ from instep._optim.random_numbers import KeyedDraws
 from instep._optim.shadow import CallUpdate, GroupLayout, autocast_here, how_to_step, parameters_of
 from instep._optim.stages import Begins, CopiedEntries, Stage, Update, step_shadow
 from instep._torch.hooks import is_in_step
-from instep._torch.versions import version_of, versions_of
+from instep._torch.versions import VERSION, version_of, versions_of
 from instep.errors import HyperparameterChangedError, StaleAttachmentError, UnsupportedOptimizerError
 
 
@@ -117,17 +117,19 @@ class PreparedUpdate:
             if guard is not None:  # also of an update that raised: what it has written is written
                 written = self.tensors
                 if guard.found is not None and guard.found.layout.share:  # else nobody asks for another bucket's
-                    state = (column for call in self._calls for column in call.lists)
-                    written = [*written, *chain.from_iterable(state)]
+                    columns = (column for call in self._calls for column in call.lists)
+                    written = [*written, *chain.from_iterable(columns)]
                 torch.autograd.graph.increment_version(written)
         if guard is not None and self._places is None:
             guard.note(self._owned, self._state)
             self.versions = versions_of(self.tensors)
         elif guard is not None and guard.found is not None and self._places is not None:
-            values, count = guard.found.values, len(self.tensors)
-            versions = versions_of([*self.tensors, *map(values.__getitem__, self._places.read)])
-            self.versions = versions[:count]
-            guard.stepped.append((self._owned, self._places, versions[count:]))
+            tensors, state = self.tensors, self._places.read(guard.found.values)
+            try:
+                self.versions, versions = [*map(VERSION, tensors)], [*map(VERSION, state)]  # all are plain, as was seen
+            except RuntimeError:  # one is an inference tensor
+                self.versions, versions = versions_of(tensors), versions_of(state)
+            guard.stepped.append((self._owned, self._places, versions))
 
 
 class Stepper:

@@ -14,8 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from instep._optim.kinds import ONLY_DEFER
 from instep._step.state import StepTimes
-from instep._torch.hooks import UntracedHook
-from instep._torch.lifetime import weakly
+from instep._torch.hooks import WeakHook
 from instep._torch.versions import are_plain
 from instep._torch.watch import Watch
 
@@ -87,7 +86,7 @@ class Observed:
             self._is_watching = True
             # torch leaves the fast path of attention out where a weight is of a class with a torch function: a part of
             # the model that runs by itself is to find plain ones, whatever module it is.
-            handle = register_module_forward_pre_hook(UntracedHook(weakly(self._part_runs)))
+            handle = register_module_forward_pre_hook(WeakHook(self._part_runs))
             self._stop_listening = weakref.finalize(self, handle.remove)  # also where the loop drops everything here
             self._watch.start(parameters)
 

@@ -271,7 +271,8 @@ class BucketSink(Schedule):
                     finally:
                         self._writes.let_go_of_memory(device)
                 self._writes.updated(bucket, gradients)
-            step.members.apply(bucket, update.versions)
+            step.members.versions.update(zip(bucket.indices, update.versions, strict=True))  # as ``apply`` does
+            step.members.applied.update(bucket.indices)
             self._writes.begun = NONE
         except BaseException as error:
             self.fail(error, bucket.names)

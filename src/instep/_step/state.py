@@ -277,6 +277,7 @@ class StepMembers:
         by_index: the same, by their place in the plan.
         offered: the indices of those whose final gradient a source has offered in this step.
         applied: the indices of those that backward has updated in this step.
+        versions: by index, of parameters that were applied: as their update has left them.
         received: the indices of those of which the parts that other ranks have updated were written here.
     """
 
@@ -285,7 +286,7 @@ class StepMembers:
         self.offered: set[int] = set()
         self.applied: set[int] = set()
         self.received: set[int] = set()
-        self._versions: dict[int, int] = {}  # by index, of parameters that were applied: as their update left them
+        self.versions: dict[int, int] = {}
         self.attach(())
 
     def attach(self, parameters: Iterable[AttachedParameter]) -> None:
@@ -302,12 +303,12 @@ class StepMembers:
 
     def apply(self, bucket: AttachedParameters, versions: Sequence[int]) -> None:
         """Backward has just updated ``bucket``, and left its parameters with these ``versions``."""
-        self._versions.update(zip(bucket.indices, versions, strict=True))
+        self.versions.update(zip(bucket.indices, versions, strict=True))
         self.applied.update(bucket.indices)
 
     def versions_as_applied(self, applied: AttachedParameters) -> list[int]:
         """The versions of parameters, as their update in backward left them."""
-        return list(map(self._versions.__getitem__, applied.indices))
+        return list(map(self.versions.__getitem__, applied.indices))
 
     def applied_by(self, stepper: Stepper) -> AttachedParameters:
         """Those of one optimizer that backward has updated."""
@@ -353,7 +354,7 @@ class StepMembers:
         self.offered.clear()
         self.applied.clear()
         self.received.clear()
-        self._versions.clear()
+        self.versions.clear()
 
 
 GradientOf = Callable[[AttachedParameter], torch.Tensor | None]

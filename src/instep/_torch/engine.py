@@ -35,20 +35,34 @@ def untraced(function: Function) -> Function:
 
     Not for the forward hooks of modules: a model could not be compiled as one graph with them.
     """
-    disable: Any = torch.compiler.disable  # which has no types
-    apart = disable(function)
 
     def call(*args: Any) -> Any:
-        return function(*args) if _traced_by() is None else apart(*args)
+        return function(*args) if traced_by() is None else call_apart(function, *args)
 
-    # Of the two frames here torch.compile is to see neither. ``torch.compiler.disable`` alone takes as long as the rest
-    # of a hook that has little to do; these two names of torch's are private (tests/unit/test_untraced.py).
-    skip_code(call.__code__)
-    # With the marks by which torch.compile knows what it is not to trace.
-    return wraps(apart)(call)  # type: ignore[return-value]
+    return not_traced(wraps(function)(call))  # type: ignore[return-value]
 
 
-_traced_by: Callable[[], object] = get_eval_frame_callback  # ``None``: nothing that was compiled calls this
+# ``torch.compiler.disable`` alone takes as long as the rest of a hook that has little to do. So torch's wrapper is only
+# called where something that was compiled calls the hook; torch.compile is not to see the frame that decides it. The
+# two names of torch's are private (tests/unit/test_untraced.py).
+
+
+def not_traced(function: Function) -> Function:
+    """``function``, whose own frame torch.compile leaves alone. What it calls is for itself to ``call_apart``."""
+    skip_code(function.__code__)
+    # The marks by which torch.compile knows what it is not to trace.
+    vars(function).update((name, mark) for name, mark in vars(call_apart).items() if name.startswith("_torchdynamo"))
+    return function
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+_disable: Any = torch.compiler.disable  # which has no types
+call_apart: Callable[..., Any] = _disable(_call)
+traced_by: Callable[[], object] = get_eval_frame_callback
+"""``None``: nothing that was compiled calls this."""
 
 
 class Traced:
@@ -160,9 +174,13 @@ def _tell(*_: object) -> None:
 _NO_GRAPH_TASK = -1
 
 
+graph_task_number: Callable[[], int] = torch._C._current_graph_task_id
+"""The ``graph_task``, without a function of Python's; outside of a backward a number that none has."""
+
+
 def graph_task() -> int | None:
     """The number of the backward this thread is running, ``None`` outside of one. Never used twice."""
-    task = torch._C._current_graph_task_id()
+    task = graph_task_number()
     return None if task == _NO_GRAPH_TASK else task
 
 

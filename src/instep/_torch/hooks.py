@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from instep._torch.engine import untraced
+from instep._torch.engine import call_apart, not_traced, traced_by, untraced
 from instep._torch.interrupts import heard, held
 
 # Hooks that stay with the model they were registered on, and where they stand among those of the user.
@@ -57,10 +57,33 @@ class UntracedHook(BoundHook):
 
     __slots__ = ()
 
-    @untraced
+    @not_traced
     def __call__(self, *args: Any) -> Any:
-        # As above, and not by way of it: this is called for every bucket.
-        return None if self._call is None else self._call(*args)
+        call = self._call
+        if call is None:
+            return None
+        return call(*args) if traced_by() is None else call_apart(call, *args)
+
+
+class WeakHook(BoundHook):
+    """The same, of ``method`` with ``args`` before what it is called with, for as long as its owner lives: see
+    ``weakly``. In one function: it is called for every bucket."""
+
+    __slots__ = ("_args", "_function", "_owner")
+
+    def __init__(self, method: Callable[..., Any], *args: Any) -> None:
+        super().__init__(None)
+        bound: Any = method
+        self._owner, self._function, self._args = weakref.ref(bound.__self__), bound.__func__, args
+
+    @not_traced
+    def __call__(self, *args: Any) -> Any:
+        owner = self._owner()
+        if owner is None:
+            return None
+        if traced_by() is None:
+            return self._function(owner, *self._args, *args)
+        return call_apart(self._function, owner, *self._args, *args)
 
 
 class StandIn(BoundHook):

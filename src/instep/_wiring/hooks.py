@@ -25,7 +25,7 @@ from instep._torch.engine import Phase, Traced, current, graph_task, profiled
 from instep._torch.hooks import (
     BoundHook,
     PlainPickles,
-    UntracedHook,
+    WeakHook,
     first_of_tensor_hooks,
     is_called_by_step,
     nodes_of,
@@ -293,7 +293,7 @@ class PlainHooks:
     def after_forward(self, module: object, args: object, output: object) -> None:
         if torch.compiler.is_compiling() or graph_task() is not None or self._accumulation.runs_stages:
             return
-        before_backward = UntracedHook(weakly(self._before_backward))
+        before_backward = WeakHook(self._before_backward)
         for node in nodes_of(output):
             node.register_prehook(before_backward)
 
@@ -326,7 +326,7 @@ class BackwardHooks:
 
     def see_backward_from(self, output: object) -> None:
         """A forward has returned ``output``, at which a backward may begin."""
-        before_backward = UntracedHook(weakly(self.before_backward, threading.get_ident()))
+        before_backward = WeakHook(self.before_backward, threading.get_ident())
         for node in nodes_of(output):
             node.register_prehook(before_backward)
         if self._sharding is not None:

@@ -26,8 +26,8 @@ from instep._optim.kernels import GRADIENT
 from instep._optim.parameters import AttachedParameter, AttachedParameters, none_there
 from instep._optim.stepper import PreparedUpdate
 from instep._step.state import gradient_of
-from instep._torch.engine import Phase, current, graph_task
-from instep._torch.hooks import UntracedHook
+from instep._torch.engine import Phase, current, graph_task, graph_task_number
+from instep._torch.hooks import WeakHook
 from instep._torch.lifetime import weakly
 from instep._torch.placeholders import HeldGradient, Placeholder, ZeroedGradient
 from instep._torch.versions import is_pinned, versions_of
@@ -106,14 +106,14 @@ class LocalSource(Source):
         # Weakly: a hook that kept this source would keep the parameters, and a parameter keeps its hooks.
         for attached in self._layout.trainable:
             if attached.spec.index not in self._hooks.parameters:
-                self._hooks.add(attached, weakly(self._accumulated, attached.spec.index))
+                self._hooks.add(attached, WeakHook(self._accumulated, attached.spec.index))
 
     def _listen_to_last(self) -> None:
         # Of each bucket, by number, the parameter whose gradient has arrived last in this step.
         last = {self._layout.bucket_of[attached.spec.index]: attached for attached in self._layout.observed}
         self._hooks.remove()
         for number, attached in last.items():
-            self._hooks.add(attached, weakly(self._bucket_accumulated, number, attached.spec.index))
+            self._hooks.add(attached, WeakHook(self._bucket_accumulated, number, attached.spec.index))
         self._earlier.speakers = AttachedParameters(last.values())
         self._one_per_bucket = True
         self._layout.observed = []
@@ -215,14 +215,13 @@ class LocalSource(Source):
         with sink.lock:  # the gradients of another device arrive on a thread of their own
             if not parameter.is_cpu:
                 sink.streams.producers.note_current(parameter.device)
-            members, task = self._layout.members[number], graph_task()
-            running = self._running
-            if running.task == task:
+            members, running = self._layout.members[number], self._running
+            if running.task == graph_task_number():
                 update = running.prepared[number] if running.prepared else None
                 if running.adds_up or (update is not None and sink.step_prepared(members, update)):
                     running.offered.update(members.indices)
                     return
-            self._count_bucket(number, members, last, task)
+            self._count_bucket(number, members, last, graph_task())
 
     def _count_bucket(self, number: int, members: AttachedParameters, last: int, task: int | None) -> None:
         sink = self._sink
@@ -473,15 +472,15 @@ class GradientHooks:
         self._called_by: dict[int, int] = {}  # by index, of each that has had a hook
         self._handles: list[RemovableHandle] = []
 
-    def add(self, attached: AttachedParameter, call: Callable[[torch.Tensor], None]) -> None:
-        """Have ``call`` called with the parameter whenever a backward has accumulated its gradient. For parameters
+    def add(self, attached: AttachedParameter, hook: WeakHook) -> None:
+        """Have ``hook`` called with the parameter whenever a backward has accumulated its gradient. For parameters
         without a hook."""
         parameter, index = attached.get(), attached.spec.index
         called_by = _IMPLEMENTATION(parameter)
         if self._called_by.setdefault(index, called_by) != called_by:
             # Python goes on to show a table of hooks that nobody calls, and would put this one there.
             parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # torch takes it
-        self._handles.append(parameter.register_post_accumulate_grad_hook(UntracedHook(call)))
+        self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
         self.parameters[index] = attached
         self.tensors.append(parameter)
         self.called_by.append(called_by)

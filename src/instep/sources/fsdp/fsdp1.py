@@ -10,8 +10,7 @@ from typing import Any
 
 from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._torch.engine import Phase, current
-from instep._torch.hooks import UntracedHook
-from instep._torch.lifetime import weakly
+from instep._torch.hooks import WeakHook
 from instep.buckets import Bucket, fill_buckets
 from instep.errors import AttachError
 from instep.sources import Sink, Source
@@ -42,8 +41,8 @@ class FSDP1Source(Source):
     def connect(self) -> None:
         for attached in self._parameters.values():
             stand_in = _InPlaceOfOptimizer(
-                UntracedHook(weakly(self._reduced, attached.spec.index)),
-                UntracedHook(weakly(self._done, attached.spec.index)),
+                WeakHook(self._reduced, attached.spec.index),
+                WeakHook(self._done, attached.spec.index),
             )
             attached.get()._in_backward_optimizers = [stand_in]  # type: ignore[attr-defined]
 
@@ -95,7 +94,7 @@ class _InPlaceOfOptimizer:
     """Stands in the place of an optimizer in ``_in_backward_optimizers``, with the methods that FSDP1 calls
     (``torch/distributed/fsdp/_runtime_utils.py``, ``_post_backward_use_sharded_grad_views``)."""
 
-    def __init__(self, reduced: UntracedHook, done: UntracedHook) -> None:
+    def __init__(self, reduced: WeakHook, done: WeakHook) -> None:
         self._reduced = reduced
         self._done = done
 

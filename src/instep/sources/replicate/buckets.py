@@ -22,8 +22,7 @@ from instep._ranks.collectives import broadcast
 from instep._ranks.process_groups import communicating
 from instep._step.streams import ProducerStreams
 from instep._torch.engine import Phase, current, leads_to, runs
-from instep._torch.hooks import UntracedHook, nodes_of
-from instep._torch.lifetime import weakly
+from instep._torch.hooks import UntracedHook, WeakHook, nodes_of
 from instep._torch.placeholders import Placeholder
 from instep.comm_hooks import mean_allreduce
 from instep.errors import AccumulationError, InstepError
@@ -186,7 +185,7 @@ class TransientBuckets:
             return
         for number in trainable:
             if number not in self._handles:
-                hook = UntracedHook(weakly(self._accumulated, number))
+                hook = WeakHook(self._accumulated, number)
                 self._handles[number] = self._parameters[number].register_post_accumulate_grad_hook(hook)
         self._trainable = trainable
         if trainable not in self._layouts:
