@@ -26,6 +26,7 @@ from instep._optim.kinds import (
     classes_of,
     read_by_update,
 )
+from instep._optim.proved import FREE
 from instep._optim.reached import in_modules
 from instep._optim.shadow import GroupLayout, Members, parameters_of
 from instep._optim.values import (
@@ -118,13 +119,23 @@ class _AtOnce:
     def _now(self) -> list[Any]:
         return [*chain.from_iterable(map(_VALUES, self._dicts)), *chain.from_iterable(self._lists)]
 
+    @property
+    def are_same(self) -> bool:
+        then, now, keys = self._values, self._now(), [*chain.from_iterable(self._dicts)]
+        return (
+            len(now) == len(then)
+            and all(map(is_, now, then))
+            and len(keys) == len(self._keys)
+            and all(map(is_, keys, self._keys))
+        )
+
     def changes(self) -> _Changes | None:
         """``None``: there are values more, or fewer, or under other keys."""
         then, now, keys = self._values, self._now(), [*chain.from_iterable(self._dicts)]
         if len(now) != len(then) or len(keys) != len(self._keys) or not all(map(is_, keys, self._keys)):
             return None
         at = [*compress(count(), map(is_not, now, then))]
-        values = [now[i] for i in at]
+        values = [*map(now.__getitem__, at)]
         return _Changes(at, values, [*map(type, values)])
 
     def put_back(self, at: Iterable[int]) -> None:
@@ -182,13 +193,14 @@ class _Place:
         self.reset_left()
 
     def begin_again(self, mapping: MutableMapping[Any, Any]) -> bool:
-        """Another step begins, whose ``mapping`` this is. ``False``: it holds something else than before that may be
-        changed in place, or what holds other things."""
+        """Another step begins, whose ``mapping`` this is. ``False``: somebody has changed it since the last one has
+        ended, other than by such numbers as a scheduler sets."""
         now, then = self._own(mapping), self._values
-        if now.keys() != then.keys() or any(
-            value is not then[key] and (key in self._looks or not is_immutable(value)) for key, value in now.items()
-        ):
+        if now.keys() != then.keys():
             return False
+        for key in compress(now, map(is_not, now.values(), map(then.__getitem__, now))):
+            if key not in FREE or key in self._looks or not is_immutable(now[key]):
+                return False
         self.mapping, self._values, self._size = mapping, now, len(mapping)
         return all(map(self._is_flat_as_it_was, self._flat))
 
@@ -289,6 +301,7 @@ class _Place:
             self.mapping[key] = put()
         for key in self._taken_out:
             self.mapping.pop(key, None)
+        self._values = self._own(self.mapping)
 
     def differs(self) -> Any:
         """The first key that is not as buckets have left it; ``ABSENT``: there is none, or no bucket was asked."""
@@ -302,6 +315,7 @@ class Beside:
     buckets leave is compared by what was changed, and put back by it; and the next step begins with what is known.
 
     Attributes:
+        is_known: whether a step has begun with it, and nobody has changed it since that has ended, numbers aside.
         is_flat: whether it holds nothing but numbers and the like, and dicts and lists of these.
         unseen: tensors that it reaches, and that are not put back here.
         wrote_in_place: whether one of these was written.
@@ -320,15 +334,15 @@ class Beside:
         self._versions: list[int] = []
         self._shared: list[tuple[Any, str, Any]] = []
         self.wrote_in_place = False
-        self.is_flat = False
+        self.is_flat = self.is_known = False
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
         dicts: list[dict[Any, Any]] = [*optimizer.param_groups, vars(optimizer)]
         mappings: list[MutableMapping[Any, Any]] = [*dicts, optimizer.state]
-        is_known = len(mappings) == len(self.places) and all(
+        self.is_known = len(mappings) == len(self.places) and all(
             place.begin_again(mapping) for place, mapping in zip(self.places, mappings, strict=True)
         )
-        if not is_known:
+        if not self.is_known:
             self._begin(optimizer, layout)
         self._noted = {}
         self._at_once = None
@@ -407,16 +421,14 @@ class Beside:
 
     @property
     def mappings(self) -> list[MutableMapping[Any, Any]] | None:
-        """Those that its attributes reach, where it ``is_flat``; ``None``: they are not known."""
-        if not self.is_flat:
-            return None
-        return [held for place in self._others for held in place.flat if type(held) is dict]
+        """Those that its attributes reach, and in which something may be kept by a parameter: where it ``is_flat``,
+        none is, as long as nothing is changed. ``None``: they are not known."""
+        return [] if self.is_flat else None
 
     @property
     def is_as_found(self) -> bool:
         """Whether all is known to be as the step has found it; ``False``: that cannot be told at once."""
-        changes = self._changes()
-        return changes is not None and not changes.at
+        return self._at_once is not None and len(self._state) == self._entries and self._at_once.are_same
 
     def reset_left(self) -> None:
         """The next bucket is the first."""

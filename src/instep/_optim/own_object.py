@@ -33,6 +33,7 @@ from instep._optim.kinds import (
     STEPPED_WHOLE,
 )
 from instep._optim.overrides import MANAGER, overrides_in_bucket
+from instep._optim.proved import is_proved
 from instep._optim.random_numbers import Generators
 from instep._optim.reached import reached_by
 from instep._optim.shadow import CallUpdate, GroupLayout, Members, parameters_of, without_autocast
@@ -42,6 +43,7 @@ from instep._optim.values import (
     address_of,
     held_in,
 )
+from instep._torch.engine import AS_IT_IS
 from instep._torch.versions import memory_of, version_of, versions_of
 from instep.errors import UnsupportedOptimizerError
 
@@ -126,6 +128,7 @@ class OwnObject:
         self._lock = threading.RLock()
         self._draws: Generators | None = None
         self._draws_in: GroupLayout | None = None  # of the groups for whose devices these are, where they are kept
+        self._is_proved: bool | None = None
         self._instead: dict[str, Any] = {}
         self._reached: list[torch.Tensor] = []
         self.beside = Beside(name)
@@ -151,7 +154,9 @@ class OwnObject:
         """
         self.beside.begin(optimizer, layout)
         self.belongings.mappings = self.beside.mappings
-        if may_draw:
+        # Proved before its first step, and nothing that could have it draw was set since.
+        self._is_proved = is_proved(optimizer) if self._is_proved is None else self._is_proved and self.beside.is_known
+        if may_draw or self._is_proved:
             self._draws = None
         elif not self.beside.is_flat:
             self._draws = Generators.of(optimizer, _devices_of(optimizer), torchs_alone=True)
@@ -253,7 +258,8 @@ class OwnObject:
             attributes.update(instead)
             _put(_members_of(whole, members, tensors))
             self._runs_on, self._used_others = threading.get_ident(), False
-            with torch.no_grad(), without_autocast(tensors[0].device.type):
+            # As mostly in a backward, and to enter contexts takes longer than to ask.
+            with torch.no_grad() if torch.is_grad_enabled() else AS_IT_IS, without_autocast(tensors[0].device.type):
                 returned = call(optimizer, members)
             if self._used_others:  # and the update has caught the error
                 raise _refused(self._name, _USES_OTHERS)
