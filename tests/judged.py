@@ -7,21 +7,21 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from instep._optim import stepper
 from instep._optim.proved import is_proved
+from instep._step import judging
 
 
 @contextmanager
 def own_steps_are_proved() -> Iterator[None]:
     """As all tests run."""
-    with patch.object(stepper, "is_proved", _is_proved):
+    with patch.object(judging, "is_proved", _is_proved):
         yield
 
 
 @contextmanager
 def own_steps_are_judged() -> Iterator[None]:
     """As users have it: what is attached in this block by the class of a test is judged by its first updates."""
-    with patch.object(stepper, "is_proved", is_proved):
+    with patch.object(judging, "is_proved", is_proved):
         yield
 
 

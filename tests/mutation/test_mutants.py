@@ -26,11 +26,11 @@ MUTANTS = [
     Mutant("prepared: entries have as many values as before", "FoundState.of", " or sizes != known.sizes", ""),
     Mutant(
         "prepared: places stay where the state is another one",
-        "Kernel.calls",
+        "Kernel._calls_of",
         " or placed.state is not found.layout",
         "",
     ),
-    Mutant("prepared: a kernel reads what it read before", "Kernel.calls", " or request[1] != names", ""),
+    Mutant("prepared: a kernel reads what it read before", "Kernel._calls_of", " or request[1] != names", ""),
     Mutant("prepared: steps on after an error", "BucketSink.step_prepared", "self._failure.error is not None", "False"),
     Mutant("prepared: takes any gradients", "BucketSink.step_prepared", "not are_usual(tensors, gradients)", "False"),
     Mutant("prepared: a bucket is not freed", "BucketSink.step_prepared", "self._writes.retire(bucket, tensors)"),
@@ -270,11 +270,12 @@ MUTANTS = [
     Mutant(
         "kernels: leave the loss scale on",
         "Kernel.calls",
-        'getattr(optimizer, "grad_scale", None) is not None\n'
-        '            or getattr(optimizer, "found_inf", None) is not None',
+        'getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None',
         "False",
     ),
-    Mutant("kernels: one group's settings for all", "Kernel.calls", "number, group", "0, optimizer.param_groups[0]"),
+    Mutant(
+        "kernels: one group's settings for all", "Kernel._calls_of", "number, group", "0, optimizer.param_groups[0]"
+    ),
     Mutant("kernels: a state of one kind for all", "_Adam._columns", 'if options["amsgrad"]', "if False"),
     Mutant(
         "let a bucket hold more than it may", "fill_buckets", "held[kind] + parameter.nbytes > bucket_bytes", "False"
@@ -287,12 +288,12 @@ MUTANTS = [
     Mutant(
         "kernels: do not look for state written between backward and step()",
         "PreparedUpdate.run",
-        "guard.stepped.append((self._owned, self._places, versions[count:]))",
+        "guard.stepped.append((self._owned, self._places, versions))",
     ),
     Mutant(
         "kernels: do not look whether settings have changed since the step's first bucket",
         "Stepper.prepare",
-        "self._settings.look(optimizer, [part.group for part in placed.parts])",
+        "self._settings.look(optimizer, groups)",
     ),
     Mutant(
         "kernels: autograd does not see what they write",
@@ -332,7 +333,7 @@ MUTANTS = [
         'getattr(optimizer, "grad_scale", None) is not None',
         'vars(optimizer).get("grad_scale") is not None',
     ),
-    Mutant("kernels: take a count that is no tensor", "Kernel.calls", "not found.are_plain and ", "False and "),
+    Mutant("kernels: take a count that is no tensor", "Kernel._calls_of", "not found.are_plain and ", "False and "),
     Mutant("rest: hooks that do not rest are woken", "ReadHook.wake", "not None and self._rests", "not None"),
     Mutant("ranks: a group that torch does not know", "_ranks_of", "except KeyError:", "except IndexError:"),
     Mutant(
@@ -353,7 +354,7 @@ MUTANTS = [
     ),
     Mutant("rest: detach leaves those that have been woken", "ReadHook.remove", "self._handle.remove()"),
     Mutant("make buckets of 16 MiB at most on an accelerator", "bucket_bytes_for", "if on_cpu", "if True"),
-    Mutant("default device: hooks of backward find none", "BucketSink._around", "(default)", "(None)"),
+    Mutant("default device: hooks of backward find none", "BucketSink._around", "(self._loops_device)", "(None)"),
     Mutant("default device: the worker has its own", "as_thread", "(wanted.device)", "(before.device)"),
     Mutant(
         "undo: ask a tensor's class whether it is pinned",
@@ -613,7 +614,7 @@ MUTANTS = [
     Mutant(
         "let a parameter's hook own its source",
         "LocalSource._listen_to_all",
-        "self._hooks.add(attached, weakly(self._accumulated, attached.spec.index))",
+        "self._hooks.add(attached, WeakHook(self._accumulated, attached.spec.index))",
         "self._hooks.add(attached, lambda p, i=attached.spec.index: self._accumulated(i, p))",
     ),
     Mutant(
@@ -625,8 +626,8 @@ MUTANTS = [
     Mutant(
         "let a graph own the attachment",
         "BackwardHooks.see_backward_from",
-        "weakly(self.before_backward, threading.get_ident())",
-        "functools.partial(self.before_backward, threading.get_ident())",
+        "WeakHook(self.before_backward, threading.get_ident())",
+        "UntracedHook(functools.partial(self.before_backward, threading.get_ident()))",
     ),
     Mutant(
         "keep the frames in which a step was torn", "Torn.__post_init__", "without_frames(self.cause))", "self.cause)"
@@ -999,8 +1000,8 @@ MUTANTS = [
     ),
     Mutant(
         "do not look at modules that an update can get at",
-        "Beside.begin",
-        "[*large, *_in_modules(optimizer, layout)]",
+        "Beside._begin",
+        "[*large, *in_modules(optimizer, layout)]",
         "[*large]",
     ),
     Mutant(
@@ -2330,7 +2331,7 @@ MUTANTS = [
     Mutant(
         "what was looked at in an optimizer is kept, and with it the model",
         "Beside.end_step",
-        "self._groups, self._others, self.unseen, self._versions, self._shared = [], [], [], [], []",
+        "self._groups, self._others = [], []",
     ),
     Mutant("an evaluation is taken for a step", "_WatchedStage.backward", " and stage.has_backward", ""),
     Mutant(
@@ -2477,7 +2478,7 @@ MUTANTS = [
         "pass",
     ),
     Mutant("own object: what buckets have taken out stays", "_Place.commit", "self.mapping.pop(key, None)"),
-    Mutant("own object: large tensors are not looked at", "Beside.begin", "*large, *_in_modules", "*_in_modules"),
+    Mutant("own object: large tensors are not looked at", "Beside._begin", "*large, *in_modules", "*in_modules"),
     Mutant(
         "own object: attributes may change between backward and step()",
         "Beside.require_unchanged",
@@ -2488,7 +2489,7 @@ MUTANTS = [
     Mutant(
         "own object: other threads see the bucket",
         "_of_thread",
-        "self if threading.get_ident() == self._thread else self.whole",
+        "self if threading.get_ident() == self.thread else self.whole",
         "self",
     ),
     Mutant(
@@ -2704,7 +2705,7 @@ MUTANTS = [
         "",
     ),
     Mutant("own object: groups that an update replaces stay", "Groups.put_back", "optimizer.param_groups = self._list"),
-    Mutant("own object: an update may take state out", "OwnObject._step", "if lost:", "if False:"),
+    Mutant("own object: an update may take state out", "OwnObject._put_entries_back", "if lost:", "if False:"),
     Mutant(
         "backward: a closure that step() calls again is taken for the end of a step that has raised",
         "StepCalls.end_unless_it_evaluates_again",
@@ -2948,11 +2949,10 @@ MUTANTS = [
     ),
     Mutant(
         "what is kept of a parameter may change after its bucket",
-        "BelongingsGuard.around",
-        "self._found.note(update.owned)",
-        "pass",
+        "BelongingsGuard.note",
+        "self._found.note(parameters)",
     ),
-    Mutant("the state is not looked at as gradients arrive", "Arrivals", "with_state=True", "with_state=False"),
+    Mutant("the state is not looked at as gradients arrive", "Arrivals", ", optimizer.state])", "])"),
     Mutant(
         "undo puts back what others have written on a parameter",
         "SavedParameter._restore_belongings",

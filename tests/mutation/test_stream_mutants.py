@@ -33,8 +33,8 @@ MUTANTS = [
     _mutant("in a graph: step() may be outside of it", "BackwardCalls._prepare", "if writes.in_graph:", "if False:"),
     _mutant(
         "in a graph: kernels are called without asking torch",
-        "Kernel.calls",
-        "(not on_cpu and is_captured(tensors[0].device))",
+        "Kernel._calls_of",
+        "not on_cpu and is_captured(tensors[0].device)",
         "False",
     ),
     _mutant(

@@ -168,6 +168,11 @@ class Placing:
     def __init__(self) -> None:
         self.placed: Placed | None = None
 
+    @property
+    def places(self) -> Places | None:
+        """Of its parameters' state, where a kernel steps it."""
+        return None if self.placed is None else self.placed.places
+
 
 class InBucket(NamedTuple):
     """What one optimizer has in a bucket.
@@ -213,12 +218,15 @@ class Kernel:
 
     def calls(
         self, optimizer: Optimizer, buckets: Sequence[InBucket], groups: GroupLayout, found: FoundState
-    ) -> list[list[KernelCall] | None]:
-        """For each bucket, what to call in place of its update; ``None``: the optimizer's own ``step()``."""
+    ) -> tuple[list[list[KernelCall] | None], set[int]]:
+        """For each bucket, what to call in place of its update (``None``: the optimizer's own ``step()``); and which
+        groups have parameters in them."""
         # GradScaler says there what the kernel is to do with its scale.
-        if getattr(optimizer, "grad_scale", None) is None and getattr(optimizer, "found_inf", None) is None:
-            return [self._calls_of(optimizer, bucket, groups, found) for bucket in buckets]
-        return [None] * len(buckets)
+        if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
+            return [None] * len(buckets), set()
+        calls = [self._calls_of(optimizer, bucket, groups, found) for bucket in buckets]
+        placed = (b.placing.placed for b, some in zip(buckets, calls, strict=True) if some is not None)
+        return calls, {part.group for p in placed if p is not None for part in p.parts}
 
     def _calls_of(
         self, optimizer: Optimizer, bucket: InBucket, groups: GroupLayout, found: FoundState

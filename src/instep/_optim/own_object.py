@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from instep._optim.belongings import BelongingsGuard
 from instep._optim.beside import Beside, depends_on_buckets
 from instep._optim.guards import Entry, SettingsGuard, numbers_of
+from instep._optim.kernels import InBucket
 from instep._optim.kinds import (
     STEP_HOOKS,
     STEPPED_WHOLE,
@@ -105,6 +106,34 @@ _OF_ALL = ("state_dict", "load_state_dict", "add_param_group", "zero_grad", "__g
 """The methods of an optimizer that need all of its parameters."""
 
 
+class _Draws:
+    """The generators from which updates of one foreign optimizer must not draw.
+
+    Attributes:
+        generators: that are looked at around each update in the running step; ``None``: none need be.
+    """
+
+    def __init__(self) -> None:
+        self.generators: Generators | None = None
+        self._groups: GroupLayout | None = None  # for whose devices these are, where they are kept
+        self._is_proved: bool | None = None
+
+    def begin(self, optimizer: Optimizer, groups: GroupLayout, beside: Beside, *, may_draw: bool) -> None:
+        # Proved before its first step, and nothing that could have it draw was set since.
+        self._is_proved = is_proved(optimizer) if self._is_proved is None else self._is_proved and beside.is_known
+        if may_draw or self._is_proved:
+            self.generators = None
+        elif not beside.is_flat:
+            self.generators = Generators.of(optimizer, _devices_of(optimizer), torchs_alone=True)
+        elif self.generators is None or self._groups is not groups:  # it refers to none of its own
+            self.generators = Generators(_devices_of(optimizer), torchs_alone=True)
+        self._groups = groups if beside.is_flat else None
+
+    def end_step(self) -> None:
+        if self._groups is None:  # the optimizer's attributes, which they may be among, may refer to the model
+            self.generators = None
+
+
 class OwnObject:
     """Steps buckets of one foreign optimizer by the object itself.
 
@@ -126,9 +155,7 @@ class OwnObject:
         self._settings = settings
         # Of an accelerator's backward each device has a thread, and two threads must not exchange the groups at once.
         self._lock = threading.RLock()
-        self._draws: Generators | None = None
-        self._draws_in: GroupLayout | None = None  # of the groups for whose devices these are, where they are kept
-        self._is_proved: bool | None = None
+        self._draws = _Draws()
         self._instead: dict[str, Any] = {}
         self._reached: list[torch.Tensor] = []
         self.beside = Beside(name)
@@ -154,19 +181,22 @@ class OwnObject:
         """
         self.beside.begin(optimizer, layout)
         self.belongings.mappings = self.beside.mappings
-        # Proved before its first step, and nothing that could have it draw was set since.
-        self._is_proved = is_proved(optimizer) if self._is_proved is None else self._is_proved and self.beside.is_known
-        if may_draw or self._is_proved:
-            self._draws = None
-        elif not self.beside.is_flat:
-            self._draws = Generators.of(optimizer, _devices_of(optimizer), torchs_alone=True)
-        elif self._draws is None or self._draws_in is not layout:  # it refers to none of its own
-            self._draws = Generators(_devices_of(optimizer), torchs_alone=True)
-        self._draws_in = layout if self.beside.is_flat else None
+        self._draws.begin(optimizer, layout, self.beside, may_draw=may_draw)
         # No hooks, and methods that see all parameters. Made once a step: a bucket has little time.
         hooks: dict[str, Any] = {name: OrderedDict() for name in STEP_HOOKS if name in vars(optimizer)}
         self._instead = hooks | {name: partial(self._of_all, optimizer, name) for name in _OF_ALL}
         self._reached = [] if in_parts else reached_by(optimizer, layout)
+
+    def calls(
+        self, optimizer: Optimizer, buckets: Sequence[InBucket], groups: GroupLayout, call: CallUpdate
+    ) -> tuple[list[list["ObjectCall"]], set[int]]:
+        """What steps each bucket, and which groups have parameters in them."""
+        members = [groups.members_of(bucket.owned) for bucket in buckets]
+        calls = [
+            [ObjectCall(self, call, optimizer, bucket.owned, bucket.tensors, some)]
+            for bucket, some in zip(buckets, members, strict=True)
+        ]
+        return calls, {number for some in members for number in numbers_of(some)}
 
     def step(self, update: Update, call: CallUpdate) -> None:
         """Update the bucket by the object's own ``step()``. What that has made of other values is noted, and taken
@@ -201,7 +231,7 @@ class OwnObject:
                 self.gave_back |= places.were_left(map(state.get, tensors))
 
     def _step(self, optimizer: Optimizer, members: Sequence[Members], tensors: Sequence[Any], call: CallUpdate) -> None:
-        draws, groups, state = self._draws, Groups(optimizer), optimizer.state
+        draws, groups, state = self._draws.generators, Groups(optimizer), optimizer.state
         entries = dict(state)
         ids = set(map(id, tensors))
         others = [p for p in self._reached if id(p) not in ids]
@@ -243,8 +273,7 @@ class OwnObject:
     def end_step(self) -> None:
         self.beside.end_step()
         self.belongings.end_step()
-        if self._draws_in is None:  # the optimizer's attributes, which they may be among, may refer to the model
-            self._draws = None
+        self._draws.end_step()
         self.returned, self.gave_back, self._instead, self._reached = None, False, {}, []
 
     def _call(self, optimizer: Optimizer, members: Sequence[Members], tensors: Sequence[Any], call: CallUpdate) -> Any:

@@ -1,7 +1,7 @@
 """Steps a few parameters with the user's own optimizer, from the first bucket of a step to its last."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain, repeat
@@ -12,13 +12,12 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.beside import Beside
-from instep._optim.guards import Layouts, Places, SettingsGuard, StateGuard, numbers_of
+from instep._optim.guards import Layouts, SettingsGuard, StateGuard, numbers_of
 from instep._optim.kernels import GRADIENT, InBucket, Kernel, KernelCall, Placing, are_usual, kernel_of
 from instep._optim.kinds import SCALES, STEPPED_WHOLE, has_usual_parameters, is_elementwise, is_torchs_own
 from instep._optim.local_shard import LocalShard
 from instep._optim.offload import OffloadedState
 from instep._optim.own_object import ObjectCall, OwnObject
-from instep._optim.proved import is_proved
 from instep._optim.random_numbers import KeyedDraws
 from instep._optim.shadow import CallUpdate, GroupLayout, autocast_here, how_to_step, parameters_of
 from instep._optim.stages import Begins, CopiedEntries, Stage, Update, step_shadow
@@ -85,7 +84,6 @@ class PreparedUpdate:
 
     Args:
         guard: of the state; ``None``: nobody looks back, and nothing is counted.
-        places: of the state that kernels write; ``None``: the object itself is called, and may replace it.
         state: of the optimizer.
 
     Attributes:
@@ -98,14 +96,12 @@ class PreparedUpdate:
     def __init__(
         self,
         calls: Sequence[KernelCall | ObjectCall],
-        tensors: Sequence[torch.Tensor],
-        owned: Sequence[torch.Tensor],
+        bucket: InBucket,
         guard: StateGuard | None,
-        places: Places | None,
         state: Mapping[Any, Any],
     ) -> None:
-        self._calls, self.tensors, self._owned = calls, tensors, owned
-        self._guard, self._places, self._state = guard, places, state
+        self._calls, self._guard, self._state = calls, guard, state
+        self.tensors, self._owned, self._places = bucket.tensors, bucket.owned, bucket.placing.places
         self.versions: list[int] = []
 
     def run(self, gradients: list[torch.Tensor]) -> None:
@@ -120,7 +116,7 @@ class PreparedUpdate:
                     columns = (column for call in self._calls for column in call.lists)
                     written = [*written, *chain.from_iterable(columns)]
                 torch.autograd.graph.increment_version(written)
-        if guard is not None and self._places is None:
+        if guard is not None and guard.found is None:  # the object itself was called, and may have replaced state
             guard.note(self._owned, self._state)
             self.versions = versions_of(self.tensors)
         elif guard is not None and guard.found is not None and self._places is not None:
@@ -303,11 +299,6 @@ class Stepper:
                 self._kind = _kind_of(optimizer)  # a trainer has replaced it since, or a scheduler counts its calls
         return not self._kind.is_known
 
-    @property
-    def is_proved(self) -> bool:
-        """Whether this class, in this version and with such settings, is known to update each parameter by itself."""
-        return is_proved(self.optimizer())
-
     def _begin(self, optimizer: Optimizer, *, in_parts: bool = False) -> _RunningStep:
         """A step begins: choose the stages of its updates."""
         if not self._layouts.groups.is_of(optimizer.param_groups):
@@ -381,36 +372,19 @@ class Stepper:
         """The updates of ``buckets``, by the very kernel that ``step()`` would call, or by the foreign object itself.
         ``None``: one is to be run in another way."""
         optimizer = self._optimizer() or self.optimizer()
-        running, found, guard = self._running or self._begin(optimizer), self._state_guard.found, self._looks
-        if not running.is_known:
-            return self._prepare_object(optimizer, buckets)
-        if running.kernel is None or found is None:
-            return [None] * len(buckets)
-        calls = running.kernel.calls(optimizer, buckets, self._layouts.groups, found)
-        placed = [None if some is None else bucket.placing.placed for some, bucket in zip(calls, buckets, strict=True)]
-        self._settings.look(optimizer, dict.fromkeys(part.group for p in placed if p is not None for part in p.parts))
+        running, found, own = self._running or self._begin(optimizer), self._state_guard.found, self.own_object
+        calls: Sequence[Sequence[KernelCall | ObjectCall] | None] = [None] * len(buckets)
+        groups: Iterable[int] = ()
+        if running.kernel is not None and found is not None:
+            calls, groups = running.kernel.calls(optimizer, buckets, self._layouts.groups, found)
+        elif not (running.is_known or own is None or running.divides is not None) and own.beside.is_flat:
+            calls, groups = own.calls(optimizer, buckets, self._layouts.groups, self._kind.call)
+        self._settings.look(optimizer, groups)
+        guard = self._state_guard if self._looks_back else None
         return [
-            None if some is None or p is None else PreparedUpdate(some, *bucket[:2], guard, p.places, running.state)
-            for some, p, bucket in zip(calls, placed, buckets, strict=True)
+            None if some is None else PreparedUpdate(some, bucket, guard, running.state)
+            for some, bucket in zip(calls, buckets, strict=True)
         ]
-
-    def _prepare_object(self, optimizer: Optimizer, buckets: Sequence[InBucket]) -> list[PreparedUpdate | None]:
-        """Where one pass tells whether anything that the object holds is changed."""
-        own = self.own_object
-        assert own is not None, "a step has begun"
-        if not own.beside.is_flat or self.offloaded is not None or self.draws is not None:
-            return [None] * len(buckets)
-        groups, guard = self._layouts.groups, self._looks
-        calls = [
-            ObjectCall(own, self._kind.call, optimizer, owned, tensors, groups.members_of(owned))
-            for tensors, owned, _ in buckets
-        ]
-        self._settings.look(optimizer, dict.fromkeys(n for call in calls for n in numbers_of(call.members)))
-        return [PreparedUpdate([call], call.tensors, call.owned, guard, None, optimizer.state) for call in calls]
-
-    @property
-    def _looks(self) -> StateGuard | None:
-        return self._state_guard if self._looks_back else None
 
     # What the updates of the running step have done.
 

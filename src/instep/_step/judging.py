@@ -32,6 +32,7 @@ from instep._optim.belongings import Found, mappings_of
 from instep._optim.beside import Beside
 from instep._optim.kinds import STEPPED_WHOLE
 from instep._optim.parameters import AttachedParameter, AttachedParameters
+from instep._optim.proved import is_proved
 from instep._optim.reached import Tables
 from instep._optim.shadow import GroupLayout, parameters_of
 from instep._optim.stepper import Stepper
@@ -137,7 +138,7 @@ class Judge:
 
     def meet(self, stepper: Stepper) -> None:
         """An optimizer is foreign."""
-        self.due[stepper] = 0 if stepper.is_proved else FIRST
+        self.due[stepper] = 0 if is_proved(stepper.optimizer()) else FIRST
         if self.due[stepper]:
             self._met.unproved.add(stepper)
         self.leaves_all = self.verdict is not None or (self._in_parts and any(self.due.values()))

@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from instep._torch.engine import call_apart, not_traced, traced_by, untraced
+from instep._torch.engine import call_apart, not_traced, traced_by
 from instep._torch.interrupts import heard, held
 
 # Hooks that stay with the model they were registered on, and where they stand among those of the user.
@@ -159,7 +159,7 @@ _last: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
 _global_hook: RemovableHandle | None = None
 
 
-@untraced
+@not_traced
 def _move_last(optimizer: Optimizer, *_: object) -> None:
     """Global hooks run before the optimizer's own, which may still be put in order then."""
     hooks: Any = optimizer._optimizer_step_pre_hooks
