@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +29,7 @@ from instep._optim.kinds import replaced_step
 from instep._optim.shadow import GroupLayout
 from instep._optim.values import is_immutable
 from instep._torch.engine import is_captured
+from instep._torch.hooks import is_torchs
 from instep._torch.versions import PLAIN, are_plain
 
 Tensors = list[torch.Tensor]
@@ -50,22 +50,8 @@ def kernel_of(optimizer: Optimizer) -> "Kernel | None":
     """The kernel that the optimizer's ``step()`` calls with ``fused=True``; ``None``: none is known, or it is another
     ``step()`` than torch's."""
     made = _KERNELS.get(type(optimizer))
-    known = made is not None and replaced_step(optimizer) is None and _is_torchs(type(optimizer).step)
+    known = made is not None and replaced_step(optimizer) is None and is_torchs(type(optimizer).step)
     return made() if made is not None and known else None
-
-
-def _is_torchs(step: Any) -> bool:
-    """Whether a function, and all that it wraps, is in a file of torch's: anybody may replace a method of a class of
-    torch's, and torch.compile itself wraps the functions that call a fused kernel."""
-    while step is not None:
-        code = getattr(step, "__code__", None)
-        if code is None or _TORCH not in Path(code.co_filename).parents:
-            return False
-        step = getattr(step, "__wrapped__", None)
-    return True
-
-
-_TORCH = Path(torch.__file__).parent
 
 
 class KernelCall(NamedTuple):
@@ -213,7 +199,7 @@ class Kernel:
         name = module.__name__.rpartition(".")[2]  # "adam", which has adam() and _fused_adam()
         functions = [cls._init_group, *map(vars(module).get, (name, f"_fused_{name}"))]
         if functions != self._functions:
-            self._functions, self._are_torchs = functions, all(map(_is_torchs, functions))
+            self._functions, self._are_torchs = functions, all(map(is_torchs, functions))
         return self._are_torchs
 
     def calls(

@@ -261,9 +261,11 @@ def _step_one_by_one(optimizer: Optimizer, members: Sequence[Members]) -> None:
 def autocast_here(optimizer: Optimizer) -> torch.dtype | None:
     """The dtype of the autocast block for the parameters of ``optimizer`` that this thread is in; ``None``: it is in
     none."""
-    first = next(parameters_of(optimizer), None)
-    kind = "cpu" if first is None else first.device.type
-    return torch.get_autocast_dtype(kind) if first is not None and torch.is_autocast_enabled(kind) else None
+    for group in optimizer.param_groups:
+        for first in group["params"]:  # asked in each step, and of the first alone
+            kind = first.device.type
+            return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return None
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:

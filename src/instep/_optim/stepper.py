@@ -441,7 +441,7 @@ class Stepper:
     @property
     def keyed(self) -> KeyedDraws | None:
         """What each parameter's update draws from, by a call of its own; ``None``: torch's own never draw."""
-        return self.draws if self.is_foreign else None
+        return None if self.draws is None or not self.is_foreign else self.draws
 
     def autocast_matters(self) -> bool:
         """Whether ``step()``, called in the autocast block that this thread is in, may compute other numbers than
@@ -500,7 +500,7 @@ class Stepper:
     def abort(self) -> None:
         if self._running is not None:
             self.wait_for_state()
-        self._forget()
+            self._forget()
 
     def stops(self) -> None:
         """The step is torn: nothing more is stepped of it."""
@@ -514,7 +514,8 @@ class Stepper:
                 stage.end_step()
             if self.own_object is not None:
                 self.own_object.end_step()
-        self._state_guard.end_step()  # which is among the stages where somebody looks back
+        if not self._looks_back:  # else it is among the stages
+            self._state_guard.end_step()
         self._running = None
 
     def wait_for_state(self) -> None:

@@ -89,6 +89,8 @@ class RunningStep:
     def hear(self, torn: Callable[[], object] = int, *, wait: bool) -> None:
         """What the ranks have said of the last step, for which this may ``wait``: raise, if it does not stand on all
         of them. ``torn`` is called before."""
+        if self.ledger.votes.ranks is None:
+            return  # as mostly, and asked several times in each step
         error = self.ledger.votes.heard(wait=wait)
         if self.judge is not None and self.ledger.votes.objected_on is not None:
             self.judge.object(

@@ -77,12 +77,12 @@ class StepCalls:
         with self._step.round.lock:
             if self._step.round.stepper is stepper:
                 return  # a closure that is called more than once
-            if stepper.keyed is not None:
-                stepper.keyed.require_names(stepper.optimizer())  # nothing is written yet
+            if (keyed := stepper.keyed) is not None:
+                keyed.require_names(stepper.optimizer())  # nothing is written yet
             try:
                 self._prepare(stepper)
-                if stepper.keyed is not None:
-                    stepper.keyed.keep({a.spec.device for a in self._step.members.of(stepper)})
+                if keyed is not None:
+                    keyed.keep({a.spec.device for a in self._step.members.of(stepper)})
             except Exception:
                 self._refused()
                 raise

@@ -332,9 +332,11 @@ class EndOfBackward:
     def __call__(self) -> None:
         self.run()
 
-    @untraced
+    @not_traced
     def __del__(self) -> None:
-        self.drop()  # Ctrl-C is lost in here, as in any ``__del__``
+        # Ctrl-C is lost in here, as in any ``__del__``; it may have come while this was made.
+        if getattr(self, "_failed", None) is not None:
+            call_apart(self.drop)
 
     def drop(self) -> None:
         """The backward has raised."""
@@ -374,15 +376,13 @@ def is_compiled() -> bool:
     return bool(getattr(module, "in_compiled_autograd_region", False))
 
 
-def call_at_end(callback: Callable[[], None]) -> None:
-    """Have the engine call ``callback`` after the running backward's last node, on the thread that called
-    ``backward()``: behind the callbacks that are in its queue by then.
+call_at_end: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+"""Has the engine call a function after the running backward's last node, on the thread that called ``backward()``:
+behind those that are in its queue by then.
 
-    An exception in it surfaces from ``backward()`` with its own type. The engine frees all callbacks with the backward,
-    called or not.
-    """
-    queue_callback: Any = torch.autograd.Variable._execution_engine.queue_callback
-    queue_callback(callback)
+An exception in it surfaces from ``backward()`` with its own type. The engine frees all of them with the backward,
+called or not.
+"""
 
 
 # What leaves the engine with an error, also where no hook was called: a graph that has saved a weight that was written

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
+from functools import cache
 from itertools import islice
-from operator import methodcaller
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -173,15 +174,25 @@ _STEP: Any = torch.optim.SGD.step
 _WRAPPER = Optimizer.profile_hook_step(_STEP).__code__
 
 
-_HAS_STEP = methodcaller("__contains__", "step")
+def is_torchs(function: Any) -> bool:
+    """Whether a function, and all that it wraps, is in a file of torch's: anybody may replace a method of a class of
+    torch's, and torch.compile itself wraps the functions that call a fused kernel."""
+    while function is not None:
+        code = getattr(function, "__code__", None)
+        if code is None or _TORCH not in Path(code.co_filename).parents:
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
+_TORCH = Path(torch.__file__).parent
+_is_torchs = cache(is_torchs)
 
 
 def is_called_by_step(optimizer: Optimizer) -> bool:
     """In a step hook: whether the ``step()`` that runs it was called by another ``step()`` of the same optimizer."""
-    # One of its class, which a class that inherits from that may share, and that of Optimizer.
-    own = list(map(_HAS_STEP, map(vars, type(optimizer).__mro__))).count(True)
-    if "step" not in vars(optimizer) and own <= 2:
-        return False
+    if "step" not in vars(optimizer) and _is_torchs(type(optimizer).step):
+        return False  # none of torch's calls another one
     return len(list(islice(_steps_in(sys._getframe(), optimizer), 2))) == 2
 
 
