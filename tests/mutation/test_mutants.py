@@ -32,6 +32,90 @@ MUTANTS = [
     ),
     Mutant("prepared: a kernel reads what it read before", "Kernel._calls_of", " or request[1] != names", ""),
     Mutant("prepared: steps on after an error", "BucketSink.step_prepared", "self._failure.error is not None", "False"),
+    Mutant(
+        "objects: a bucket is stepped with whatever a hook has put in between",
+        "OwnObject.step",
+        "not self.belongings.rests and not self.beside.is_as_found",
+        "False",
+    ),
+    Mutant(
+        "objects: what buckets leave is compared by where it is alone",
+        "Beside.note",
+        "changes == self._noted.get(groups)",
+        "groups in self._noted",
+    ),
+    Mutant("objects: what buckets leave is equal in any type", "_AtOnce.changes", "[*map(type, values)]", "[]"),
+    Mutant(
+        "objects: what a bucket has left stays for the next", "_AtOnce.put_back", "held[key] = self._values[number]"
+    ),
+    Mutant(
+        "objects: dicts of numbers are not looked into",
+        "_Place.flat",
+        "[*map(self._values.__getitem__, self._flat)]",
+        "[]",
+    ),
+    Mutant(
+        "objects: any setting that is set anew is a number of a scheduler's",
+        "_Place.begin_again",
+        "key not in FREE or ",
+        "",
+    ),
+    Mutant(
+        "objects: an attribute that comes in between steps is none",
+        "_Place.begin_again",
+        "now.keys() != then.keys()",
+        "False",
+    ),
+    Mutant(
+        "objects: what the step has left is taken for the user's",
+        "_Place.commit",
+        "self._values = self._own(self.mapping)",
+    ),
+    Mutant("objects: the model is kept from step to step", "_Place.let_go", "self.mapping = {}"),
+    Mutant(
+        "objects: what cannot be told at once is taken for unchanged",
+        "Beside._begin",
+        "all(place.is_flat for place in self.places)",
+        "True",
+    ),
+    Mutant("objects: state is not counted", "Beside._changes", " or len(self._state) != self._entries", ""),
+    Mutant(
+        "objects: a proved class may draw whatever is set",
+        "_Draws.begin",
+        "self._is_proved and beside.is_known",
+        "self._is_proved",
+    ),
+    Mutant("objects: a proved class is watched", "_Draws.begin", "may_draw or self._is_proved", "may_draw"),
+    Mutant(
+        "prepared: what is kept of parameters is not noted", "ObjectCall.run", "self.own.belongings.note(self.owned)"
+    ),
+    Mutant("prepared: the object's state is not noted", "PreparedUpdate.run", "guard.note(self._owned, self._state)"),
+    Mutant("prepared: updates find no default device", "BucketSink.prepare", " or self._loops_device is not None", ""),
+    Mutant(
+        "prepared: also what is to be compared",
+        "BucketSink.prepare",
+        "step.judge is not None and step.judge.leaves_some",
+        "False",
+    ),
+    Mutant("untraced: the frame that decides is traced", "not_traced", "skip_code(function.__code__)"),
+    Mutant(
+        "untraced: hooks are traced where something compiled calls them",
+        "UntracedHook.__call__",
+        "call(*args) if traced_by() is None else call_apart(call, *args)",
+        "call(*args)",
+    ),
+    Mutant(
+        "untraced: weak hooks are traced where something compiled calls them",
+        "WeakHook.__call__",
+        "traced_by() is None",
+        "True",
+    ),
+    Mutant(
+        "step(): one of torch's is taken for called by another",
+        "is_called_by_step",
+        " and _is_torchs(type(optimizer).step)",
+        "",
+    ),
     Mutant("prepared: takes any gradients", "BucketSink.step_prepared", "not are_usual(tensors, gradients)", "False"),
     Mutant("prepared: a bucket is not freed", "BucketSink.step_prepared", "self._writes.retire(bucket, tensors)"),
     Mutant("prepared: freed bytes are not counted", "BucketSink.step_prepared", "step.freed_bytes += bucket.nbytes"),
@@ -217,7 +301,7 @@ MUTANTS = [
     Mutant("kernels: options of the step before", "Kernel._asked_of", "all(map(is_, known[0], given))", "True"),
     Mutant(
         "kernels: take a step that was replaced for torch's",
-        "_is_torchs",
+        "is_torchs",
         "if code is None or _TORCH not in Path(code.co_filename).parents:",
         "if False:",
     ),
@@ -2092,8 +2176,8 @@ MUTANTS = [
     Mutant(
         "keyed: what step() draws without a gradient is the loop's",
         "StepCalls.before_update",
-        "stepper.keyed.keep(",
-        "stepper.keyed and (",
+        "keyed.keep(",
+        "keyed and (",
     ),
     Mutant(
         "keyed: leave to torch what backward has left", "Writes._rest_of", "not stepper.steps_every_parameter and ", ""

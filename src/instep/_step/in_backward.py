@@ -257,8 +257,6 @@ class BucketSink(Schedule):
         started = perf_counter()
         step.members.offered.update(bucket.indices)
         step.round.steppers_left.update(bucket.steppers)
-        if step.judge is not None:
-            step.judge.steps(bucket)
         try:
             self._writes.begun = bucket
             if tensors[0].is_cpu:

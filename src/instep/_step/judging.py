@@ -190,10 +190,6 @@ class Judge:
         """Whether buckets of the running step may be left to ``optimizer.step()``, to be compared."""
         return self.leaves_all or bool(self._apart) or not self._met.compares_all
 
-    def steps(self, bucket: AttachedParameters) -> None:
-        """Backward steps this bucket, of which nothing is compared."""
-        self._steps_others |= not self.due.keys().isdisjoint(bucket.steppers)
-
     def come(self, parameters: AttachedParameters) -> None:
         """Their gradients have arrived, and are left to ``optimizer.step()``."""
         for stepper in parameters.steppers if self.verdict is None else ():

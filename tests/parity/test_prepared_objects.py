@@ -1,0 +1,423 @@
+"""Buckets of a foreign optimizer that are prepared before the first one of a step: equal to the plain loop whatever is
+changed between steps, and what one pass cannot tell is looked at in full."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import instep
+from instep._optim import proved
+from instep._optim.beside import _Place
+from instep._optim.own_object import OwnObject
+from instep._step.in_backward import BucketSink
+from instep.errors import HyperparameterChangedError, UnsupportedOptimizerError
+from instep_tools.harness import first_difference, training_state
+from tests.cases import Blocks, batch, two_groups
+from tests.parity.lockstep import loss_of
+
+SETTLED = 3
+
+
+class Signs(torch.optim.Optimizer):
+    """Counts in its groups and attributes, and replaces state, as many optimizers do."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "beta": 0.9})
+        self.updates = 0
+        self.table: dict[Any, Any] = {"scale": 0.5, "names": ("a", "b")}
+        self.powers = [1.0, 2.0]
+
+    def begin(self) -> None:
+        self.updates += 1
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+
+    def of(self, group: dict[str, Any], p: Any) -> None:
+        entry, scale = self.state[p], self.table["scale"] * self.powers[1]
+        average = entry.get("average", torch.zeros_like(p))
+        entry["average"] = average * group["beta"] + p.grad * (1 - group["beta"])
+        entry["count"] = entry.get("count", 0) + 1
+        p.add_(entry["average"].sign(), alpha=-group["lr"] * scale / group["step"] ** 0.5)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.begin()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.of(group, p)
+
+
+class Loop:
+    def __init__(self, cls: Callable[..., Any] = Signs) -> None:
+        torch.manual_seed(0)
+        self.model = Blocks(depth=2)
+        self.optimizer = cls(two_groups(self.model))
+        self.overlap: instep.Attachment | None = None
+
+    def attach(self) -> "Loop":
+        self.overlap = instep.attach(self.model, self.optimizer, schedule="backward", bucket_bytes=1)
+        return self
+
+    def backward(self, i: int) -> None:
+        inputs, targets = batch(i)
+        loss_of(self.model(inputs), targets).backward()
+
+    def step(self, i: int) -> None:
+        self.backward(i)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def held(self) -> dict[str, Any]:
+        left_out = {"param_groups", "state"}
+        return {k: v for k, v in vars(self.optimizer).items() if k not in left_out and not k.startswith("_")}
+
+
+def require_equal(plain: Loop, attached: Loop) -> None:
+    states = [training_state(one.model, one.optimizer) for one in (plain, attached)]
+    assert first_difference(*states) is None
+    assert repr(plain.held) == repr(attached.held)
+    assert [group["step"] for group in plain.optimizer.param_groups] == [
+        group["step"] for group in attached.optimizer.param_groups
+    ]
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each bucket that was prepared whether it was stepped so."""
+    found: list[bool] = []
+    step = BucketSink.step_prepared
+
+    def counted(self: BucketSink, *args: Any, **kwargs: Any) -> bool:
+        found.append(step(self, *args, **kwargs))
+        return found[-1]
+
+    monkeypatch.setattr(BucketSink, "step_prepared", counted)
+    return found
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The places that were looked at in full."""
+    found: list[str] = []
+    changed = _Place.changed
+
+    def counted(self: _Place) -> list[Any]:
+        found.append(self.where)
+        return changed(self)
+
+    monkeypatch.setattr(_Place, "changed", counted)
+    return found
+
+
+def test_every_bucket_is_prepared_and_one_is_looked_at_in_full(prepared: list[bool], looks: list[str]) -> None:
+    plain, attached = Loop(), Loop().attach()
+    for i in range(6):
+        plain.step(i)
+        del prepared[:], looks[:]
+        attached.step(i)
+        require_equal(plain, attached)
+    assert attached.overlap is not None
+    assert prepared == [True] * len(attached.overlap.plan.buckets)
+    # A bucket of each kind: with parameters of the first group, of the second one, of both. Then the commit.
+    assert looks.count("attribute") <= 4
+    own = attached.overlap._parts.refs.steppers[0].own_object
+    assert own is not None
+    assert own.beside.is_known
+    attached.overlap.detach()
+
+
+def rate(loop: Loop) -> None:
+    for group in loop.optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+def beta(loop: Loop) -> None:
+    loop.optimizer.param_groups[0]["beta"] = 0.5
+
+
+def number(loop: Loop) -> None:
+    loop.optimizer.updates = 100
+
+
+def item(loop: Loop) -> None:
+    loop.optimizer.table["scale"] = 0.25
+
+
+def part_of_a_list(loop: Loop) -> None:
+    loop.optimizer.powers[1] = 3.0
+
+
+def another_dict(loop: Loop) -> None:
+    loop.optimizer.table = dict(loop.optimizer.table, scale=0.125)
+
+
+def new_attribute(loop: Loop) -> None:
+    loop.optimizer.note = torch.ones(3)
+
+
+def reload(loop: Loop) -> None:
+    loop.optimizer.load_state_dict(loop.optimizer.state_dict())
+
+
+def no_state(loop: Loop) -> None:
+    loop.optimizer.state.clear()
+
+
+def frozen(loop: Loop) -> None:
+    first = next(loop.model.parameters())
+    first.requires_grad_(not first.requires_grad)
+
+
+def group_of_its_own(loop: Loop) -> None:
+    groups = loop.optimizer.param_groups
+    groups.append({**groups[0], "params": [groups[0]["params"].pop()]})
+
+
+CHANGES = [
+    rate, beta, number, item, part_of_a_list, another_dict, new_attribute, reload, no_state, frozen, group_of_its_own
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_between_steps(change: Callable[[Loop], None], prepared: list[bool]) -> None:
+    plain, attached = Loop(), Loop().attach()
+    for i in range(8):
+        for loop in (plain, attached):
+            if i == SETTLED:
+                change(loop)
+            loop.step(i)
+        require_equal(plain, attached)
+    assert True in prepared
+    assert attached.overlap is not None
+    attached.overlap.detach()
+
+
+def early_of(model: nn.Module) -> nn.Parameter:
+    *_, early = model.parameters()
+    return early
+
+
+@pytest.mark.parametrize(
+    "change", [rate, beta, number, item, part_of_a_list, another_dict, new_attribute], ids=lambda call: call.__name__
+)
+def test_what_a_hook_changes_between_buckets(change: Callable[[Loop], None]) -> None:
+    loop = Loop().attach()
+    assert loop.overlap is not None
+    for i in range(SETTLED):
+        loop.step(i)
+    first = next(loop.model.parameters())
+    handle = early_of(loop.model).register_post_accumulate_grad_hook(
+        lambda _: change(loop) if first.grad is None else None
+    )
+    with pytest.raises(HyperparameterChangedError, match=r"was changed|changed to"):
+        loop.step(SETTLED)
+    handle.remove()
+    assert loop.overlap.state == "torn"
+    loop.overlap.detach()
+
+
+class CountsElements(Signs):
+    def begin(self) -> None:
+        super().begin()
+        for group in self.param_groups:
+            group["seen"] = sum(p.numel() for p in group["params"])
+
+
+class LeavesAnotherType(Signs):
+    """``1``, or ``True``, which is equal."""
+
+    def begin(self) -> None:
+        super().begin()
+        large = max(p.numel() for group in self.param_groups for p in group["params"])
+        self.first = True if large > 100 else 1
+
+
+class CountsInADict(Signs):
+    def begin(self) -> None:
+        super().begin()
+        self.table["seen"] = sum(p.numel() for group in self.param_groups for p in group["params"])
+
+
+class KeepsByParameter(Signs):
+    """In a dict that holds numbers alone until the fourth step."""
+
+    def of(self, group: dict[str, Any], p: Any) -> None:
+        if self.updates > SETTLED:
+            self.table[p] = self.table.get(p, 0) + 1
+        super().of(group, p)
+
+
+def first_error(loop: Loop, count: int = 6) -> type[BaseException] | None:
+    try:
+        for i in range(count):
+            loop.step(i)
+    except Exception as error:
+        return type(error)
+    finally:
+        assert loop.overlap is not None
+        loop.overlap.accept_torn()
+        loop.overlap.detach()
+    return None
+
+
+@pytest.mark.parametrize("cls", [CountsElements, LeavesAnotherType, CountsInADict])
+def test_what_two_buckets_leave_otherwise_is_refused(cls: type[Signs]) -> None:
+    assert first_error(Loop(cls).attach()) is UnsupportedOptimizerError
+
+
+def test_what_is_kept_by_a_parameter_in_a_dict_of_numbers() -> None:
+    """It is equal, or refused."""
+    plain, attached = Loop(KeepsByParameter), Loop(KeepsByParameter).attach()
+    assert attached.overlap is not None
+    for i in range(8):
+        plain.step(i)
+        try:
+            attached.step(i)
+        except (UnsupportedOptimizerError, HyperparameterChangedError):
+            assert i >= SETTLED
+            attached.overlap.accept_torn()
+            break
+        require_equal_weights(plain, attached)
+    attached.overlap.detach()
+
+
+def require_equal_weights(plain: Loop, attached: Loop) -> None:
+    for p, q in zip(plain.model.parameters(), attached.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_what_a_hook_keeps_on_a_parameter_after_its_bucket() -> None:
+    loop = Loop().attach()
+    assert loop.overlap is not None
+    for i in range(SETTLED):
+        loop.step(i)
+    early, first = early_of(loop.model), next(loop.model.parameters())
+
+    def keep(_: object) -> None:
+        if early.grad is not None:
+            early.noted = 1.0  # type: ignore[attr-defined]
+
+    handle = first.register_post_accumulate_grad_hook(keep)
+    loop.backward(SETTLED)
+    handle.remove()
+    assert vars(early)
+    with pytest.raises(HyperparameterChangedError, match="'noted'"):
+        loop.optimizer.step()
+    loop.overlap.accept_torn()
+    loop.overlap.detach()
+
+
+class Noisy(Signs):
+    """Draws once it is told to."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.noise = 0.0
+
+    def of(self, group: dict[str, Any], p: Any) -> None:
+        super().of(group, p)
+        if self.noise or group.get("noise"):
+            p.add_(torch.randn_like(p), alpha=1e-3)
+
+
+def proved_class(monkeypatch: pytest.MonkeyPatch, cls: type[Signs]) -> None:
+    settings = proved.settings_of(Loop(cls).optimizer)
+    proof = {"distribution": "torch", "version": "1", "settings": [settings]}
+    monkeypatch.setattr(proved, "_proved", lambda: {f"{__name__}.{cls.__name__}": proof})
+    monkeypatch.setattr(proved, "_version_of", {"torch": "1"}.get)
+
+
+def noisy_attribute(loop: Loop) -> None:
+    loop.optimizer.noise = 1.0
+
+
+def noisy_group(loop: Loop) -> None:
+    loop.optimizer.param_groups[0]["noise"] = True
+
+
+@pytest.mark.parametrize("is_proved", [True, False])
+@pytest.mark.parametrize("change", [noisy_attribute, noisy_group])
+def test_draws_that_begin_later(
+    change: Callable[[Loop], None], is_proved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_proved:
+        proved_class(monkeypatch, Noisy)
+    watched: list[bool] = []
+    begin = OwnObject.begin
+
+    def noted(self: OwnObject, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        watched.append(self._draws.generators is not None)
+
+    monkeypatch.setattr(OwnObject, "begin", noted)
+    plain, attached = Loop(Noisy), Loop(Noisy).attach()
+    assert attached.overlap is not None
+    for i in range(SETTLED):
+        plain.step(i)
+        attached.step(i)
+        require_equal(plain, attached)
+    assert watched == [not is_proved] * SETTLED
+    change(attached)
+    with pytest.raises(UnsupportedOptimizerError, match="draws random numbers"):
+        attached.step(SETTLED)
+    attached.overlap.accept_torn()
+    attached.overlap.detach()
+
+
+class Makes(Signs):
+    """What it makes is on the loop's default device."""
+
+    def begin(self) -> None:
+        super().begin()
+        self.updates = torch.empty(()).device.type  # type: ignore[assignment]
+
+
+class CountsAnew(Makes):
+    def begin(self) -> None:
+        self.updates = 0
+        super().begin()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_loops_default_device(device: str) -> None:
+    loops = Loop(CountsAnew), Loop(CountsAnew).attach()
+    for i in range(6):
+        for loop in loops:
+            if i == SETTLED:
+                torch.set_default_device(device)
+            inputs, targets = (x.cpu() for x in batch_on_cpu(i))
+            loss_of(loop.model(inputs), targets).backward()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+            torch.set_default_device(None)
+        assert loops[0].optimizer.updates == loops[1].optimizer.updates
+        require_equal_weights(*loops)
+    assert loops[1].overlap is not None
+    loops[1].overlap.detach()
+
+
+def batch_on_cpu(i: int) -> Iterable[torch.Tensor]:
+    with torch.device("cpu"):
+        return batch(i)
+
+
+def test_nothing_of_a_step_is_kept_that_refers_to_the_model() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        loop = Loop().attach()
+        for i in range(SETTLED):
+            loop.step(i)
+        overlap, seen = loop.overlap, weakref.ref(next(loop.model.parameters()))
+        del loop
+        assert seen() is None
+        assert overlap is not None
+    finally:
+        gc.enable()
