@@ -31,7 +31,13 @@ MUTANTS = [
         "",
     ),
     Mutant("prepared: a kernel reads what it read before", "Kernel._calls_of", " or request[1] != names", ""),
-    Mutant("prepared: steps on after an error", "BucketSink.step_prepared", "self._failure.error is not None", "False"),
+    Mutant(
+        "prepared: steps on where the step is torn",
+        "BucketSink.step_prepared",
+        "step.ledger.state is not State.OPEN",
+        "False",
+    ),
+    Mutant("prepared: after an error", "BucketSink.step_prepared", "self._failure.error is not None", "False"),
     Mutant(
         "objects: a bucket is stepped with whatever a hook has put in between",
         "OwnObject.step",
@@ -69,7 +75,7 @@ MUTANTS = [
     Mutant(
         "objects: what the step has left is taken for the user's",
         "_Place.commit",
-        "self._values = self._own(self.mapping)",
+        "self._values[key] = self.mapping[key]",
     ),
     Mutant("objects: the model is kept from step to step", "_Place.let_go", "self.mapping = {}"),
     Mutant(

@@ -2,6 +2,7 @@
 what changes in backward after that is found in ``optimizer.step()``, or sends a bucket the other way."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import instep
 from instep._step.in_backward import BucketSink
-from instep.errors import HyperparameterChangedError, TornStepError
+from instep.errors import HyperparameterChangedError, InstepError, TornStepError
 from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch, two_groups
 from tests.parity.lockstep import loss_of
@@ -50,6 +51,10 @@ class Loop:
         self.backward(i)
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def middle(self) -> nn.Parameter:
+        every = list(self.model.parameters())
+        return every[len(every) // 2]
 
     def last(self) -> nn.Parameter:
         """Its gradient is the last to come, or nearly."""
@@ -175,6 +180,23 @@ def test_state_that_moves_to_another_entry_between_steps() -> None:
     attached.overlap.detach()
 
 
+def test_a_kernel_that_asks_for_more_of_the_state_that_is_there(prepared: list[bool]) -> None:
+    plain, attached = Loop(amsgrad=True), Loop(amsgrad=True)
+    for loop in (plain, attached):
+        loop.step(0)
+        loop.optimizer.param_groups[0]["amsgrad"] = loop.optimizer.param_groups[1]["amsgrad"] = False
+    attached.attach()
+    for i in range(1, SETTLED + 3):
+        for loop in (plain, attached):
+            if i == SETTLED:
+                loop.optimizer.param_groups[0]["amsgrad"] = True
+            loop.step(i)
+        require_equal(plain, attached)
+    assert True in prepared
+    assert attached.overlap is not None
+    attached.overlap.detach()
+
+
 def test_after_an_error_nothing_more_is_stepped(prepared: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop().attach()
     assert loop.overlap is not None
@@ -193,6 +215,80 @@ def test_after_an_error_nothing_more_is_stepped(prepared: list[bool], monkeypatc
     assert calls == [1]
     loop.overlap.accept_torn()
     loop.overlap.detach()
+
+
+def test_an_error_before_anything_is_written(prepared: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step is dropped, and what comes after it in the same backward is none of another one."""
+    loop = Loop().attach()
+    assert loop.overlap is not None
+    for i in range(SETTLED):
+        loop.step(i)
+    before = [p.detach().clone() for p in loop.model.parameters()]
+    first: list[int] = []
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise ZeroDivisionError("before the update")
+
+    def only_the_first(self: BucketSink, *args: Any, **kwargs: Any) -> bool:
+        first.append(1)
+        return len(first) > 1 and step_prepared(self, *args, **kwargs)
+
+    step_prepared = BucketSink.step_prepared
+    monkeypatch.setattr(BucketSink, "step_prepared", only_the_first)
+    monkeypatch.setattr("instep._step.in_backward.require_in_place", fails)
+    del prepared[:]
+    with pytest.raises(ZeroDivisionError):
+        loop.backward(SETTLED)
+    assert True not in prepared
+    assert all(map(torch.equal, before, loop.model.parameters()))
+    assert loop.overlap.state == "idle"
+    loop.overlap.detach()
+
+
+def test_a_step_that_is_torn_in_backward(prepared: list[bool]) -> None:
+    """By a hook that reads a gradient which is spent, and takes the error for nothing."""
+    loop = Loop().attach()
+    assert loop.overlap is not None
+    for i in range(SETTLED):
+        loop.step(i)
+    *_, early = loop.model.parameters()
+    middle, before = loop.middle(), loop.last().detach().clone()
+
+    def reads(_: object) -> None:
+        with suppress(InstepError):
+            assert early.grad is not None
+            early.grad.norm()
+
+    handle = middle.register_post_accumulate_grad_hook(reads)
+    with suppress(InstepError):
+        loop.backward(SETTLED)
+    handle.remove()
+    assert loop.overlap.state == "torn"
+    assert torch.equal(before, loop.last())
+    assert prepared[-1] is False
+    loop.overlap.accept_torn()
+    loop.overlap.detach()
+
+
+def test_two_optimizers() -> None:
+    def build() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        torch.manual_seed(0)
+        model = Blocks(depth=2)
+        groups = two_groups(model)
+        return model, [torch.optim.AdamW([group], lr=1e-2, fused=True) for group in groups]
+
+    plain, attached = build(), build()
+    with instep.attach(*attached, schedule="backward", bucket_bytes=1):
+        for i in range(2 * SETTLED):
+            for model, optimizers in (plain, attached):
+                inputs, targets = batch(i)
+                loss_of(model(inputs), targets).backward()
+                for optimizer in optimizers[:: 1 if i % 2 else -1]:
+                    optimizer.step()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+            states = [training_state(model, optimizers) for model, optimizers in (plain, attached)]
+            assert first_difference(*states) is None
 
 
 def weight(loop: Loop) -> None:

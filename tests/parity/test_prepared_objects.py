@@ -223,26 +223,48 @@ def test_what_a_hook_changes_between_buckets(change: Callable[[Loop], None]) -> 
     loop.overlap.detach()
 
 
-class CountsElements(Signs):
+class Later(Signs):
+    """Begins to do something else in the step after ``SETTLED``, when one pass is what tells."""
+
     def begin(self) -> None:
         super().begin()
+        if self.updates > SETTLED:
+            self.later()
+
+    def later(self) -> None: ...
+
+
+class CountsElements(Later):
+    def later(self) -> None:
         for group in self.param_groups:
             group["seen"] = sum(p.numel() for p in group["params"])
 
 
-class LeavesAnotherType(Signs):
-    """``1``, or ``True``, which is equal."""
+class OfOne(Later):
+    """What it leaves in a list tells of the parameter whose gradient is the last to come."""
 
-    def begin(self) -> None:
-        super().begin()
-        large = max(p.numel() for group in self.param_groups for p in group["params"])
-        self.first = True if large > 100 else 1
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.address = self.param_groups[0]["params"][0].data_ptr()
+        self.powers[0] = 2.0
+
+    def later(self) -> None:
+        self.powers[0] = self.left(self.address in [p.data_ptr() for g in self.param_groups for p in g["params"]])
+
+    def left(self, is_there: bool) -> float:
+        return float(self.updates + is_there)
 
 
-class CountsInADict(Signs):
-    def begin(self) -> None:
-        super().begin()
-        self.table["seen"] = sum(p.numel() for group in self.param_groups for p in group["params"])
+class OfAnotherType(OfOne):
+    """``4``, or ``4.0``, which is equal."""
+
+    def left(self, is_there: bool) -> float:
+        return self.updates if is_there else float(self.updates)
+
+
+class CountsInADict(Later):
+    def later(self) -> None:
+        self.table["scale"] = 0.5 + sum(p.numel() for group in self.param_groups for p in group["params"])
 
 
 class KeepsByParameter(Signs):
@@ -267,9 +289,42 @@ def first_error(loop: Loop, count: int = 6) -> type[BaseException] | None:
     return None
 
 
-@pytest.mark.parametrize("cls", [CountsElements, LeavesAnotherType, CountsInADict])
+@pytest.mark.parametrize("cls", [CountsElements, OfOne, OfAnotherType, CountsInADict])
 def test_what_two_buckets_leave_otherwise_is_refused(cls: type[Signs]) -> None:
     assert first_error(Loop(cls).attach()) is UnsupportedOptimizerError
+
+
+class CountsInItsState(Later):
+    """Under a name."""
+
+    def later(self) -> None:
+        total = self.state["all"]  # type: ignore[index]  # torch's is a dict
+        total["steps"] = total.get("steps", 0) + 1
+
+
+def test_state_under_a_name_that_comes_later() -> None:
+    plain, attached = Loop(CountsInItsState), Loop(CountsInItsState).attach()
+    for i in range(6):
+        plain.step(i)
+        attached.step(i)
+        require_equal(plain, attached)
+    assert attached.overlap is not None
+    attached.overlap.detach()
+
+
+def test_state_that_a_hook_writes_after_its_bucket() -> None:
+    loop = Loop().attach()
+    assert loop.overlap is not None
+    for i in range(SETTLED):
+        loop.step(i)
+    early, first = early_of(loop.model), next(loop.model.parameters())
+    handle = first.register_post_accumulate_grad_hook(lambda _: loop.optimizer.state[early].update(count=0))
+    loop.backward(SETTLED)
+    handle.remove()
+    with pytest.raises(HyperparameterChangedError, match="state of Signs was written"):
+        loop.optimizer.step()
+    loop.overlap.accept_torn()
+    loop.overlap.detach()
 
 
 def test_what_is_kept_by_a_parameter_in_a_dict_of_numbers() -> None:

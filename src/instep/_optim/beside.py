@@ -299,9 +299,10 @@ class _Place:
         self.take_back(set(self.changed()) - self._left.keys())
         for key, put in self._put_left.items():
             self.mapping[key] = put()
+            if is_immutable(self.mapping[key]):  # else the next step begins anew
+                self._values[key] = self.mapping[key]
         for key in self._taken_out:
             self.mapping.pop(key, None)
-        self._values = self._own(self.mapping)
 
     def differs(self) -> Any:
         """The first key that is not as buckets have left it; ``ABSENT``: there is none, or no bucket was asked."""

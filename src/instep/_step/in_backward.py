@@ -228,7 +228,7 @@ class BucketSink(Schedule):
     def prepare(self, buckets: Sequence[AttachedParameters]) -> Sequence[PreparedUpdate | None]:
         """The running backward has been found to give a step its gradients: the updates of its ``buckets``, as far as
         nothing is left to be asked when the gradients are there but whether these are what they should be."""
-        step, stopped = self._step, self._step.ledger.state is not State.OPEN or self._failure.error is not None
+        step, stopped = self._step, self._step.ledger.state is not State.OPEN
         beside = self._beside is not None and self._beside.takes_some
         if stopped or beside or not self._writes.are_prepared or is_profiled() or self._loops_device is not None:
             return ()
@@ -248,7 +248,7 @@ class BucketSink(Schedule):
         gradients: list[Any] = list(map(GRADIENT, tensors))
         if (
             step.ledger.state is not State.OPEN
-            or self._failure.error is not None
+            or self._failure.error is not None  # which has dropped the step, and this one is none of another
             or not (arrived or step.members.offered.isdisjoint(bucket.indices))
             or list(map(_DEVICE, tensors)) != bucket.devices
             or not are_usual(tensors, gradients)
