@@ -246,7 +246,7 @@ def test_an_error_before_anything_is_written(prepared: list[bool], monkeypatch: 
 
 
 def test_a_step_that_is_torn_in_backward(prepared: list[bool]) -> None:
-    """By a hook that reads a gradient which is spent, and takes the error for nothing."""
+    """By a hook that writes a gradient which is spent, and takes the error for nothing."""
     loop = Loop().attach()
     assert loop.overlap is not None
     for i in range(SETTLED):
@@ -254,12 +254,12 @@ def test_a_step_that_is_torn_in_backward(prepared: list[bool]) -> None:
     *_, early = loop.model.parameters()
     middle, before = loop.middle(), loop.last().detach().clone()
 
-    def reads(_: object) -> None:
+    def writes(_: object) -> None:
         with suppress(InstepError):
             assert early.grad is not None
-            early.grad.norm()
+            early.grad.add_(torch.ones(early.shape))
 
-    handle = middle.register_post_accumulate_grad_hook(reads)
+    handle = middle.register_post_accumulate_grad_hook(writes)
     with suppress(InstepError):
         loop.backward(SETTLED)
     handle.remove()
