@@ -96,7 +96,7 @@ MUTANTS = [
         "prepared: what is kept of parameters is not noted", "ObjectCall.run", "self.own.belongings.note(self.owned)"
     ),
     Mutant("prepared: the object's state is not noted", "PreparedUpdate.run", "guard.note(self._owned, self._state)"),
-    Mutant("prepared: updates find no default device", "BucketSink.prepare", " or self._loops_device is not None", ""),
+    Mutant("prepared: updates find no default device", "BucketSink._run_as_loop", "(self._loops_device)", "(None)"),
     Mutant(
         "prepared: also what is to be compared",
         "BucketSink.prepare",
@@ -131,8 +131,20 @@ MUTANTS = [
         "step.round.steppers_left.update(bucket.steppers)",
     ),
     Mutant("prepared: beside a worker", "BucketSink.prepare", "stopped or beside or", "stopped or"),
-    Mutant("prepared: without the clipping", "FinalWrites.__init__", " and step.passes.clipping.policy is None", ""),
-    Mutant("prepared: whether it is finite or not", "FinalWrites.__init__", "not self._raises_nonfinite and ", ""),
+    Mutant(
+        "prepared: without the clipping",
+        "BucketSink.__init__",
+        'self._clips or step.ledger.nonfinite == "raise"',
+        'step.ledger.nonfinite == "raise"',
+    ),
+    Mutant("prepared: whether it is finite or not", "BucketSink.__init__", ' or step.ledger.nonfinite == "raise"', ""),
+    Mutant(
+        "prepared: a gradient that the backward has not added to is final",
+        "LocalSource._bucket_accumulated",
+        "not self._earlier.versions or self._have_come(members, last)",
+        "True",
+    ),
+    Mutant("two passes: the first disturbs the order", "LocalSource._leaves_all", " or self._sink.measures", ""),
     Mutant(
         "prepared: a moment that is written is not seen",
         "StateGuard._kernels_were_written",

@@ -2,7 +2,8 @@
 what changes in backward after that is found in ``optimizer.step()``, or sends a bucket the other way."""
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import instep
 from instep._step.in_backward import BucketSink
-from instep.errors import HyperparameterChangedError, InstepError, TornStepError
+from instep._step.writes import FinalWrites
+from instep.errors import HyperparameterChangedError, InstepError, NonFiniteGradientError, TornStepError
 from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch, two_groups
 from tests.parity.lockstep import loss_of
@@ -39,13 +41,17 @@ class Loop:
         self.optimizer = cls(two_groups(self.model), lr=1e-2, fused=True, **options)
         self.overlap: instep.Attachment | None = None
 
-    def attach(self) -> "Loop":
-        self.overlap = instep.attach(self.model, self.optimizer, schedule="backward", bucket_bytes=1)
+    def attach(self, **options: Any) -> "Loop":
+        self.overlap = instep.attach(self.model, self.optimizer, schedule="backward", bucket_bytes=1, **options)
         return self
 
     def backward(self, i: int) -> None:
         inputs, targets = batch(i)
-        loss_of(self.model(inputs), targets).backward()
+        loss = loss_of(self.model(inputs), targets)
+        if self.overlap is None:
+            loss.backward()
+        else:
+            self.overlap.backward(loss)
 
     def step(self, i: int) -> None:
         self.backward(i)
@@ -89,6 +95,83 @@ def test_every_bucket_of_a_step_is_prepared(cls: Any, options: dict[str, Any], p
     assert attached.overlap is not None
     assert prepared == [True] * len(attached.overlap.plan.buckets)
     attached.overlap.detach()
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "per_bucket": {"clip": instep.ClipNorm(0.1, mode="per_bucket")},
+    "previous_norm": {"clip": instep.ClipNorm(0.1, mode="previous_norm")},
+    "two_pass": {"clip": instep.ClipNorm(0.1, mode="two_pass")},
+    "value": {"clip": instep.ClipValue(0.01)},
+    "nonfinite": {"nonfinite": "raise"},
+}
+
+
+@pytest.mark.parametrize("options", list(OPTIONS))
+def test_also_where_gradients_are_clipped_or_looked_at(
+    options: str, prepared: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others, attached = Loop(), Loop()
+    for loop in (others, attached):
+        loop.attach(**OPTIONS[options])
+    for i in range(6):
+        monkeypatch.setattr(FinalWrites, "are_prepared", False)
+        others.step(i)
+        monkeypatch.setattr(FinalWrites, "are_prepared", True)
+        del prepared[:]
+        attached.step(i)
+        require_equal(others, attached)
+    assert attached.overlap is not None
+    assert prepared == [True] * len(attached.overlap.plan.buckets)
+    for loop in (others, attached):
+        assert loop.overlap is not None
+        loop.overlap.detach()
+
+
+@pytest.mark.parametrize("options", ["nonfinite", "two_pass"])
+def test_a_gradient_that_is_not_finite(options: str, prepared: list[bool]) -> None:
+    loop = Loop().attach(**OPTIONS["nonfinite"] | OPTIONS[options])
+    assert loop.overlap is not None
+    for i in range(SETTLED):
+        loop.step(i)
+    handle = loop.middle().register_hook(lambda gradient: gradient * torch.nan)
+    before = loop.middle().detach().clone()
+    with pytest.raises(NonFiniteGradientError):
+        loop.backward(SETTLED)
+    handle.remove()
+    assert torch.equal(before, loop.middle())
+    loop.overlap.accept_torn()
+    loop.overlap.detach()
+
+
+@pytest.mark.parametrize(
+    ("way", "to_none"), [("alone", True), ("alone", False), ("accumulate", True), ("micro_batches", True)]
+)
+def test_the_last_of_several_micro_batches(way: str, to_none: bool, prepared: list[bool]) -> None:
+    plain, attached = Loop(), Loop().attach()
+    assert attached.overlap is not None
+    count = 1 if way == "alone" else 3
+    for i in range(6):
+        del prepared[:]
+        batches = [batch(count * i + k) for k in range(count)]
+        for loop in (plain, attached):
+            loss = partial(loss_in, loop.model, count)
+            if loop.overlap is not None and way == "micro_batches":
+                loop.overlap.micro_batches(loss, batches)
+            else:
+                for k, some in enumerate(batches):
+                    adds = loop.overlap is not None and k < count - 1
+                    with loop.overlap.accumulate() if loop.overlap is not None and adds else nullcontext():
+                        loss(some).backward()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad(set_to_none=to_none)
+        require_equal(plain, attached)
+    assert prepared == [True] * len(attached.overlap.plan.buckets)
+    attached.overlap.detach()
+
+
+def loss_in(model: nn.Module, count: int, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    inputs, targets = batch
+    return loss_of(model(inputs), targets) / count
 
 
 def reload(loop: Loop) -> None:

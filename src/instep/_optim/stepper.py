@@ -104,6 +104,11 @@ class PreparedUpdate:
         self.tensors, self._owned, self._places = bucket.tensors, bucket.owned, bucket.placing.places
         self.versions: list[int] = []
 
+    @property
+    def is_by_object(self) -> bool:
+        """Whether the foreign object itself is called."""
+        return self._places is None
+
     def run(self, gradients: list[torch.Tensor]) -> None:
         guard = self._guard
         try:

@@ -66,6 +66,7 @@ class BucketSink(Schedule):
         self.by_bucket = step.passes.clipping.mode == "per_bucket"  # each has a norm of its own
         self.frees_gradients = writes.frees_gradients
         self._clips = step.passes.clipping.policy is not None
+        self._looks = self._clips or step.ledger.nonfinite == "raise"  # at gradients, before they are applied
         self._writes = writes
         self._deferring = deferring
         self._beside: UpdatesBeside | None = None
@@ -230,7 +231,7 @@ class BucketSink(Schedule):
         nothing is left to be asked when the gradients are there but whether these are what they should be."""
         step, stopped = self._step, self._step.ledger.state is not State.OPEN
         beside = self._beside is not None and self._beside.takes_some
-        if stopped or beside or not self._writes.are_prepared or is_profiled() or self._loops_device is not None:
+        if stopped or beside or not self._writes.are_prepared or is_profiled():
             return ()
         with step.lock:
             if step.judge is not None and step.judge.leaves_some:
@@ -258,28 +259,37 @@ class BucketSink(Schedule):
         step.members.offered.update(bucket.indices)
         step.round.steppers_left.update(bucket.steppers)
         try:
-            self._writes.begun = bucket
-            if tensors[0].is_cpu:
+            if tensors[0].is_cpu and self._has_default_device and self._default_device is None:
+                if self._looks:
+                    self._writes.ready(bucket, tensors, gradients)
+                self._writes.begun = bucket
                 update.run(gradients)
             else:
-                device = bucket[0].spec.device
-                with step.streams.on(device):
-                    try:
-                        update.run(gradients)
-                    finally:
-                        self._writes.let_go_of_memory(device)
-                self._writes.updated(bucket, gradients)
+                self._run_as_loop(bucket, update, gradients)
             step.members.versions.update(zip(bucket.indices, update.versions, strict=True))  # as ``apply`` does
             step.members.applied.update(bucket.indices)
             self._writes.begun = NONE
         except BaseException as error:
-            self.fail(error, bucket.names)
+            self.fail(error, self._writes.begun.names)
             return True
         del gradients
         step.times.ran(bucket, started)
         self._writes.retire(bucket, tensors)
         step.freed_bytes += bucket.nbytes
         return True
+
+    def _run_as_loop(self, bucket: AttachedParameters, update: PreparedUpdate, gradients: list[torch.Tensor]) -> None:
+        """On the step's stream; and with the loop's default device, on which a foreign update may make tensors."""
+        device = bucket[0].spec.device
+        default = as_default_device(self._loops_device) if update.is_by_object else AS_IT_IS
+        with self._step.streams.on(device), default:
+            self._writes.ready(bucket, update.tensors, gradients)
+            try:
+                self._writes.begun = bucket
+                update.run(gradients)
+            finally:
+                self._writes.let_go_of_memory(device)
+        self._writes.updated(bucket, gradients)
 
     def _hand_over(self, beside: UpdatesBeside, bucket: AttachedParameters) -> bool:
         """Have the worker update ``bucket`` while backward goes on. ``False``: it is to be updated here."""
@@ -361,6 +371,11 @@ class BucketSink(Schedule):
     def keeps_gradients(self) -> bool:
         """Whether all of the running step is left to ``optimizer.step()``. Not where backward has begun to apply it."""
         return self._step.leaves_all and not self._step.members.applied
+
+    @property
+    def measures(self) -> bool:
+        """Whether the running backward takes the norms of gradients alone, and another one follows that steps."""
+        return self._step.passes.running == "measuring"
 
     @property
     def only_adds(self) -> bool:

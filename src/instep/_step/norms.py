@@ -166,7 +166,7 @@ class MeasuringSink:
     A gradient that is used after it was measured is measured again by ``optimizer.step()``.
     """
 
-    waits_for_all = by_bucket = frees_gradients = keeps_gradients = False
+    waits_for_all = by_bucket = frees_gradients = keeps_gradients = measures = False
 
     def __init__(self, accumulation: Accumulation, clipping: Clipping, times: StepTimes) -> None:
         self.streams = StepStreams()

@@ -93,7 +93,13 @@ class Writes(ABC):
         """
 
     are_prepared = False
-    """Whether a bucket may be prepared: nothing is to be done for it but the update itself."""
+    """Whether buckets may be prepared: nothing is kept of one before it is written."""
+
+    def ready(
+        self, bucket: AttachedParameters, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> None:
+        """The gradients of ``bucket`` are about to be applied: look at them, and clip them in place."""
+        raise NotImplementedError
 
     def prepare(self, buckets: Sequence[AttachedParameters]) -> list[PreparedUpdate | None]:
         """The updates of ``buckets``. ``None``: one cannot be made before the gradients are there."""
@@ -379,11 +385,11 @@ class FinalWrites(Writes):
     ``nonfinite="raise"`` a bucket with NaN or infinity is not written."""
 
     frees_gradients = True
+    are_prepared = True
 
     def __init__(self, step: RunningStep) -> None:
         super().__init__(step)
         self._raises_nonfinite = step.ledger.nonfinite == "raise"
-        self.are_prepared = not self._raises_nonfinite and step.passes.clipping.policy is None
         self._watch = Watch(values=self._used)
         # Of each optimizer one parameter that was left with a spent gradient when the last step was committed.
         self._left_spent: dict[Stepper, AttachedParameter] = {}
@@ -420,6 +426,17 @@ class FinalWrites(Writes):
         *,
         final: bool,
     ) -> bool:
+        self.ready(bucket, parameters, gradients)
+        try:
+            self._call(bucket, parameters, gradients)
+        finally:
+            if parameters[0].device.type != "cpu":
+                self.let_go_of_memory(parameters[0].device)
+        return True
+
+    def ready(
+        self, bucket: AttachedParameters, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> None:
         if self._raises_nonfinite:
             self._require_finite(bucket)
         passes = self._step.passes
@@ -428,12 +445,6 @@ class FinalWrites(Writes):
             if passes.running is None:
                 passes.clipping.measure(bucket, gradients)
             passes.clipping.clip(parameters)
-        try:
-            self._call(bucket, parameters, gradients)
-        finally:
-            if parameters[0].device.type != "cpu":
-                self.let_go_of_memory(parameters[0].device)
-        return True
 
     def updated(self, bucket: AttachedParameters, gradients: Sequence[torch.Tensor]) -> None:
         # As they were: some optimizers replace .grad. Their memory goes back to the stream that made them, once that

@@ -218,7 +218,11 @@ class LocalSource(Source):
             members, running = self._layout.members[number], self._running
             if running.task == graph_task_number():
                 update = running.prepared[number] if running.prepared else None
-                if running.adds_up or (update is not None and sink.step_prepared(members, update)):
+                if running.adds_up or (
+                    update is not None
+                    and (not self._earlier.versions or self._have_come(members, last))
+                    and sink.step_prepared(members, update)
+                ):
                     running.offered.update(members.indices)
                     return
             self._count_bucket(number, members, last, graph_task())
@@ -236,7 +240,7 @@ class LocalSource(Source):
             self._in_order &= self._leaves_all
             self._running.adds_up = sink.only_adds
         elif self._backwards.accepts_update(task) and self._in_order:
-            first = not (self._running.prepared or self._earlier.versions or self._earlier.zeroed)
+            first = not self._running.prepared
             if first:  # all others are found as they should be, or are looked at in their turn
                 self._running.prepared = sink.prepare(self._layout.members)
             update = self._running.prepared[number] if first and self._running.prepared else None
@@ -253,7 +257,7 @@ class LocalSource(Source):
     @property
     def _leaves_all(self) -> bool:
         """A gradient was refused: whether so are all of this backward, which disturbs no order."""
-        return self._sink.keeps_gradients or self._sink.only_adds
+        return self._sink.keeps_gradients or self._sink.only_adds or self._sink.measures
 
     # Where backward ends: one that may write, before DDP's own end; and, with one hook for each bucket, after it.
 
