@@ -390,12 +390,12 @@ MUTANTS = [
     Mutant(
         "kernels: do not look for state written between backward and step()",
         "PreparedUpdate.run",
-        "guard.stepped.append((self._owned, self._places, versions))",
+        "guard.stepped.append((self._owned, places, versions))",
     ),
     Mutant(
         "kernels: do not look whether settings have changed since the step's first bucket",
         "Stepper.prepare",
-        "self._settings.look(optimizer, groups)",
+        "self._settings.look(optimizer, sorted({n for some in members for n in numbers_of(some)}))",
     ),
     Mutant(
         "kernels: autograd does not see what they write",
@@ -662,12 +662,15 @@ MUTANTS = [
     ),
     Mutant(
         "read the learning rate when the optimizer was built",
-        "step_shadow",
+        "ShadowCall.of",
         '{**live, "params"',
         '{**live, **optimizer.defaults, "params"',
     ),
     Mutant(
-        "use another group's hyper-parameters", "step_shadow", '*live, "params"', '*optimizer.param_groups[0], "params"'
+        "use another group's hyper-parameters",
+        "ShadowCall.of",
+        '*live, "params"',
+        '*optimizer.param_groups[0], "params"',
     ),
     Mutant("forget what the update wrote into its groups", "Beside.commit", "self.places", "self._others"),
     Mutant(

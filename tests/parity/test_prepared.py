@@ -38,7 +38,9 @@ class Loop:
     def __init__(self, cls: Any = torch.optim.AdamW, **options: Any) -> None:
         torch.manual_seed(0)
         self.model = Blocks(depth=2)
-        self.optimizer = cls(two_groups(self.model), lr=1e-2, fused=True, **options)
+        if cls in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD):
+            options = {"fused": True, **options}
+        self.optimizer = cls(two_groups(self.model), lr=1e-2, **options)
         self.overlap: instep.Attachment | None = None
 
     def attach(self, **options: Any) -> "Loop":
@@ -83,6 +85,14 @@ SETTLED = 3
         (torch.optim.Adam, {"weight_decay": 0.1}),
         (torch.optim.SGD, {}),
         (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        (torch.optim.AdamW, {"fused": None}),
+        (torch.optim.AdamW, {"fused": None, "foreach": True}),
+        (torch.optim.SGD, {"fused": None, "momentum": 0.9}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.NAdam, {}),
+        (torch.optim.RMSprop, {"foreach": True}),
+        (torch.optim.Adadelta, {}),
+        (torch.optim.Rprop, {}),
     ],
 )
 def test_every_bucket_of_a_step_is_prepared(cls: Any, options: dict[str, Any], prepared: list[bool]) -> None:
@@ -229,8 +239,9 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_between_steps(change: Callable[[Loop], None], prepared: list[bool]) -> None:
-    plain, attached = Loop(), Loop().attach()
+@pytest.mark.parametrize("fused", [True, None])
+def test_what_changes_between_steps(change: Callable[[Loop], None], fused: bool | None, prepared: list[bool]) -> None:
+    plain, attached = Loop(fused=fused), Loop(fused=fused).attach()
     for i in range(9):
         for loop in (plain, attached):
             if i in (SETTLED, SETTLED + 2):
@@ -401,17 +412,21 @@ def mapping(loop: Loop) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "said", "fused"),
     [
-        (another_moment, "state of AdamW was written"),
-        (renamed_moment, "state of AdamW was written"),
-        (rate, r"\['lr'\] changed"),
-        (mapping, "state of AdamW was replaced"),
+        (another_moment, "state of AdamW was written", True),
+        (renamed_moment, "state of AdamW was written", True),
+        (rate, r"\['lr'\] changed", True),
+        (rate, r"\['lr'\] changed", None),
+        (mapping, "state of AdamW was replaced", True),
+        (mapping, "state of AdamW was replaced", None),
     ],
 )
-def test_what_a_hook_changes_after_the_first_bucket_tears_the_step(change: Callable[[Loop], None], said: str) -> None:
+def test_what_a_hook_changes_after_the_first_bucket_tears_the_step(
+    change: Callable[[Loop], None], said: str, fused: bool | None
+) -> None:
     """Also where its bucket is still to come: nothing of it is looked at again before ``step()``."""
-    loop = Loop().attach()
+    loop = Loop(fused=fused).attach()
     assert loop.overlap is not None
     *_, early = loop.model.parameters()
     for i in range(SETTLED):
@@ -425,9 +440,12 @@ def test_what_a_hook_changes_after_the_first_bucket_tears_the_step(change: Calla
     loop.overlap.detach()
 
 
+@pytest.mark.parametrize("fused", [True, None])
 @pytest.mark.parametrize("write", [weight, moment])
-def test_what_a_hook_writes_before_its_bucket_is_followed(write: Callable[[Loop], None], prepared: list[bool]) -> None:
-    loops = Loop(), Loop()
+def test_what_a_hook_writes_before_its_bucket_is_followed(
+    write: Callable[[Loop], None], fused: bool | None, prepared: list[bool]
+) -> None:
+    loops = Loop(fused=fused), Loop(fused=fused)
     writes = False
     for loop in loops:
         *_, early = loop.model.parameters()

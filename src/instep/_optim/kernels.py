@@ -204,15 +204,12 @@ class Kernel:
 
     def calls(
         self, optimizer: Optimizer, buckets: Sequence[InBucket], groups: GroupLayout, found: FoundState
-    ) -> tuple[list[list[KernelCall] | None], set[int]]:
-        """For each bucket, what to call in place of its update (``None``: the optimizer's own ``step()``); and which
-        groups have parameters in them."""
+    ) -> list[list[KernelCall] | None]:
+        """For each bucket, what to call in place of its update; ``None``: the optimizer's own ``step()``."""
         # GradScaler says there what the kernel is to do with its scale.
         if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
-            return [None] * len(buckets), set()
-        calls = [self._calls_of(optimizer, bucket, groups, found) for bucket in buckets]
-        placed = (b.placing.placed for b, some in zip(buckets, calls, strict=True) if some is not None)
-        return calls, {part.group for p in placed if p is not None for part in p.parts}
+            return [None] * len(buckets)
+        return [self._calls_of(optimizer, bucket, groups, found) for bucket in buckets]
 
     def _calls_of(
         self, optimizer: Optimizer, bucket: InBucket, groups: GroupLayout, found: FoundState

@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 from instep._optim.belongings import BelongingsGuard
 from instep._optim.beside import Beside, depends_on_buckets
 from instep._optim.guards import Entry, SettingsGuard, numbers_of
-from instep._optim.kernels import InBucket
 from instep._optim.kinds import (
     STEP_HOOKS,
     STEPPED_WHOLE,
@@ -186,17 +185,6 @@ class OwnObject:
         hooks: dict[str, Any] = {name: OrderedDict() for name in STEP_HOOKS if name in vars(optimizer)}
         self._instead = hooks | {name: partial(self._of_all, optimizer, name) for name in _OF_ALL}
         self._reached = [] if in_parts else reached_by(optimizer, layout)
-
-    def calls(
-        self, optimizer: Optimizer, buckets: Sequence[InBucket], groups: GroupLayout, call: CallUpdate
-    ) -> tuple[list[list["ObjectCall"]], set[int]]:
-        """What steps each bucket, and which groups have parameters in them."""
-        members = [groups.members_of(bucket.owned) for bucket in buckets]
-        calls = [
-            [ObjectCall(self, call, optimizer, bucket.owned, bucket.tensors, some)]
-            for bucket, some in zip(buckets, members, strict=True)
-        ]
-        return calls, {number for some in members for number in numbers_of(some)}
 
     def step(self, update: Update, call: CallUpdate) -> None:
         """Update the bucket by the object's own ``step()``. What that has made of other values is noted, and taken

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -77,19 +77,41 @@ class Update:
                 torch.autograd.graph.increment_version(self.tensors)
 
 
+class ShadowCall(NamedTuple):
+    """The update of some parameters by an object of the same class, one of torch's, that lives for this call.
+
+    Attributes:
+        shadow: it. Its groups hold these parameters alone, with the settings that the optimizer's had when it was made.
+        lists: what a kernel would be given of the state: that is not known.
+    """
+
+    optimizer: Optimizer
+    shadow: Optimizer
+    device_type: str
+    lists: Sequence[list[torch.Tensor]] = ()
+
+    @classmethod
+    def of(
+        cls, optimizer: Optimizer, tensors: Sequence[torch.Tensor], members: Sequence[Members], state: Any
+    ) -> "ShadowCall":
+        """``state``: the mapping that the update finds."""
+        groups = []
+        for index, live in enumerate(optimizer.param_groups):
+            # All groups, empty ones too, in the optimizer's order. One that was added since the step began holds none.
+            in_bucket = members[index].in_bucket if index < len(members) else ()
+            groups.append({**live, "params": [tensors[i] for i in in_bucket]})
+        return cls(optimizer, shadow_of(optimizer, groups, state), tensors[0].device.type)
+
+    def run(self, gradients: Sequence[torch.Tensor]) -> None:
+        """``gradients``: of the parameters. They are in ``.grad``, where the shadow finds them."""
+        with torch.no_grad(), without_autocast(self.device_type):
+            undecorated_step(type(self.shadow))(self.shadow)
+        if (checked := vars(self.shadow).get(CHECKED_ONCE)) is not None:
+            setattr(self.optimizer, CHECKED_ONCE, checked)
+
+
 def step_shadow(update: Update) -> None:
-    """Step by an object of the same class, one of torch's, that lives for this call."""
-    optimizer = update.optimizer
-    groups = []
-    for index, live in enumerate(optimizer.param_groups):
-        # All groups, empty ones too, in the optimizer's order. One that was added since the step began holds none.
-        members = update.members[index].in_bucket if index < len(update.members) else ()
-        groups.append({**live, "params": [update.tensors[i] for i in members]})
-    shadow = shadow_of(optimizer, groups, update.state)
-    with torch.no_grad(), without_autocast(update.tensors[0].device.type):
-        undecorated_step(type(shadow))(shadow)
-    if (checked := vars(shadow).get(CHECKED_ONCE)) is not None:
-        setattr(optimizer, CHECKED_ONCE, checked)
+    ShadowCall.of(update.optimizer, update.tensors, update.members, update.state).run(())
 
 
 class Stage:

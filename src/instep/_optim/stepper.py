@@ -1,7 +1,7 @@
 """Steps a few parameters with the user's own optimizer, from the first bucket of a step to its last."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain, repeat
@@ -20,7 +20,7 @@ from instep._optim.offload import OffloadedState
 from instep._optim.own_object import ObjectCall, OwnObject
 from instep._optim.random_numbers import KeyedDraws
 from instep._optim.shadow import CallUpdate, GroupLayout, autocast_here, how_to_step, parameters_of
-from instep._optim.stages import Begins, CopiedEntries, Stage, Update, step_shadow
+from instep._optim.stages import Begins, CopiedEntries, ShadowCall, Stage, Update, step_shadow
 from instep._torch.hooks import is_in_step
 from instep._torch.versions import VERSION, version_of, versions_of
 from instep.errors import HyperparameterChangedError, StaleAttachmentError, UnsupportedOptimizerError
@@ -56,9 +56,7 @@ class _RunningStep(NamedTuple):
         size: how many entries that had.
         kernel: that its ``step()`` calls, if that can be called in its place, over the state in the optimizer itself.
         is_known: whether the update is one of torch's.
-        finds_own_state: whether an update over the parameters themselves finds the state in the optimizer itself.
-        over_parameters: the stages of such an update.
-        stages: those of any other one.
+        stages: of an update that is not prepared.
         divides: the stage that wants portions of a bucket, each in an update of its own.
         scales: what its kernel was told of a loss scale: by ``id``, and of a tensor how often it was written.
         in_parts: whether it is none of the loop's: its parts are put back.
@@ -68,19 +66,21 @@ class _RunningStep(NamedTuple):
     size: int
     kernel: Kernel | None
     is_known: bool
-    finds_own_state: bool
-    over_parameters: Sequence[Stage]
     stages: Sequence[Stage]
     divides: OffloadedState | KeyedDraws | None
     scales: tuple[Any, ...]
     in_parts: bool
 
 
+_Call = KernelCall | ShadowCall | ObjectCall
+
+
 class PreparedUpdate:
     """The update of some parameters of one optimizer, made before their gradients are there.
 
-    A kernel writes nothing but its lists, and a foreign object looks after itself. So of all stages only the two guards
-    have anything to do: the settings were looked at when this was made, and the state is noted as the update leaves it.
+    A kernel writes nothing but its lists, a shadow of one of torch's nothing but parameters and their state, and a
+    foreign object looks after itself. So of all stages only the two guards have anything to do: the settings were
+    looked at when this was made, and the state is noted as the update leaves it.
 
     Args:
         guard: of the state; ``None``: nobody looks back, and nothing is counted.
@@ -95,18 +95,20 @@ class PreparedUpdate:
 
     def __init__(
         self,
-        calls: Sequence[KernelCall | ObjectCall],
+        calls: Sequence[_Call],
         bucket: InBucket,
         guard: StateGuard | None,
         state: Mapping[Any, Any],
     ) -> None:
         self._calls, self._guard, self._state = calls, guard, state
-        self.tensors, self._owned, self._places = bucket.tensors, bucket.owned, bucket.placing.places
+        self.tensors, self._owned = bucket.tensors, bucket.owned
+        # Of the state that kernels write. An object may replace it.
+        self._places = bucket.placing.places if isinstance(calls[0], KernelCall) else None
         self.versions: list[int] = []
 
     @property
-    def is_by_object(self) -> bool:
-        """Whether the foreign object itself is called."""
+    def may_make_tensors(self) -> bool:
+        """Whether an object is called: a kernel makes none."""
         return self._places is None
 
     def run(self, gradients: list[torch.Tensor]) -> None:
@@ -121,16 +123,17 @@ class PreparedUpdate:
                     columns = (column for call in self._calls for column in call.lists)
                     written = [*written, *chain.from_iterable(columns)]
                 torch.autograd.graph.increment_version(written)
-        if guard is not None and guard.found is None:  # the object itself was called, and may have replaced state
+        places = self._places
+        if guard is not None and places is None:
             guard.note(self._owned, self._state)
             self.versions = versions_of(self.tensors)
-        elif guard is not None and guard.found is not None and self._places is not None:
-            tensors, state = self.tensors, self._places.read(guard.found.values)
+        elif guard is not None and guard.found is not None and places is not None:
+            tensors, state = self.tensors, places.read(guard.found.values)
             try:
                 self.versions, versions = [*map(VERSION, tensors)], [*map(VERSION, state)]  # all are plain, as was seen
             except RuntimeError:  # one is an inference tensor
                 self.versions, versions = versions_of(tensors), versions_of(state)
-            guard.stepped.append((self._owned, self._places, versions))
+            guard.stepped.append((self._owned, places, versions))
 
 
 class Stepper:
@@ -232,8 +235,7 @@ class Stepper:
         def run() -> None:
             if begins is not None:
                 begins()
-            # Mostly it is the kernel that is to be called, and then nothing else is made for a bucket.
-            if shards is not None or not self._call_kernel(parameters, owned, placing or Placing()):
+            if shards is not None or not self._step_prepared(parameters, owned, placing or Placing()):
                 self._update(running, update or Update(optimizer, parameters, owned, shards))
 
         if update is None:
@@ -310,10 +312,8 @@ class Stepper:
             self._layouts.groups = GroupLayout(self.name, optimizer.param_groups)
             self._kind = _kind_of(optimizer)
         known = not self.is_foreign
-        guards: list[Stage] = [self._settings]
-        if self._looks_back:
-            guards.append(self._state_guard)
-        stages = [*guards, CopiedEntries()] if known else [*guards]
+        watched = [self._state_guard] if self._looks_back else []
+        stages: list[Stage] = [self._settings, *watched, *([CopiedEntries()] if known else [])]
         divides: OffloadedState | KeyedDraws | None = self.offloaded
         if self.offloaded is not None:
             stages.append(self.offloaded)
@@ -326,29 +326,27 @@ class Stepper:
                 divides = self.draws
         for stage in (*self.options, *stages):
             stage.begin(optimizer, self._layouts.groups)
-        own = known and self.offloaded is None
         if not self._kind.is_looked_at:
             self._kind = self._kind._replace(kernel=kernel_of(optimizer), is_looked_at=True)
-        kernel = self._kind.kernel if own else None
+        kernel = self._kind.kernel if known and self.offloaded is None else None
         if kernel is not None and not kernel.is_called_by(optimizer):
             kernel = None
-        state = optimizer.state
+        state, scales = optimizer.state, _scales_of(optimizer)
         if kernel is not None:
             self._state_guard.find(state, self._layouts)
-        scales = _scales_of(optimizer)
-        self._running = _RunningStep(state, len(state), kernel, known, own, guards, stages, divides, scales, in_parts)
+        self._running = _RunningStep(state, len(state), kernel, known, stages, divides, scales, in_parts)
         return self._running
 
-    def _call_kernel(self, tensors: Sequence[torch.Tensor], owned: Sequence[torch.Tensor], placing: Placing) -> bool:
+    def _step_prepared(self, tensors: Sequence[torch.Tensor], owned: Sequence[torch.Tensor], placing: Placing) -> bool:
         (prepared,) = self.prepare([InBucket(tensors, owned, placing)])
         gradients: list[Any] = [] if prepared is None else list(map(GRADIENT, tensors))
-        if prepared is None or not are_usual(tensors, gradients):
+        if prepared is None or not (prepared.may_make_tensors or are_usual(tensors, gradients)):
             return False
         prepared.run(gradients)
         return True
 
     def _update(self, running: _RunningStep, update: Update) -> None:
-        """The update by a shadow, or by the optimizer itself, whole or in portions."""
+        """In stages, whole or in portions."""
         if running.divides is None:
             self._update_portion(running, update)
             return
@@ -365,26 +363,31 @@ class Stepper:
         update.members = self._layouts.groups.members_of(update.owned)
         if self.offloaded is not None and not running.is_known:
             update.entries = list(map(update.optimizer.state.get, update.owned))
-        over_parameters = running.finds_own_state and update.tensors is update.owned
-        stages = running.over_parameters if over_parameters else running.stages
-        if self.own_object is None or running.is_known:
-            step = step_shadow
-        else:
-            step = partial(self.own_object.step, call=self._kind.call)
-        _through(iter(stages), update, partial(update.run, step, counts_writes=self._looks_back))
+        own = self.own_object
+        step = step_shadow if own is None or running.is_known else partial(own.step, call=self._kind.call)
+        _through(iter(running.stages), update, partial(update.run, step, counts_writes=self._looks_back))
 
     def prepare(self, buckets: Sequence[InBucket]) -> list[PreparedUpdate | None]:
-        """The updates of ``buckets``, by the very kernel that ``step()`` would call, or by the foreign object itself.
-        ``None``: one is to be run in another way."""
+        """The updates of ``buckets``: by the very kernel that ``step()`` would call, by a shadow, or by the foreign
+        object itself. ``None``: one is to be run in another way."""
         optimizer = self._optimizer() or self.optimizer()
         running, found, own = self._running or self._begin(optimizer), self._state_guard.found, self.own_object
-        calls: Sequence[Sequence[KernelCall | ObjectCall] | None] = [None] * len(buckets)
-        groups: Iterable[int] = ()
+        calls: list[Sequence[_Call] | None] = [None] * len(buckets)
+        if running.divides is not None:
+            return [None] * len(buckets)
+        members = [self._layouts.groups.members_of(bucket.owned) for bucket in buckets]
         if running.kernel is not None and found is not None:
-            calls, groups = running.kernel.calls(optimizer, buckets, self._layouts.groups, found)
-        elif not (running.is_known or own is None or running.divides is not None) and own.beside.is_flat:
-            calls, groups = own.calls(optimizer, buckets, self._layouts.groups, self._kind.call)
-        self._settings.look(optimizer, groups)
+            calls = [*running.kernel.calls(optimizer, buckets, self._layouts.groups, found)]
+        if running.is_known:
+            for number, bucket in enumerate(buckets):
+                if calls[number] is None and bucket.tensors is bucket.owned:
+                    calls[number] = [ShadowCall.of(optimizer, bucket.tensors, members[number], running.state)]
+        elif own is not None and own.beside.is_flat:
+            calls = [
+                [ObjectCall(own, self._kind.call, optimizer, bucket.owned, bucket.tensors, some)]
+                for bucket, some in zip(buckets, members, strict=True)
+            ]
+        self._settings.look(optimizer, sorted({n for some in members for n in numbers_of(some)}))
         guard = self._state_guard if self._looks_back else None
         return [
             None if some is None else PreparedUpdate(some, bucket, guard, running.state)

@@ -279,9 +279,9 @@ class BucketSink(Schedule):
         return True
 
     def _run_as_loop(self, bucket: AttachedParameters, update: PreparedUpdate, gradients: list[torch.Tensor]) -> None:
-        """On the step's stream; and with the loop's default device, on which a foreign update may make tensors."""
+        """On the step's stream; and, where the update may make tensors, with the loop's default device."""
         device = bucket[0].spec.device
-        default = as_default_device(self._loops_device) if update.is_by_object else AS_IT_IS
+        default = as_default_device(self._loops_device) if update.may_make_tensors else AS_IT_IS
         with self._step.streams.on(device), default:
             self._writes.ready(bucket, update.tensors, gradients)
             try:
