@@ -416,7 +416,17 @@ MUTANTS = [
         "len(_values_of(self.entries)) != len(self.values)",
     ),
     Mutant("kernels: a list of betas is read once", "Kernel._asked_of", "if all(map(is_immutable, given))", "if True"),
-    Mutant("kernels: SGD asks fused first", "_SGD._call", 'if group.get("foreach"):', "if False:"),
+    Mutant("kernels: SGD asks fused first", "_SGD._call", ' or group.get("foreach")', ""),
+    Mutant(
+        "functions: in the grad mode of the loop",
+        "_as_in_step",
+        "torch.no_grad() if torch.is_grad_enabled() else AS_IT_IS",
+        "AS_IT_IS",
+    ),
+    Mutant("functions: in the autocast of the loop", "_as_in_step", "without_autocast(kind)", "AS_IT_IS"),
+    Mutant("functions: foreach is left to torch", "Kernel._of_function", 'group.get("foreach")', "None"),
+    Mutant("functions: decay is Adam's", "_Adam._call", "if _READS_DECOUPLED:", "if False:"),
+    Mutant("functions: complex numbers are real ones", "_Adam._call", "any(map(torch.is_complex, tensors))", "False"),
     Mutant(
         "kernels: do not look at what step() goes through",
         "Stepper._begin",

@@ -1,4 +1,5 @@
-"""torch's fused kernels, called without the optimizer's own Python around them.
+"""torch's Adam, AdamW and SGD, called without the optimizer's own Python around them: fused kernels, and the functions
+of ``torch.optim`` that call foreach kernels, or go from tensor to tensor.
 
 ``AdamW(fused=True).step()`` on 1,000 small tensors spends much of its time outside of its kernel: in a loop over the
 parameters that gathers the kernel's lists, in grouping those by device and dtype, and in adding a number to each step
@@ -7,16 +8,16 @@ is grouped: a kernel on a CPU takes tensor after tensor by itself, and one on an
 lists that make one group. On a CPU the counters are added a tensor that is there. Every element is computed by the same
 kernel from the same values: the bits are the same.
 
-The kernels have no public name (``torch._fused_adamw_``; ``torch.optim`` calls them so). They are called for what is
-known of them alone, exactly torch's classes with torch's own ``step`` and what that calls, plain tensors, state that is
-there and settings that are plain numbers; everything else is left to ``step()``. ``tests/unit/test_kernels.py``
+The fused kernels have no public name (``torch._fused_adamw_``; ``torch.optim`` calls them so). All are called for what
+is known of them alone, exactly torch's classes with torch's own ``step`` and what that calls, plain tensors, state that
+is there and settings that are plain numbers; everything else is left to ``step()``. ``tests/unit/test_kernels.py``
 compares each with ``step()``, and fails where torch changes what it hands to them.
 """
 
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
@@ -26,9 +27,9 @@ from torch.optim import Optimizer
 
 from instep._optim.guards import FoundState, Places, StateLayout, at_places
 from instep._optim.kinds import replaced_step
-from instep._optim.shadow import GroupLayout
+from instep._optim.shadow import GroupLayout, without_autocast
 from instep._optim.values import is_immutable
-from instep._torch.engine import is_captured
+from instep._torch.engine import AS_IT_IS, is_captured
 from instep._torch.hooks import is_torchs
 from instep._torch.versions import PLAIN, are_plain
 
@@ -47,8 +48,7 @@ _READS_DECOUPLED = _DECOUPLED in inspect.signature(torch.optim.Adam).parameters
 
 
 def kernel_of(optimizer: Optimizer) -> "Kernel | None":
-    """The kernel that the optimizer's ``step()`` calls with ``fused=True``; ``None``: none is known, or it is another
-    ``step()`` than torch's."""
+    """What the optimizer's ``step()`` calls; ``None``: that is not known, or it is another ``step()`` than torch's."""
     made = _KERNELS.get(type(optimizer))
     known = made is not None and replaced_step(optimizer) is None and is_torchs(type(optimizer).step)
     return made() if made is not None and known else None
@@ -64,6 +64,7 @@ class KernelCall(NamedTuple):
         tensors: the parameters.
         in_bucket: where they stand in the bucket; ``None``: they are all of it, in its order.
         counters: those of ``lists`` that count steps: ``step()`` adds 1 to each before the kernel runs.
+        is_fused: whether it is a kernel; else it is a function of Python's, which divides the lists by itself.
     """
 
     function: Callable[..., None]
@@ -72,6 +73,7 @@ class KernelCall(NamedTuple):
     tensors: Tensors
     in_bucket: list[int] | None
     counters: Tensors
+    is_fused: bool = True
 
     @property
     def is_one_group(self) -> bool:
@@ -196,8 +198,9 @@ class Kernel:
             return False
         cls: Any = type(optimizer)
         module = sys.modules[cls.step.__module__]
-        name = module.__name__.rpartition(".")[2]  # "adam", which has adam() and _fused_adam()
-        functions = [cls._init_group, *map(vars(module).get, (name, f"_fused_{name}"))]
+        name = module.__name__.rpartition(".")[2]  # "adam", which has adam(), and _fused_adam()
+        names = name, *(f"_{way}_{name}" for way in ("fused", "multi_tensor", "single_tensor"))
+        functions = [cls._init_group, *map(vars(module).get, names)]
         if functions != self._functions:
             self._functions, self._are_torchs = functions, all(map(is_torchs, functions))
         return self._are_torchs
@@ -234,7 +237,7 @@ class Kernel:
                 return None
             some = [*tensors] if in_bucket is None else [tensors[i] for i in in_bucket]
             call = self._call(some, in_bucket, lists, request[0], group)
-            if call is None or not (on_cpu or call.is_one_group):
+            if call is None or not (on_cpu or not call.is_fused or call.is_one_group):
                 return None
             calls.append(call)
         return calls
@@ -242,7 +245,7 @@ class Kernel:
     def _place(
         self, optimizer: Optimizer, owned: Sequence[torch.Tensor], groups: GroupLayout, state: StateLayout
     ) -> Placed | None:
-        """``None``: a kernel is not asked for, or an entry lacks what it reads, as before the first step."""
+        """``None``: ``step()`` must be asked, or an entry lacks what it reads, as before the first step."""
         entries = state.entries_of(owned)
         parts, read = list[Part](), list[int]()
         for number, (mine, _) in enumerate(groups.members_of(owned)):
@@ -260,9 +263,8 @@ class Kernel:
         return Placed(groups, state, Places(entries, at_places(read)), parts)
 
     def _asked_of(self, number: int, group: Settings) -> _Asked | None:
-        """``None``: the kernel is not asked for, or a setting is no plain number: tensors are read, or sent to a
-        device, by ``step()``."""
-        if not group.get("fused") or group.get("differentiable") or group.get("capturable"):
+        """``None``: a setting is no plain number: tensors are read, or sent to a device, by ``step()``."""
+        if group.get("differentiable") or group.get("capturable"):
             return None
         given = self._read(group)
         known = self._known.get(number)
@@ -289,9 +291,27 @@ class Kernel:
         """``columns``: one for each of ``_columns``."""
         raise NotImplementedError
 
+    def _of_function(
+        self,
+        tensors: Tensors,
+        in_bucket: list[int] | None,
+        lists: Sequence[Tensors],
+        options: Settings,
+        group: Settings,
+    ) -> KernelCall:
+        """The function of ``torch.optim``, which ``step()`` calls under ``no_grad``, and outside of autocast."""
+        options = {**options, "foreach": group.get("foreach"), "fused": group.get("fused")}
+        function = partial(_as_in_step, self._functions[1], tensors[0].device.type)
+        return KernelCall(function, lists, options, tensors, in_bucket, [], is_fused=False)
+
+
+def _as_in_step(function: Callable[..., None], kind: str, *lists: Tensors, **options: Any) -> None:
+    with torch.no_grad() if torch.is_grad_enabled() else AS_IT_IS, without_autocast(kind):
+        function(*lists, **options)
+
 
 class _Adam(Kernel):
-    """``torch.optim.adam._fused_adam``, once there is state."""
+    """``torch.optim.adam.adam``, once there is state."""
 
     settings = ("amsgrad", "betas", "lr", "weight_decay", "eps", "maximize")
     is_decoupled = False  # where the group does not say it
@@ -312,23 +332,26 @@ class _Adam(Kernel):
         # step() refuses some dtypes of counters, and adds to those that require a gradient all the same.
         if len(dtypes) != 1 or not _OF_COUNTERS.issuperset(dtypes) or any(map(_REQUIRES_GRAD, counters)):
             return None
-        lists, function = (first, second, *(largest or [[]]), counters), torch._fused_adam_
-        return KernelCall(torch._fused_adamw_ if decoupled else function, lists, options, tensors, in_bucket, counters)
+        lists = first, second, *(largest or [[]]), counters
+        if group.get("fused"):
+            function = torch._fused_adamw_ if decoupled else torch._fused_adam_
+            return KernelCall(function, lists, options, tensors, in_bucket, counters)
+        options = {**options, "has_complex": any(map(torch.is_complex, tensors))}
+        if _READS_DECOUPLED:
+            options[_DECOUPLED] = decoupled
+        return self._of_function(tensors, in_bucket, lists, options, group)
 
 
 class _AdamW(_Adam):
-    """``torch.optim.adamw._fused_adamw`` up to torch 2.6, and the same as Adam's since."""
+    """``torch.optim.adamw.adamw`` up to torch 2.6, and the same as Adam's since."""
 
     is_decoupled = True
 
 
 class _SGD(Kernel):
-    """``torch.optim.sgd._fused_sgd``, from the second step on."""
+    """``torch.optim.sgd.sgd``, from the second step on."""
 
     settings = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
-
-    def _options(self, settings: dict[str, Any]) -> Settings:
-        return {**settings, "is_first_step": False}
 
     def _columns(self, options: Settings) -> Sequence[str]:
         return ("momentum_buffer",) if options["momentum"] != 0 else ()
@@ -336,8 +359,9 @@ class _SGD(Kernel):
     def _call(
         self, tensors: Tensors, in_bucket: list[int] | None, columns: list[Tensors], options: Settings, group: Settings
     ) -> KernelCall | None:
-        if group.get("foreach"):  # which torch asks first, and of Adam last
-            return None
+        if not group.get("fused") or group.get("foreach"):  # which torch asks first, and of Adam last
+            return self._of_function(tensors, in_bucket, columns or [[]], options, group)
+        options = {**options, "is_first_step": False}
         return KernelCall(torch._fused_sgd_, columns or [[]], options, tensors, in_bucket, [])
 
 
