@@ -179,6 +179,41 @@ def test_the_last_of_several_micro_batches(way: str, to_none: bool, prepared: li
     attached.overlap.detach()
 
 
+class EitherWay(nn.Module):
+    """Four layers, the first two of which come in one order or in the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(4))
+        self.turned = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, *others = self.layers
+        for layer in (second, first, *others) if self.turned else (first, second, *others):
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_gradients_that_come_in_another_order_to_those_of_earlier_micro_batches(prepared: list[bool]) -> None:
+    loops = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = EitherWay()
+        loops.append((model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)))
+    with instep.attach(*loops[1], schedule="backward", bucket_bytes=128) as overlap:
+        for i in range(8):
+            for model, optimizer in loops:
+                for k in range(2):
+                    model.turned = i > SETTLED and k == 1
+                    with overlap.accumulate() if model is loops[1][0] and k == 0 else nullcontext():
+                        model(torch.full((2, 4), 1.0 + i + k)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            states = [training_state(*loop) for loop in loops]
+            assert first_difference(*states) is None
+    assert True in prepared
+
+
 def loss_in(model: nn.Module, count: int, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     inputs, targets = batch
     return loss_of(model(inputs), targets) / count

@@ -14,7 +14,7 @@ from torch import nn
 
 import instep
 from instep._optim.guards import FoundState
-from instep._optim.kernels import InBucket, KernelCall, Placing, kernel_of
+from instep._optim.kernels import InBucket, KernelCall, Placing, _as_in_step, kernel_of
 from instep._optim.shadow import GroupLayout
 from instep.errors import HyperparameterChangedError
 from instep_tools.harness import first_difference, training_state
@@ -599,3 +599,35 @@ def test_torch_hands_the_kernel_what_instep_hands_it() -> None:
         assert [list(map(sorted, lists)) for lists, _ in by_torch] == [
             list(map(sorted, lists)) for lists, _ in by_instep
         ]
+
+
+def test_a_function_runs_as_in_step() -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def function(*lists: object, **options: object) -> None:
+        seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+
+    with torch.autocast("cpu", torch.bfloat16):
+        _as_in_step(function, "cpu", [], lr=1.0)
+        assert torch.is_autocast_enabled("cpu")
+    assert torch.is_grad_enabled()
+    assert seen == [(False, False)]
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_complex_parameters(foreach: bool) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3, dtype=torch.complex64)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=foreach)
+
+    loops = build(), build()
+    with instep.attach(*loops[1], schedule="backward", bucket_bytes=1), Counted() as counted:
+        for i in range(4):
+            for model, optimizer in loops:
+                model(torch.full((2, 3), 1.0 + i, dtype=torch.complex64)).abs().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            plain, other = (training_state(*loop) for loop in loops)
+            assert first_difference(plain, other) is None
+    assert counted.calls > 0

@@ -199,7 +199,7 @@ class Kernel:
         cls: Any = type(optimizer)
         module = sys.modules[cls.step.__module__]
         name = module.__name__.rpartition(".")[2]  # "adam", which has adam(), and _fused_adam()
-        names = name, *(f"_{way}_{name}" for way in ("fused", "multi_tensor", "single_tensor"))
+        names = name, f"_fused_{name}", f"_multi_tensor_{name}", f"_single_tensor_{name}"
         functions = [cls._init_group, *map(vars(module).get, names)]
         if functions != self._functions:
             self._functions, self._are_torchs = functions, all(map(is_torchs, functions))
