@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed import GradBucket
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -18,6 +19,24 @@ from instep._torch.engine import Phase, current, graph_task
 from instep._torch.lifetime import weakly
 from instep.errors import InstepError
 from instep.sources import LaunchedBucket, drain
+
+
+def divided_as_by_ddp(
+    tensors: Sequence[torch.Tensor], are_sparse: Sequence[bool], bucket_cap_mb: float | None
+) -> list[list[int]]:
+    """DDP's buckets of ``tensors``, by number, in the order in which the last of each comes.
+
+    torch has no public name for the rule (``_compute_bucket_assignment_by_size``), nor for the size of DDP's first
+    bucket (``_DEFAULT_FIRST_BUCKET_BYTES``): tests/distributed/test_replicated.py compares with DDP's.
+
+    Args:
+        bucket_cap_mb: in MiB; ``None``: DDP's own, 25, with a first one that is smaller.
+    """
+    cap = int((bucket_cap_mb or 25) * 1024 * 1024)
+    sizes = [dist._DEFAULT_FIRST_BUCKET_BYTES if bucket_cap_mb is None else cap, cap]
+    buckets, _ = dist._compute_bucket_assignment_by_size([*tensors], sizes, [*are_sparse])
+    # The last ones of several dtypes come in no particular order, which may differ from rank to rank.
+    return sorted(buckets, key=lambda bucket: bucket[-1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,7 +27,7 @@ from instep._torch.placeholders import Placeholder
 from instep.comm_hooks import mean_allreduce
 from instep.errors import AccumulationError, InstepError
 from instep.sources import LaunchedBucket
-from instep.sources.ddp.buckets import slices_of
+from instep.sources.ddp.buckets import divided_as_by_ddp, slices_of
 
 if TYPE_CHECKING:
     from instep.sources.replicate.source import ReplicatedSource
@@ -113,7 +113,7 @@ class TransientBuckets:
     Args:
         parameters: by name, in the model's order; those that are frozen are left out while they are.
         sparse: the numbers of those whose gradients are sparse.
-        sizes: when a bucket is full, in bytes: the first one of each dtype and device, and those after it.
+        bucket_cap_mb: see ``divided_as_by_ddp``.
 
     Attributes:
         receiver: is told of each bucket; only its ``ended`` may raise. ``None``: gradients stay in ``.grad``.
@@ -124,14 +124,14 @@ class TransientBuckets:
         parameters: Sequence[tuple[str, nn.Parameter]],
         sparse: frozenset[int],
         group: dist.ProcessGroup,
-        sizes: tuple[int, int],
+        bucket_cap_mb: float | None,
     ) -> None:
         self.receiver: ReplicatedSource | None = None
         self.group = group
         self._names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
         self._sparse = sparse
-        self._sizes = sizes
+        self._bucket_cap_mb = bucket_cap_mb
         self._handles: dict[int, RemovableHandle] = {}
         # By the parameters that are trainable: the numbers of those in each bucket, in the order in which buckets are
         # sent. ``_agreed``: where that is the order in which gradients arrived on the first rank.
@@ -158,11 +158,10 @@ class TransientBuckets:
         order: with three ranks or more a ring's depends on where in its buffer an element lies."""
         if not order:
             return []
-        members: list[torch.Tensor] = [self._parameters[number] for number in order]
-        is_sparse = [number in self._sparse for number in order]
-        buckets, _ = dist._compute_bucket_assignment_by_size(members, list(self._sizes), is_sparse)
-        # The last ones of several dtypes come in no particular order, which may differ from rank to rank.
-        return [tuple(order[i] for i in bucket) for bucket in sorted(buckets, key=lambda bucket: bucket[-1])]
+        members = [self._parameters[number] for number in order]
+        are_sparse = [number in self._sparse for number in order]
+        buckets = divided_as_by_ddp(members, are_sparse, self._bucket_cap_mb)
+        return [tuple(order[i] for i in bucket) for bucket in buckets]
 
     def after_forward(self, output: object, *, reduces: bool) -> None:
         """A forward with gradients has returned ``output``.

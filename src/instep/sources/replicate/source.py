@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._ranks.collectives import broadcast, require_the_same
 from instep._torch.engine import Phase, current, graph_task
-from instep.buckets import MIB, Bucket
+from instep.buckets import Bucket
 from instep.errors import AttachError, InstepError, class_name
 from instep.sources import Sink, Source, WrappedParameters, as_bucket, deliver, record_arrival, step_all
 from instep.sources.replicate.buckets import TransientBuckets
@@ -80,9 +80,7 @@ class Replicated(nn.Module):
         modules = [m for m in self.module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
         weights = {id(m.weight) for m in modules}
         sparse = frozenset(number for number, (_, p) in enumerate(parameters) if id(p) in weights)
-        cap = int((self.bucket_cap_mb or 25) * MIB)  # DDP's own, with a first one that is smaller
-        sizes = dist._DEFAULT_FIRST_BUCKET_BYTES if self.bucket_cap_mb is None else cap, cap
-        self._buckets = TransientBuckets(parameters, sparse, group, sizes)
+        self._buckets = TransientBuckets(parameters, sparse, group, self.bucket_cap_mb)
         living.add(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
