@@ -88,10 +88,15 @@ MUTANTS = [
     Mutant(
         "objects: a proved class may draw whatever is set",
         "_Draws.begin",
-        "self._is_proved and beside.is_known",
+        "self._is_proved and not beside.was_set",
         "self._is_proved",
     ),
-    Mutant("objects: a proved class is watched", "_Draws.begin", "may_draw or self._is_proved", "may_draw"),
+    Mutant(
+        "objects: a proved class is watched",
+        "_Draws.begin",
+        "may_draw or (self._is_proved and beside.is_flat)",
+        "may_draw",
+    ),
     Mutant(
         "prepared: what is kept of parameters is not noted", "ObjectCall.run", "self.own.belongings.note(self.owned)"
     ),

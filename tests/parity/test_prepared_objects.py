@@ -129,7 +129,7 @@ def test_every_bucket_is_prepared_and_one_is_looked_at_in_full(prepared: list[bo
     assert looks.count("attribute") <= 4
     own = attached.overlap._parts.refs.steppers[0].own_object
     assert own is not None
-    assert own.beside.is_known
+    assert not own.beside.was_set
     attached.overlap.detach()
 
 

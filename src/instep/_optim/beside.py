@@ -316,7 +316,8 @@ class Beside:
     buckets leave is compared by what was changed, and put back by it; and the next step begins with what is known.
 
     Attributes:
-        is_known: whether a step has begun with it, and nobody has changed it since that has ended, numbers aside.
+        was_set: whether somebody has changed it since the last step has ended, other than by numbers that a scheduler
+            sets. Of one that was not flat, that is not known.
         is_flat: whether it holds nothing but numbers and the like, and dicts and lists of these.
         unseen: tensors that it reaches, and that are not put back here.
         wrote_in_place: whether one of these was written.
@@ -335,15 +336,16 @@ class Beside:
         self._versions: list[int] = []
         self._shared: list[tuple[Any, str, Any]] = []
         self.wrote_in_place = False
-        self.is_flat = self.is_known = False
+        self.is_flat = self.was_set = False
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
         dicts: list[dict[Any, Any]] = [*optimizer.param_groups, vars(optimizer)]
         mappings: list[MutableMapping[Any, Any]] = [*dicts, optimizer.state]
-        self.is_known = len(mappings) == len(self.places) and all(
+        is_known = len(mappings) == len(self.places) and all(
             place.begin_again(mapping) for place, mapping in zip(self.places, mappings, strict=True)
         )
-        if not self.is_known:
+        self.was_set = not is_known and bool(self.places)
+        if not is_known:
             self._begin(optimizer, layout)
         self._noted = {}
         self._at_once = None

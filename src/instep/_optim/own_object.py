@@ -118,9 +118,9 @@ class _Draws:
         self._is_proved: bool | None = None
 
     def begin(self, optimizer: Optimizer, groups: GroupLayout, beside: Beside, *, may_draw: bool) -> None:
-        # Proved before its first step, and nothing that could have it draw was set since.
-        self._is_proved = is_proved(optimizer) if self._is_proved is None else self._is_proved and beside.is_known
-        if may_draw or self._is_proved:
+        # Proved before its first step, and nothing that could have it draw was set since, as far as that can be told.
+        self._is_proved = is_proved(optimizer) if self._is_proved is None else self._is_proved and not beside.was_set
+        if may_draw or (self._is_proved and beside.is_flat):
             self.generators = None
         elif not beside.is_flat:
             self.generators = Generators.of(optimizer, _devices_of(optimizer), torchs_alone=True)
