@@ -85,6 +85,7 @@ MUTANTS = [
         "True",
     ),
     Mutant("objects: state is not counted", "Beside._changes", " or len(self._state) != self._entries", ""),
+    Mutant("objects: a proved class that holds more is not watched", "_Draws.begin", " and beside.is_flat", ""),
     Mutant(
         "objects: a proved class may draw whatever is set",
         "_Draws.begin",

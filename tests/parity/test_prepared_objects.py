@@ -397,13 +397,21 @@ def noisy_group(loop: Loop) -> None:
     loop.optimizer.param_groups[0]["noise"] = True
 
 
-@pytest.mark.parametrize("is_proved", [True, False])
+class NoisyWithMore(Noisy):
+    """It holds more than numbers: nobody knows at once whether that is what it was."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.more = torch.ones(2)
+
+
+@pytest.mark.parametrize(("cls", "is_proved"), [(Noisy, True), (Noisy, False), (NoisyWithMore, True)])
 @pytest.mark.parametrize("change", [noisy_attribute, noisy_group])
 def test_draws_that_begin_later(
-    change: Callable[[Loop], None], is_proved: bool, monkeypatch: pytest.MonkeyPatch
+    change: Callable[[Loop], None], cls: type[Noisy], is_proved: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_proved:
-        proved_class(monkeypatch, Noisy)
+        proved_class(monkeypatch, cls)
     watched: list[bool] = []
     begin = OwnObject.begin
 
@@ -412,13 +420,13 @@ def test_draws_that_begin_later(
         watched.append(self._draws.generators is not None)
 
     monkeypatch.setattr(OwnObject, "begin", noted)
-    plain, attached = Loop(Noisy), Loop(Noisy).attach()
+    plain, attached = Loop(cls), Loop(cls).attach()
     assert attached.overlap is not None
     for i in range(SETTLED):
         plain.step(i)
         attached.step(i)
         require_equal(plain, attached)
-    assert watched == [not is_proved] * SETTLED
+    assert watched == [not is_proved or cls is NoisyWithMore] * SETTLED
     change(attached)
     with pytest.raises(UnsupportedOptimizerError, match="draws random numbers"):
         attached.step(SETTLED)
