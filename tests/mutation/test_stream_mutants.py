@@ -30,6 +30,18 @@ MUTANTS = [
         "if False:",
     ),
     _mutant("in a graph: undo keeps copies", "UndoCopies.around", "is_captured(update.tensors[0].device)", "False"),
+    _mutant(
+        "in a graph: prepared buckets are taken for none of it",
+        "BucketSink._run_as_loop",
+        'device.type != "cpu" and is_captured(device)',
+        "False",
+    ),
+    _mutant(
+        "prepared: memory that an update gives back",
+        "BucketSink._run_as_loop",
+        "self._writes.let_go_of_memory(device)",
+        "pass",
+    ),
     _mutant("in a graph: step() may be outside of it", "BackwardCalls._prepare", "if writes.in_graph:", "if False:"),
     _mutant(
         "in a graph: kernels are called without asking torch",

@@ -281,6 +281,7 @@ class BucketSink(Schedule):
     def _run_as_loop(self, bucket: AttachedParameters, update: PreparedUpdate, gradients: list[torch.Tensor]) -> None:
         """On the step's stream; and, where the update may make tensors, with the loop's default device."""
         device = bucket[0].spec.device
+        self._writes.in_graph = device.type != "cpu" and is_captured(device)
         default = as_default_device(self._loops_device) if update.may_make_tensors else AS_IT_IS
         with self._step.streams.on(device), default:
             self._writes.ready(bucket, update.tensors, gradients)
