@@ -85,6 +85,19 @@ MUTANTS = [
         "True",
     ),
     Mutant("objects: state is not counted", "Beside._changes", " or len(self._state) != self._entries", ""),
+    Mutant(
+        "objects: a setting of another group is lost",
+        "Beside.require_as_found",
+        " or self._changed_in(self._groups)",
+        "",
+    ),
+    Mutant("objects: a list that is none any more is looked into", "_Place.commit", "known.pop(key, None)"),
+    Mutant(
+        "prepared: versions of what is no tensor",
+        "StateGuard._kernels_were_written",
+        "if not self.found.are_plain:",
+        "if False:",
+    ),
     Mutant("objects: a proved class that holds more is not watched", "_Draws.begin", " and beside.is_flat", ""),
     Mutant(
         "objects: a proved class may draw whatever is set",
@@ -154,8 +167,8 @@ MUTANTS = [
     Mutant(
         "prepared: a moment that is written is not seen",
         "StateGuard._kernels_were_written",
-        "return any",
-        "return False and any",
+        "return any([*",
+        "return False and any([*",
     ),
     Mutant(
         "prepared: state is that of before, whatever is in it",
@@ -2602,9 +2615,9 @@ MUTANTS = [
     Mutant("own object: large tensors are not looked at", "Beside._begin", "*large, *in_modules", "*in_modules"),
     Mutant(
         "own object: attributes may change between backward and step()",
-        "Beside.require_unchanged",
-        "if (what := self.changed()) is not None:",
-        "if (what := None) is not None:",
+        "Beside._require",
+        "what is not None",
+        "False",
     ),
     Mutant("own object: an update may add groups", "OwnObject._step", "if groups.put_back():", "if False:"),
     Mutant(

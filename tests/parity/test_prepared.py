@@ -326,6 +326,37 @@ def test_a_kernel_that_asks_for_more_of_the_state_that_is_there(prepared: list[b
     attached.overlap.detach()
 
 
+def named(loop: Loop) -> None:
+    for number, entry in enumerate(loop.optimizer.state.values()):
+        entry["name"] = f"the {number}th"
+
+
+def no_buffers(loop: Loop) -> None:
+    for p in loop.model.parameters():
+        loop.optimizer.state[p] = {"momentum_buffer": None}
+
+
+@pytest.mark.parametrize(("cls", "change"), [(torch.optim.AdamW, named), (torch.optim.SGD, no_buffers)])
+def test_state_that_is_no_tensor(cls: Any, change: Callable[[Loop], None]) -> None:
+    """A checkpoint may hold some."""
+    plain, attached = Loop(cls), Loop(cls)
+    for loop in (plain, attached):
+        loop.step(0)
+        change(loop)
+    attached.attach()
+    for i in range(1, 5):
+        plain.step(i)
+        attached.step(i)
+        require_equal(plain, attached)
+    assert attached.overlap is not None
+    attached.backward(5)
+    attached.optimizer.state[attached.last()]["momentum_buffer"] = torch.ones(())
+    with pytest.raises(HyperparameterChangedError, match="state of"):
+        attached.optimizer.step()
+    attached.overlap.accept_torn()
+    attached.overlap.detach()
+
+
 def test_after_an_error_nothing_more_is_stepped(prepared: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop().attach()
     assert loop.overlap is not None

@@ -223,6 +223,59 @@ def test_what_a_hook_changes_between_buckets(change: Callable[[Loop], None]) -> 
     loop.overlap.detach()
 
 
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_a_group_that_a_hook_changes_before_a_bucket_of_another_one(is_flat: bool) -> None:
+    """It is not lost."""
+    loop = Loop(Signs if is_flat else NoisyWithMore).attach()
+    assert loop.overlap is not None
+    for i in range(SETTLED):
+        loop.step(i)
+    every = list(loop.model.parameters())
+    of_group = {id(p): group for group in loop.optimizer.param_groups for p in group["params"]}
+    first = of_group[id(every[0])]  # that of the last bucket
+    other = next(group for group in loop.optimizer.param_groups if group is not first)
+
+    def change(_: object) -> None:
+        other["lr"] = 0.5
+
+    handle = every[0].register_hook(change)  # when all of the other group's are stepped
+    with pytest.raises(HyperparameterChangedError, match=r"'lr'"):
+        loop.step(SETTLED)
+    handle.remove()
+    assert loop.overlap.state == "torn"
+    loop.overlap.accept_torn()
+    loop.overlap.detach()
+
+
+class EndsWarmUp(Signs):
+    """Replaces what was a list, or a dict, by what is none."""
+
+    def begin(self) -> None:
+        super().begin()
+        for group in self.param_groups:
+            group.setdefault("rates", [0.1, 0.2])
+            if self.updates > SETTLED:
+                group["rates"] = None
+        if self.updates == SETTLED + 1:
+            self.powers: Any = tuple(self.powers)
+            self.table = dict(self.table)
+            self.extra: Any = [1.0]
+        elif self.updates == SETTLED + 2:
+            self.powers, self.extra = (1.0, 3.0), 0.0
+        elif self.updates == SETTLED + 3:
+            self.powers, self.extra = (1.0, 2.0), [2.0]
+
+
+def test_lists_that_an_update_replaces_by_numbers() -> None:
+    plain, attached = Loop(EndsWarmUp), Loop(EndsWarmUp).attach()
+    for i in range(9):
+        plain.step(i)
+        attached.step(i)
+        require_equal(plain, attached)
+    assert attached.overlap is not None
+    attached.overlap.detach()
+
+
 class Later(Signs):
     """Begins to do something else in the step after ``SETTLED``, when one pass is what tells."""
 

@@ -301,6 +301,8 @@ class _Place:
             self.mapping[key] = put()
             if is_immutable(self.mapping[key]):  # else the next step begins anew
                 self._values[key] = self.mapping[key]
+                for known in (self._looks, self._flat, self._put_back):  # of what was there
+                    known.pop(key, None)
         for key in self._taken_out:
             self.mapping.pop(key, None)
 
@@ -471,7 +473,15 @@ class Beside:
     def require_unchanged(self) -> None:
         """Raise ``HyperparameterChangedError`` if ``optimizer.step()`` would find other attributes than buckets have
         found. Of the settings in groups ``SettingsGuard`` says so."""
-        if (what := self.changed()) is not None:
+        self._require(self.changed())
+
+    def require_as_found(self) -> None:
+        """The same, where another bucket is about to be stepped: what is changed in any group would be taken for what
+        its update has made of that."""
+        self._require(self.changed() or self._changed_in(self._groups))
+
+    def _require(self, what: str | None) -> None:
+        if what is not None:
             raise HyperparameterChangedError(
                 f"{what} of {self._name} was changed after backward had already stepped parameters with what it was. "
                 "Change it after optimizer.step() or before backward(), not in between"
@@ -479,9 +489,10 @@ class Beside:
 
     def changed(self) -> str | None:
         """An attribute that is not what it was, in words; ``None``: none."""
-        if self.is_as_found:
-            return None
-        return next((f"{place.where} {key!r}" for place in self._others for key in place.changed()), None)
+        return None if self.is_as_found else self._changed_in(self._others)
+
+    def _changed_in(self, places: Iterable[_Place]) -> str | None:
+        return next((f"{place.where} {key!r}" for place in places for key in place.changed()), None)
 
     def differs(self) -> str | None:
         """What ``step()`` has left otherwise than buckets have, in words; ``None``: nothing."""

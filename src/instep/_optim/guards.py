@@ -445,7 +445,12 @@ class StateGuard(Stage):
 
     def _kernels_were_written(self) -> bool:
         """Whether a tensor that a kernel has read or written in this step was written since."""
-        now = versions_of(self.found.values) if self.found is not None and self.stepped else []
+        if self.found is None or not self.stepped:
+            return False
+        values = self.found.values
+        if not self.found.are_plain:  # some are no tensors: none of those that were read
+            return any(versions_of(places.read(values)) != versions for _, places, versions in self.stepped)
+        now = versions_of(values)
         return any([*places.read(now)] != versions for _, places, versions in self.stepped)
 
     def _kernels_left(self) -> Iterator[EntriesAsLeft]:
