@@ -326,6 +326,19 @@ def test_a_kernel_that_asks_for_more_of_the_state_that_is_there(prepared: list[b
     attached.overlap.detach()
 
 
+def test_a_moment_that_is_written_between_backward_and_step() -> None:
+    loop = Loop().attach()
+    assert loop.overlap is not None
+    for i in range(SETTLED):
+        loop.step(i)
+    loop.backward(SETTLED)
+    moment(loop)
+    with pytest.raises(HyperparameterChangedError, match="state of AdamW was written"):
+        loop.optimizer.step()
+    loop.overlap.accept_torn()
+    loop.overlap.detach()
+
+
 def named(loop: Loop) -> None:
     for number, entry in enumerate(loop.optimizer.state.values()):
         entry["name"] = f"the {number}th"
