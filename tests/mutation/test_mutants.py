@@ -163,6 +163,14 @@ MUTANTS = [
         "not self._earlier.versions or self._have_come(members, last)",
         "True",
     ),
+    Mutant("two passes: buffers are written in both", "Passes.measuring", "lost = _put_back(buffers)", "lost = None"),
+    Mutant(
+        "two passes: a write of a buffer is one that torch counts",
+        "_put_back",
+        "not is_back(buffer, kept)",
+        "version_of(buffer) != version",
+    ),
+    Mutant("two passes: a large buffer may be written twice", "Passes.measuring", "if lost is not None:", "if False:"),
     Mutant("two passes: the first disturbs the order", "LocalSource._leaves_all", " or self._sink.measures", ""),
     Mutant(
         "prepared: a moment that is written is not seen",

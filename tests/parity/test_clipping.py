@@ -440,6 +440,59 @@ def test_two_pass_with_checkpointed_dropout() -> None:
     compare("two_pass", dropping, clipping(TWO_PASS, checkpointed_dropout), clip=TWO_PASS)
 
 
+class WritesBuffers(nn.Module):
+    """In a segment that each backward computes once more."""
+
+    def __init__(self, size: int = 4) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6))
+        self.norm, self.last = nn.BatchNorm1d(6), nn.Linear(6, 2)
+        self.register_buffer("seen", torch.zeros(size))
+
+    def segment(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.get_buffer("seen").add_(1)
+        return torch.tanh(self.norm(self.first(x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: Any = checkpoint(self.segment, x, use_reentrant=False)
+        logits: torch.Tensor = self.last(hidden)
+        return logits
+
+
+def test_two_pass_with_a_checkpointed_segment_that_writes_buffers() -> None:
+    loops = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = WritesBuffers()
+        loops.append((model, torch.optim.AdamW(model.parameters(), lr=1e-2)))
+    with instep.attach(*loops[1], schedule="backward", clip=ClipNorm(0.1, mode="two_pass")) as overlap:
+        for i in range(4):
+            for model, optimizer in loops:
+                torch.manual_seed(i)
+                loss = model(torch.randn(5, 4)).square().sum()
+                if model is loops[0][0]:
+                    loss.backward()
+                    clip_grad_norm_(model.parameters(), 0.1)
+                else:
+                    overlap.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            plain, other = (training_state(*loop) for loop in loops)
+            assert first_difference(plain, other) is None
+
+
+def test_two_pass_with_a_large_buffer_that_is_written() -> None:
+    model = WritesBuffers(2 * 1024 * 1024)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with instep.attach(model, optimizer, schedule="backward", clip=ClipNorm(0.1, mode="two_pass")) as overlap:
+        with pytest.raises(InstepError, match="has written a buffer of shape"):
+            overlap.backward(model(torch.ones(5, 4)).square().sum())
+        assert overlap.state == "idle"
+    assert all(map(torch.equal, before, model.parameters()))
+
+
 def test_two_pass_with_a_gradient_for_an_output_that_is_no_scalar() -> None:
     def step(lane: Contender, i: int) -> torch.Tensor | None:
         output, gradient = lane.model(batch(i)[0]), torch.randn(8, 10)

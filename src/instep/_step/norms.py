@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Literal
@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from instep._gradients.clipping import Clipping
+from instep._optim.contents import Kept, copy_of, is_back, restore
 from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._optim.random_numbers import Generators
 from instep._optim.stepper import PreparedUpdate
@@ -34,9 +35,11 @@ class Passes:
         running: ``"measuring"``: gradients are measured and freed; ``"stepping"``: the norm is known; ``"all"``: it is
             taken, and everything is stepped, when all gradients are there. ``None``: neither, in a loop that calls
             ``loss.backward()`` itself.
+        buffers: of the model, which a checkpointed segment writes that is computed once more.
     """
 
     def __init__(self, clipping: Clipping, members: StepMembers) -> None:
+        self.buffers: Callable[[], Iterable[torch.Tensor]] = tuple
         self.clipping = clipping
         self.running: Literal["measuring", "stepping", "all"] | None = None
         self._members = members
@@ -71,8 +74,9 @@ class Passes:
             for a in parameters
             if a.spec.index in earlier
         ]
-        # Hooks, and segments that are computed once more, are to draw the same in both passes.
+        # Hooks, and segments that are computed once more, are to draw the same in both passes, and find the same.
         generators = Generators({a.spec.device for a in members})
+        buffers = [(b, version_of(b), _copy_of(b)) for b in self.buffers()]
         self.clipping.begin()
         self.running = "measuring"
         for attached in members:
@@ -88,6 +92,14 @@ class Passes:
             for attached in members:
                 attached.get().grad = before[attached.spec.index]
             generators.restore(even_shared=True)
+            lost = _put_back(buffers)
+        if lost is not None:
+            raise InstepError(
+                f"the first pass of ClipNorm(mode='two_pass') has written a buffer of shape {tuple(lost.shape)} of the "
+                "model, which is too large, or of a kind, to be put back for the second: a checkpointed segment "
+                "computes it in each. Nothing was updated. Leave that part out of the checkpointing, or use "
+                "mode='per_bucket'"
+            )
         self.clipping.compute_total_norm(members, gradient_of)
 
     def measure(self, parameters: Sequence[AttachedParameter]) -> None:
@@ -137,6 +149,28 @@ class Passes:
         """By index: the gradients that backward has left to ``optimizer.step()``, with their versions."""
         rest = (a for a in self._members.all if a.spec.index not in self._members.applied)
         return {a.spec.index: (g, version_of(g)) for a in rest if (g := gradient_of(a)) is not None}
+
+
+MOST_BYTES = 4 * 1024 * 1024
+"""Buffers that are larger are not copied in each step."""
+
+
+def _copy_of(buffer: torch.Tensor) -> Kept | None:
+    try:
+        return copy_of(buffer, host=False) if buffer.nbytes <= MOST_BYTES else None
+    except TypeError:  # of a kind that nobody could put back
+        return None
+
+
+def _put_back(buffers: Iterable[tuple[torch.Tensor, int, Kept | None]]) -> torch.Tensor | None:
+    """The second pass writes them again. Returns one that was written and cannot be put back; ``None``: none."""
+    lost = None
+    for buffer, version, kept in buffers:
+        if kept is None:
+            lost = buffer if version_of(buffer) != version else lost
+        elif not is_back(buffer, kept):  # torch counts no write of batch normalization's
+            restore(buffer, kept)
+    return lost
 
 
 def changed_after_measuring(name: str) -> SpentGradientError:

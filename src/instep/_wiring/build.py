@@ -1,7 +1,7 @@
 """How an attachment is put together: its sources and schedule, its parts, and the hooks on model and optimizers."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -381,7 +381,13 @@ def build(target: Target, options: Options) -> Parts:
     steps = StepHooks(step, schedule, late, zero, forwards, handles)
     planned = Planned(options, schedule, sources, step)
     step.buckets = weakly(planned.buckets)
+    step.passes.buffers = partial(_buffers_of, refs)
     return Parts(refs, schedule, sources, step, planned, zero, draws, sharding, late, threads, forwards, steps, handles)
+
+
+def _buffers_of(refs: WeakRefs) -> Iterable[torch.Tensor]:
+    model = refs.model()
+    return () if model is None else model.buffers()
 
 
 def connect(parts: Parts, target: Target, options: Options) -> None:
