@@ -92,7 +92,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 NOT_DETERMINISTIC = {(way, torch.bfloat16) for way, (_, options) in WAYS.items() if "momentum" in options}
 
 
-@pytest.mark.parametrize("how", [{"fused": True}, {"fused": None, "foreach": True}, {"fused": None}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"fused": True}, {"fused": None, "foreach": True}, {"fused": None}], ids=["fused", "foreach", "loop"]
+)
 @pytest.mark.parametrize(
     ("way", "dtype"), [pair for way in WAYS for dtype in DTYPES if (pair := (way, dtype)) not in NOT_DETERMINISTIC]
 )
