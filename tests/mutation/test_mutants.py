@@ -85,6 +85,7 @@ MUTANTS = [
         "True",
     ),
     Mutant("objects: state is not counted", "Beside._changes", " or len(self._state) != self._entries", ""),
+    Mutant("objects: a tensor that is put back is compared by its writes", "_as_held", "MOST_BYTES // 4", "1024"),
     Mutant(
         "objects: a setting of another group is lost",
         "Beside.require_as_found",
@@ -3150,7 +3151,7 @@ MUTANTS = [
     Mutant(
         "a large tensor that was put back counts as written",
         "_Place.take_back",
-        "self._looks[key] = fingerprint(self.mapping[key])",
+        "self._looks[key] = _as_held(self.mapping[key])",
     ),
     Mutant(
         "state is looked up by parameters",

@@ -145,7 +145,7 @@ COUNTS: dict[str, type[Plain]] = {
     "a long dict": counts_in(lambda: dict.fromkeys(range(2000), 0), in_first),
     "a long array": counts_in(lambda: np.zeros(2000), in_first),
     "a parameter's data": counts_in(lambda: nn.Parameter(torch.zeros(1)), in_data),
-    "the data of a tensor": counts_in(lambda: torch.zeros(2000), in_data),
+    "the data of a tensor": counts_in(lambda: torch.zeros(1_100_000, dtype=torch.int8), in_data),
     "a buffer that is replaced": counts_in(a_module, in_buffer),
     "a number of ctypes": counts_in(lambda: ctypes.c_int(0), in_value),
     "a local of threads": counts_in(a_local, in_value),

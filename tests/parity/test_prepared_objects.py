@@ -276,6 +276,30 @@ def test_lists_that_an_update_replaces_by_numbers() -> None:
     attached.overlap.detach()
 
 
+class Averages(Signs):
+    """Writes a tensor of its own in place."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.average = torch.zeros(3000)
+
+    def begin(self) -> None:
+        super().begin()
+        self.average.mul_(0.9).add_(self.updates)
+
+
+def test_a_tensor_that_is_written_in_place() -> None:
+    """Put back after each bucket, it is written once more: it is compared by what it holds."""
+    plain, attached = Loop(Averages), Loop(Averages).attach()
+    for i in range(5):
+        plain.step(i)
+        attached.step(i)
+        require_equal(plain, attached)
+        assert torch.equal(plain.optimizer.average, attached.optimizer.average)
+    assert attached.overlap is not None
+    attached.overlap.detach()
+
+
 class Later(Signs):
     """Begins to do something else in the step after ``SETTLED``, when one pass is what tells."""
 

@@ -51,6 +51,11 @@ MOST_BYTES = 4 * 1024 * 1024
 """Tensors that are larger are not copied in each step: it is found out whether an update writes them."""
 
 
+def _as_held(value: Any) -> Any:
+    # Tensors are copied, to be put back. So they are compared by what they hold: torch counts that write, too.
+    return fingerprint(value, elements=MOST_BYTES // 4)
+
+
 class _Holdings(Contents):
     """Copies values of an object that an update may change, to put them back.
 
@@ -183,7 +188,7 @@ class _Place:
         self._flat: dict[Any, list[Any]] = {}  # what is in dicts and lists of values that cannot be changed in place
         for key, value in self._values.items():
             if not is_immutable(value):
-                self._looks[key] = fingerprint(value)
+                self._looks[key] = _as_held(value)
                 items = _items(value) if type(value) in (dict, list) else None
                 if items is not None and all(is_immutable(i) or isinstance(i, torch.nn.Parameter) for i in items):
                     self._flat[key] = items
@@ -255,7 +260,7 @@ class _Place:
         if key in self._flat:
             return value is then and self._is_flat_as_it_was(key)
         if key in self._looks:
-            return value is then and alike(fingerprint(value), self._looks[key])
+            return value is then and alike(_as_held(value), self._looks[key])
         return value is then or (type(value) is type(then) and alike(value, then))
 
     def digest(self) -> Any:
@@ -274,7 +279,7 @@ class _Place:
                 self.mapping[key] = self._put_back[key]() if key in self._put_back else self._values[key]
                 # Put back, it was written: of a large tensor a look knows how often. And it holds what is another's.
                 if key in self._looks:
-                    self._looks[key] = fingerprint(self.mapping[key])
+                    self._looks[key] = _as_held(self.mapping[key])
                 if key in self._flat:
                     self._flat[key] = _items(self.mapping[key])
 
@@ -290,7 +295,7 @@ class _Place:
         return ABSENT
 
     def _looked_at(self, changed: Iterable[Any]) -> dict[Any, Any]:
-        return {key: fingerprint(self.mapping[key]) if key in self.mapping else ABSENT for key in changed}
+        return {key: _as_held(self.mapping[key]) if key in self.mapping else ABSENT for key in changed}
 
     def commit(self) -> None:
         """What buckets have left is what the step leaves. Without one, what is there stands."""

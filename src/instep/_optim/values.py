@@ -191,11 +191,11 @@ class _Values:
 
     __slots__ = ("_address", "_copy", "_tensor", "_version")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, most: int) -> None:
         self._tensor = tensor  # held, so that no other one can have its address
         self._version = version_of(tensor)
         self._address = address_of(tensor)
-        self._copy = tensor.detach().clone() if _can_be_read(tensor) else None
+        self._copy = tensor.detach().clone() if _can_be_read(tensor, most) else None
 
     def like(self, other: "_Values") -> bool:
         if self._copy is not None and other._copy is not None:
@@ -233,15 +233,16 @@ class _Held(NamedTuple):
 class _Look:
     """One look at a value: each object is looked into once."""
 
-    def __init__(self) -> None:
+    def __init__(self, elements: int) -> None:
         self._seen: dict[int, int] = {}
         self._left = MOST
+        self._elements = elements
 
     def at(self, value: Any, depth: int) -> Any:
         if is_immutable(value):
             return value
         if isinstance(value, torch.Tensor):
-            return _Itself(value) if isinstance(value, nn.Parameter) else _Values(value)
+            return _Itself(value) if isinstance(value, nn.Parameter) else _Values(value, self._elements)
         is_closed = depth == 0 or isinstance(value, _CLOSED)
         items = None if is_closed else _items_of(value)
         if items is None and not is_closed and is_compared_by_value(value):
@@ -255,15 +256,15 @@ class _Look:
         return _Held(type(value), {key: self.at(item, depth - 1) for key, item in items.items()})
 
 
-def fingerprint(value: Any) -> Any:
+def fingerprint(value: Any, elements: int = MOST) -> Any:
     """What ``value`` holds, to be compared with ``alike`` later.
 
     Lists, tuples, sets, dicts, arrays and objects are looked into, ``DEPTH`` deep and up to ``MOST`` values. A tensor
-    of up to ``MOST`` elements on a CPU is compared bit for bit, another one by its identity, memory and version.
+    of up to so many ``elements`` on a CPU is compared bit for bit, another one by its identity, memory and version.
     Modules, parameters and optimizers are only told apart. So are the values that a dict keeps by parameter: they are
     taken for per-parameter state.
     """
-    return _Look().at(value, DEPTH)
+    return _Look(elements).at(value, DEPTH)
 
 
 def held_in(value: Any, kinds: tuple[type, ...], depth: int = DEPTH) -> Iterator[Any]:
@@ -433,13 +434,13 @@ def _slots_of(cls: type) -> tuple[str, ...]:
     return known
 
 
-def _is_small(tensor: torch.Tensor) -> bool:
-    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel() <= MOST
+def _is_small(tensor: torch.Tensor, most: int = MOST) -> bool:
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel() <= most
 
 
-def _can_be_read(tensor: torch.Tensor) -> bool:
+def _can_be_read(tensor: torch.Tensor, most: int = MOST) -> bool:
     """Without waiting for an accelerator, which may be copying to pinned memory."""
-    has_memory = _is_small(tensor) and tensor.untyped_storage().nbytes() >= tensor.nbytes
+    has_memory = _is_small(tensor, most) and tensor.untyped_storage().nbytes() >= tensor.nbytes
     return has_memory and tensor.device.type == "cpu" and not is_pinned(tensor)
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from instep._gradients.clipping import Clipping
+from instep._optim.beside import MOST_BYTES
 from instep._optim.contents import Kept, copy_of, is_back, restore
 from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._optim.random_numbers import Generators
@@ -149,10 +150,6 @@ class Passes:
         """By index: the gradients that backward has left to ``optimizer.step()``, with their versions."""
         rest = (a for a in self._members.all if a.spec.index not in self._members.applied)
         return {a.spec.index: (g, version_of(g)) for a in rest if (g := gradient_of(a)) is not None}
-
-
-MOST_BYTES = 4 * 1024 * 1024
-"""Buffers that are larger are not copied in each step."""
 
 
 def _copy_of(buffer: torch.Tensor) -> Kept | None:
