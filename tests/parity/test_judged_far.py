@@ -159,7 +159,7 @@ def counted(optimizer: Any) -> Any:
     if isinstance(held, kinds):
         return held.value
     if isinstance(held, torch.Tensor):
-        return held.tolist()
+        return held.unique().tolist()  # all of it counts alike, and it may be large
     if isinstance(held, nn.Module):
         return [buffer.tolist() for buffer in held.buffers()]
     if isinstance(held, np.ndarray):
