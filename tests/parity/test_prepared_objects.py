@@ -339,6 +339,13 @@ class OfAnotherType(OfOne):
         return self.updates if is_there else float(self.updates)
 
 
+class LeavesATensor(OfOne):
+    """A tensor of two elements compares itself to any number, and is then neither true nor false."""
+
+    def left(self, is_there: bool) -> Any:
+        return torch.ones(2) if is_there else float(self.updates)
+
+
 class CountsInADict(Later):
     def later(self) -> None:
         self.table["scale"] = 0.5 + sum(p.numel() for group in self.param_groups for p in group["params"])
@@ -366,7 +373,7 @@ def first_error(loop: Loop, count: int = 6) -> type[BaseException] | None:
     return None
 
 
-@pytest.mark.parametrize("cls", [CountsElements, OfOne, OfAnotherType, CountsInADict])
+@pytest.mark.parametrize("cls", [CountsElements, OfOne, OfAnotherType, LeavesATensor, CountsInADict])
 def test_what_two_buckets_leave_otherwise_is_refused(cls: type[Signs]) -> None:
     assert first_error(Loop(cls).attach()) is UnsupportedOptimizerError
 

@@ -105,11 +105,12 @@ def _items(held: Any) -> list[Any]:
 
 
 class _Changes(NamedTuple):
-    """Which of some values are others by now, by number; what they are; and of which types."""
+    """Which of some values are others by now, by number; of which types, which are compared first, as a tensor compares
+    itself to any number; and what they are."""
 
     at: list[int]
-    values: list[Any]
     types: list[type]
+    values: list[Any]
 
 
 class _AtOnce:
@@ -141,7 +142,7 @@ class _AtOnce:
             return None
         at = [*compress(count(), map(is_not, now, then))]
         values = [*map(now.__getitem__, at)]
-        return _Changes(at, values, [*map(type, values)])
+        return _Changes(at, [*map(type, values)], values)
 
     def put_back(self, at: Iterable[int]) -> None:
         if not self._places:
