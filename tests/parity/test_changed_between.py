@@ -369,7 +369,7 @@ def test_modules_and_long_lists_are_not_looked_into() -> None:
 
 
 def test_a_value_that_the_host_cannot_read_is_compared_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instep._optim.values._can_be_read", lambda tensor: False)
+    monkeypatch.setattr("instep._optim.values._can_be_read", lambda tensor, most=0: False)
     model, optimizer = with_tensor_lr()
     with instep.attach(model, optimizer, bucket_bytes=SMALL, schedule="backward") as overlap:
         for i in range(3):

@@ -18,6 +18,7 @@ from instep._step.in_backward import BucketSink
 from instep.errors import HyperparameterChangedError, UnsupportedOptimizerError
 from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch, two_groups
+from tests.devices import on_cpu_only
 from tests.parity.lockstep import loss_of
 
 SETTLED = 3
@@ -288,6 +289,7 @@ class Averages(Signs):
         self.average.mul_(0.9).add_(self.updates)
 
 
+@on_cpu_only  # another one is known by how often it was written
 def test_a_tensor_that_is_written_in_place() -> None:
     """Put back after each bucket, it is written once more: it is compared by what it holds."""
     plain, attached = Loop(Averages), Loop(Averages).attach()
