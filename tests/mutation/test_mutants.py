@@ -85,6 +85,18 @@ MUTANTS = [
         "True",
     ),
     Mutant("objects: state is not counted", "Beside._changes", " or len(self._state) != self._entries", ""),
+    Mutant(
+        "objects: an item may move from one list to the next",
+        "_AtOnce._keys_are_same",
+        "self._sizes_now() == self._sizes",
+        "True",
+    ),
+    Mutant(
+        "objects: values may come under other keys",
+        "_AtOnce._keys_are_same",
+        "all(map(is_, chain.from_iterable(self._dicts), self._keys))",
+        "True",
+    ),
     Mutant("objects: a tensor that is put back is compared by its writes", "_as_held", "MOST_BYTES // 4", "1024"),
     Mutant(
         "objects: a setting of another group is lost",

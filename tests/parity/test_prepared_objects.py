@@ -380,6 +380,49 @@ def test_what_two_buckets_leave_otherwise_is_refused(cls: type[Signs]) -> None:
     assert first_error(Loop(cls).attach()) is UnsupportedOptimizerError
 
 
+class Moves(Later):
+    """An item from one list to the next: together they hold the same, in the same order."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.done: list[float] = []
+        self.due = [0.5, 0.25, 0.125] * 20
+
+    def later(self) -> None:
+        self.done.append(self.due.pop(0))
+
+    def of(self, group: dict[str, Any], p: Any) -> None:
+        super().of(group, p)
+        p.add_(self.due[0], alpha=1e-3)
+
+
+def test_an_item_that_moves_from_one_list_to_the_next() -> None:
+    plain, attached = Loop(Moves), Loop(Moves).attach()
+    for i in range(8):
+        plain.step(i)
+        attached.step(i)
+        require_equal(plain, attached)
+    assert attached.overlap is not None
+    attached.overlap.detach()
+
+
+class Renames(Later):
+    """The last value of a dict comes under another name, at the same place."""
+
+    def later(self) -> None:
+        self.table["other" if "names" in self.table else "names"] = self.table.popitem()[1]
+
+
+def test_a_value_that_comes_under_another_name() -> None:
+    plain, attached = Loop(Renames), Loop(Renames).attach()
+    for i in range(8):
+        plain.step(i)
+        attached.step(i)
+        require_equal(plain, attached)
+    assert attached.overlap is not None
+    attached.overlap.detach()
+
+
 class CountsInItsState(Later):
     """Under a name."""
 

@@ -119,28 +119,31 @@ class _AtOnce:
     def __init__(self, dicts: Sequence[dict[Any, Any]], lists: Sequence[list[Any]]) -> None:
         self._dicts, self._lists = dicts, lists
         self._keys = [*chain.from_iterable(dicts)]
+        self._sizes = self._sizes_now()
         self._values = self._now()
         self._places: list[tuple[Any, Any]] = []  # of each, where it is put back, once one is
+
+    def _sizes_now(self) -> list[int]:
+        # An item may move from the end of one to the beginning of the next.
+        return [*map(len, self._dicts), *map(len, self._lists)]
 
     def _now(self) -> list[Any]:
         return [*chain.from_iterable(map(_VALUES, self._dicts)), *chain.from_iterable(self._lists)]
 
     @property
+    def _keys_are_same(self) -> bool:
+        return self._sizes_now() == self._sizes and all(map(is_, chain.from_iterable(self._dicts), self._keys))
+
+    @property
     def are_same(self) -> bool:
-        then, now, keys = self._values, self._now(), [*chain.from_iterable(self._dicts)]
-        return (
-            len(now) == len(then)
-            and all(map(is_, now, then))
-            and len(keys) == len(self._keys)
-            and all(map(is_, keys, self._keys))
-        )
+        return self._keys_are_same and all(map(is_, self._now(), self._values))
 
     def changes(self) -> _Changes | None:
         """``None``: there are values more, or fewer, or under other keys."""
-        then, now, keys = self._values, self._now(), [*chain.from_iterable(self._dicts)]
-        if len(now) != len(then) or len(keys) != len(self._keys) or not all(map(is_, keys, self._keys)):
+        if not self._keys_are_same:
             return None
-        at = [*compress(count(), map(is_not, now, then))]
+        now = self._now()
+        at = [*compress(count(), map(is_not, now, self._values))]
         values = [*map(now.__getitem__, at)]
         return _Changes(at, [*map(type, values)], values)
 
