@@ -410,7 +410,13 @@ class Renames(Later):
     """The last value of a dict comes under another name, at the same place."""
 
     def later(self) -> None:
-        self.table["other" if "names" in self.table else "names"] = self.table.popitem()[1]
+        name = "other" if "names" in self.table else "names"
+        _, value = self.table.popitem()
+        self.table[name] = value
+
+    def of(self, group: dict[str, Any], p: Any) -> None:
+        super().of(group, p)
+        p.mul_(0.9 if "names" in self.table else 0.8)
 
 
 def test_a_value_that_comes_under_another_name() -> None:
