@@ -23,6 +23,20 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+GLOO_ENDS = "terminate called without an active exception"
+"""With torch 2.13 for CPU a rank now and then says this, and aborts, when all of its work is done, in plain DDP, too."""
+
+
+def run_on_two_ranks(example: str) -> str:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    try:
+        return run(*torchrun, str(EXAMPLES / example))
+    except AssertionError as error:
+        if GLOO_ENDS not in str(error):
+            raise
+        return run(*torchrun, str(EXAMPLES / example))  # once: a fault of ours would come again
+
+
 @pytest.mark.parametrize(
     ("example", "said"),
     [
@@ -48,8 +62,7 @@ def test_on_one_device(example: str, said: str) -> None:
     ],
 )
 def test_on_two_ranks(example: str, said: str) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    assert said in run(*torchrun, str(EXAMPLES / example))
+    assert said in run_on_two_ranks(example)
 
 
 def test_a_pretrained_model_on_real_text(tmp_path: Path) -> None:
