@@ -24,7 +24,7 @@ def run(*command: str) -> str:
 
 
 GLOO_ENDS = "terminate called without an active exception"
-"""With torch 2.13 for CPU a rank now and then says this, and aborts, when all of its work is done, in plain DDP, too."""
+"""With torch 2.13 for CPU a rank now and then says this, and aborts, when all its work is done: in plain DDP, too."""
 
 
 def run_on_two_ranks(example: str) -> str:
