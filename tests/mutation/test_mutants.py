@@ -84,7 +84,7 @@ MUTANTS = [
         "all(place.is_flat for place in self.places)",
         "True",
     ),
-    Mutant("objects: state is not counted", "Beside._changes", " or len(self._state) != self._entries", ""),
+    Mutant("objects: state is not counted", "_AtOnce._sizes_now", "len(self._state), ", ""),
     Mutant(
         "objects: an item may move from one list to the next",
         "_AtOnce._keys_are_same",

@@ -114,10 +114,14 @@ class _Changes(NamedTuple):
 
 
 class _AtOnce:
-    """The values of some dicts and lists, one after the other: whether all are the very same objects takes one pass."""
+    """The values of some dicts and lists, one after the other: whether all are the very same objects takes one pass.
 
-    def __init__(self, dicts: Sequence[dict[Any, Any]], lists: Sequence[list[Any]]) -> None:
-        self._dicts, self._lists = dicts, lists
+    Args:
+        state: of which only the size is looked at: an entry may come under a name.
+    """
+
+    def __init__(self, dicts: Sequence[dict[Any, Any]], lists: Sequence[list[Any]], state: Sized) -> None:
+        self._dicts, self._lists, self._state = dicts, lists, state
         self._keys = [*chain.from_iterable(dicts)]
         self._sizes = self._sizes_now()
         self._values = self._now()
@@ -125,7 +129,7 @@ class _AtOnce:
 
     def _sizes_now(self) -> list[int]:
         # An item may move from the end of one to the beginning of the next.
-        return [*map(len, self._dicts), *map(len, self._lists)]
+        return [len(self._state), *map(len, self._dicts), *map(len, self._lists)]
 
     def _now(self) -> list[Any]:
         return [*chain.from_iterable(map(_VALUES, self._dicts)), *chain.from_iterable(self._lists)]
@@ -339,8 +343,6 @@ class Beside:
         self._groups: list[_Place] = []
         self._others: list[_Place] = []
         self._at_once: _AtOnce | None = None
-        self._state: Sized = ()
-        self._entries = 0
         # What was changed by a bucket that was noted, by which groups had parameters in it.
         self._noted: dict[tuple[bool, ...], _Changes] = {}
         self.unseen: list[torch.Tensor] = []
@@ -363,8 +365,8 @@ class Beside:
         if self.is_flat:
             flat = [held for place in self.places for held in place.flat]
             lists = [held for held in flat if type(held) is list]
-            self._at_once = _AtOnce([*dicts, *(held for held in flat if type(held) is dict)], lists)
-            self._state, self._entries = optimizer.state, len(optimizer.state)
+            own = [held for held in flat if type(held) is dict]
+            self._at_once = _AtOnce([*dicts, *own], lists, optimizer.state)
 
     def _begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
         self._groups = [
@@ -404,7 +406,7 @@ class Beside:
     def note(self, members: Sequence[Members]) -> None:
         """A bucket was updated: what that has changed is noted, and taken back."""
         groups = tuple(map(bool, map(_IN_BUCKET, members)))
-        changes = self._changes()
+        changes = None if self._at_once is None else self._at_once.changes()
         if self._at_once is not None and changes is not None and changes == self._noted.get(groups):
             self._at_once.put_back(changes.at)
             return
@@ -427,22 +429,10 @@ class Beside:
         if changes is not None and all(map(is_immutable, changes.values)):
             self._noted[groups] = changes
 
-    def _changes(self) -> _Changes | None:
-        """``None``: they cannot be told at once."""
-        if self._at_once is None or len(self._state) != self._entries:
-            return None
-        return self._at_once.changes()
-
-    @property
-    def mappings(self) -> list[MutableMapping[Any, Any]] | None:
-        """Those that its attributes reach, and in which something may be kept by a parameter: where it ``is_flat``,
-        none is, as long as nothing is changed. ``None``: they are not known."""
-        return [] if self.is_flat else None
-
     @property
     def is_as_found(self) -> bool:
         """Whether all is known to be as the step has found it; ``False``: that cannot be told at once."""
-        return self._at_once is not None and len(self._state) == self._entries and self._at_once.are_same
+        return self._at_once is not None and self._at_once.are_same
 
     def reset_left(self) -> None:
         """The next bucket is the first."""
@@ -521,7 +511,7 @@ class Beside:
         for place in self.places:
             place.let_go()
         self.unseen, self._versions, self._shared = [], [], []
-        self._at_once, self._state, self._noted = None, (), {}
+        self._at_once, self._noted = None, {}
 
 
 def _without(names: Container[str], mapping: Mapping[str, Any]) -> dict[str, Any]:

@@ -179,7 +179,8 @@ class OwnObject:
             in_parts: others see to it that no other parameter is used.
         """
         self.beside.begin(optimizer, layout)
-        self.belongings.mappings = self.beside.mappings
+        # Where all is numbers, nothing is kept by a parameter, as long as nothing is changed.
+        self.belongings.mappings = [] if self.beside.is_flat else None
         self._draws.begin(optimizer, layout, self.beside, may_draw=may_draw)
         # No hooks, and methods that see all parameters. Made once a step: a bucket has little time.
         hooks: dict[str, Any] = {name: OrderedDict() for name in STEP_HOOKS if name in vars(optimizer)}

@@ -113,20 +113,18 @@ class Generators:
     def have_advanced(self) -> bool:
         """What can be asked often: whether one has, and no other thread can have drawn. Then the states are put
         back."""
-        for key, (read, _) in self._known.items():
-            if not _same(read(), self._before[key]):
-                break
-        else:
-            return False
-        if not self._others_rest():
+        if not self._advanced() or not self._others_rest():
             return False
         self.restore()
         return True
 
+    def _advanced(self) -> set[int]:
+        return {key for key, (read, _) in self._known.items() if not _same(read(), self._before[key])}
+
     def drawn(self) -> Drawn:
         """Whether this thread has drawn from one of them, or made one, since; ``"unknown"``: another thread may have
         drawn from those that all share."""
-        advanced = {key for key, (read, _) in self._known.items() if not _same(read(), self._before[key])}
+        advanced = self._advanced()
         count = len(self._known)
         self._find()
         if advanced - self._shared or len(self._known) > count:
