@@ -17,6 +17,7 @@ import tests.manual_seed  # noqa: F401
 # Nothing here may import tests.devices, which asks for the device: an accelerator is loaded in pytest_configure.
 from instep._optim import random_numbers
 from instep._refusals import rules
+from instep._step.in_backward import BucketSink
 from instep._torch import lifetime as life
 from instep._torch.worker import NAME
 from instep.attachment import attachments
@@ -159,3 +160,17 @@ def own_steps_count_as_proved() -> Iterator[None]:
     """Until ``own_steps_are_judged``."""
     with own_steps_are_proved():
         yield
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each bucket that was prepared whether it was stepped so."""
+    found: list[bool] = []
+    step = BucketSink.step_prepared
+
+    def counted(self: BucketSink, *args: Any, **kwargs: Any) -> bool:
+        found.append(step(self, *args, **kwargs))
+        return found[-1]
+
+    monkeypatch.setattr(BucketSink, "step_prepared", counted)
+    return found

@@ -20,20 +20,6 @@ from tests.cases import Blocks, batch, two_groups
 from tests.parity.lockstep import loss_of
 
 
-@pytest.fixture
-def prepared(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each bucket that was prepared whether it was stepped so."""
-    found: list[bool] = []
-    step = BucketSink.step_prepared
-
-    def counted(self: BucketSink, *args: Any, **kwargs: Any) -> bool:
-        found.append(step(self, *args, **kwargs))
-        return found[-1]
-
-    monkeypatch.setattr(BucketSink, "step_prepared", counted)
-    return found
-
-
 class Loop:
     def __init__(self, cls: Any = torch.optim.AdamW, **options: Any) -> None:
         torch.manual_seed(0)

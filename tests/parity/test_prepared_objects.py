@@ -14,7 +14,6 @@ import instep
 from instep._optim import proved
 from instep._optim.beside import _Place
 from instep._optim.own_object import OwnObject
-from instep._step.in_backward import BucketSink
 from instep.errors import HyperparameterChangedError, UnsupportedOptimizerError
 from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch, two_groups
@@ -89,18 +88,14 @@ def require_equal(plain: Loop, attached: Loop) -> None:
     ]
 
 
-@pytest.fixture
-def prepared(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each bucket that was prepared whether it was stepped so."""
-    found: list[bool] = []
-    step = BucketSink.step_prepared
-
-    def counted(self: BucketSink, *args: Any, **kwargs: Any) -> bool:
-        found.append(step(self, *args, **kwargs))
-        return found[-1]
-
-    monkeypatch.setattr(BucketSink, "step_prepared", counted)
-    return found
+def require_equal_steps(cls: type[Signs], count: int) -> None:
+    plain, attached = Loop(cls), Loop(cls).attach()
+    for i in range(count):
+        plain.step(i)
+        attached.step(i)
+        require_equal(plain, attached)
+    assert attached.overlap is not None
+    attached.overlap.detach()
 
 
 @pytest.fixture
@@ -268,13 +263,7 @@ class EndsWarmUp(Signs):
 
 
 def test_lists_that_an_update_replaces_by_numbers() -> None:
-    plain, attached = Loop(EndsWarmUp), Loop(EndsWarmUp).attach()
-    for i in range(9):
-        plain.step(i)
-        attached.step(i)
-        require_equal(plain, attached)
-    assert attached.overlap is not None
-    attached.overlap.detach()
+    require_equal_steps(EndsWarmUp, 9)
 
 
 class Averages(Signs):
@@ -397,13 +386,7 @@ class Moves(Later):
 
 
 def test_an_item_that_moves_from_one_list_to_the_next() -> None:
-    plain, attached = Loop(Moves), Loop(Moves).attach()
-    for i in range(8):
-        plain.step(i)
-        attached.step(i)
-        require_equal(plain, attached)
-    assert attached.overlap is not None
-    attached.overlap.detach()
+    require_equal_steps(Moves, 8)
 
 
 class Renames(Later):
@@ -420,13 +403,7 @@ class Renames(Later):
 
 
 def test_a_value_that_comes_under_another_name() -> None:
-    plain, attached = Loop(Renames), Loop(Renames).attach()
-    for i in range(8):
-        plain.step(i)
-        attached.step(i)
-        require_equal(plain, attached)
-    assert attached.overlap is not None
-    attached.overlap.detach()
+    require_equal_steps(Renames, 8)
 
 
 class CountsInItsState(Later):
@@ -436,15 +413,14 @@ class CountsInItsState(Later):
         total = self.state["all"]  # type: ignore[index]  # torch's is a dict
         total["steps"] = total.get("steps", 0) + 1
 
+    def of(self, group: dict[str, Any], p: Any) -> None:
+        super().of(group, p)
+        held: Any = self.state  # torch's type has tensors for keys
+        p.mul_(1 - 0.1 * held.get("all", {}).get("steps", 0))
+
 
 def test_state_under_a_name_that_comes_later() -> None:
-    plain, attached = Loop(CountsInItsState), Loop(CountsInItsState).attach()
-    for i in range(6):
-        plain.step(i)
-        attached.step(i)
-        require_equal(plain, attached)
-    assert attached.overlap is not None
-    attached.overlap.detach()
+    require_equal_steps(CountsInItsState, 6)
 
 
 def test_state_that_a_hook_writes_after_its_bucket() -> None:
