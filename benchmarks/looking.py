@@ -2,21 +2,27 @@
 
     python benchmarks/looking.py
     python benchmarks/looking.py --cases "1,000 tensors" --rounds 100
+    python benchmarks/looking.py --accelerator
 
 *By hand* is what a loop does that looks at nothing: the same buckets (twenty), one counter in a hook of each parameter,
 torch's fused kernel over lists that were made before training, and no gradient afterwards. It is right for as long as
 nobody changes anything, and says nothing where somebody does. AdamW, fused, float32. All loops train on the same
 batches, in turn. Weights and state of all are compared before and after they are timed, bit for bit. Times are of the
 processor, as ratios to the plain loop's; above 1 is faster.
+
+With `--accelerator` the model is on CUDA, or on the emulated accelerator of the tests, and has kernels of a few
+elements: times are the host's, which a device that waits for its host would lose or gain.
 """
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, itemgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +31,8 @@ from torch import nn
 from torch.nn import functional
 
 import instep
+
+sys.path.append(str(Path(__file__).parents[1]))  # of the tests, which have the emulated accelerator
 
 PLAIN, BY_HAND, ATTACHED, AGAIN = "plain", "by hand", "instep", "plain again"
 BUCKETS = 20
@@ -60,19 +68,24 @@ class Scales(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A model, the batches it trains on, and how many rounds are timed."""
+    """A model, the batches it trains on, and how many rounds are timed.
+
+    Attributes:
+        kernel: which of its kernels AdamW is asked for.
+    """
 
     model: Callable[[], nn.Module]
     batch: Callable[[torch.Generator], torch.Tensor]
     rounds: int
+    kernel: str = "fused"
 
 
 def _gpt(width: int, depth: int) -> nn.Module:
     return nn.Sequential(nn.Embedding(256, width), *[Block(width) for _ in range(depth)], nn.Linear(width, 256))
 
 
-def _tokens(generator: torch.Generator) -> torch.Tensor:
-    return torch.randint(0, 256, (1, 64), generator=generator)
+def _tokens(generator: torch.Generator, count: int = 64) -> torch.Tensor:
+    return torch.randint(0, 256, (1, count), generator=generator)
 
 
 def _values(generator: torch.Generator) -> torch.Tensor:
@@ -84,6 +97,10 @@ CASES = {
     "GPT, width 64, 4 blocks (1 MiB of gradients)": Case(partial(_gpt, 64, 4), _tokens, 300),
     "GPT, width 256, 5 blocks (16 MiB)": Case(partial(_gpt, 256, 5), _tokens, 80),
     "GPT, width 512, 8 blocks (100 MiB)": Case(partial(_gpt, 512, 8), _tokens, 24),
+}
+ON_ACCELERATOR = {
+    "host, GPT of 12 blocks, fused": Case(partial(_gpt, 32, 12), partial(_tokens, count=16), 200),
+    "host, GPT of 12 blocks, foreach": Case(partial(_gpt, 32, 12), partial(_tokens, count=16), 200, "foreach"),
 }
 
 
@@ -105,7 +122,7 @@ class ByHand:
             [list(map(column, map(optimizer.state.__getitem__, bucket))) for column in COLUMNS]
             for bucket in self.buckets
         ]
-        self.ones = [list(repeat(torch.ones(()), len(bucket))) for bucket in self.buckets]
+        self.ones = [list(repeat(torch.ones_like(steps[0]), len(steps))) for *_, steps in self.lists]
         self.gradient = attrgetter("grad")
         for number, bucket in enumerate(self.buckets):
             for parameter in bucket:
@@ -140,10 +157,12 @@ class ByHand:
 class Loop:
     """One variant of the training run."""
 
-    def __init__(self, case: Case, kind: str) -> None:
+    def __init__(self, case: Case, kind: str, device: str) -> None:
         torch.manual_seed(0)
-        self.model = case.model()
-        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+        self.model = case.model().to(device)
+        options: Any = {case.kernel: True}
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-4, weight_decay=0.01, **options)
+        self.device = device
         self.kind = kind
         self.by_hand: ByHand | None = None
         self.overlap = instep.attach(self.model, self.optimizer, schedule="backward") if kind == ATTACHED else None
@@ -156,28 +175,43 @@ class Loop:
             if self.kind == BY_HAND:
                 self.by_hand = ByHand(self.optimizer, list(self.model.parameters()))
 
-    def drain(self) -> None: ...
+    def drain(self) -> None:
+        if self.device != "cpu":
+            torch.accelerator.synchronize()
 
 
-def batches(case: Case) -> Iterator[torch.Tensor]:
+def batches(case: Case, device: str) -> Iterator[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     while True:
-        yield case.batch(generator)
+        yield case.batch(generator).to(device)
+
+
+def accelerator() -> str:
+    """The type of the device. The emulated one takes half a minute to compile, the first time."""
+    if torch.cuda.is_available():
+        return "cuda"
+    from tests.accelerator.device import load
+
+    load()
+    return "emu"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="", help="only those with this in their names")
     parser.add_argument("--rounds", type=int, help="timed steps of each loop; by default the case's own number")
+    parser.add_argument("--accelerator", action="store_true", help="the host's time, on an accelerator")
     arguments = parser.parse_args()
+    device, cases = (accelerator(), ON_ACCELERATOR) if arguments.accelerator else ("cpu", CASES)
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # no worker has a core of its own
     print("| | by hand | instep | plain again |\n|---|---|---|---|")
-    for name, case in CASES.items():
+    for name, case in cases.items():
         if arguments.cases not in name:
             continue
-        loops = {kind: Loop(case, kind) for kind in (PLAIN, BY_HAND, ATTACHED, AGAIN)}
-        tokens = batches(case)
+        kinds = [kind for kind in (PLAIN, BY_HAND, ATTACHED, AGAIN) if case.kernel == "fused" or kind != BY_HAND]
+        loops = {kind: Loop(case, kind, device) for kind in kinds}
+        tokens = batches(case, device)
         first = [next(tokens) for _ in range(6)]
         for loop in loops.values():  # each alone
             for batch in first:
@@ -185,7 +219,7 @@ def main() -> None:
         require_equal(loops, PLAIN)
         times = processor_times(loops, tokens, arguments.rounds or case.rounds)
         require_equal(loops, PLAIN)
-        found = (str(ratio(times[PLAIN], times[kind])) for kind in (BY_HAND, ATTACHED, AGAIN))
+        found = (str(ratio(times[PLAIN], times[kind])) if kind in times else "" for kind in (BY_HAND, ATTACHED, AGAIN))
         print(f"| {name} | {' | '.join(found)} |", flush=True)
 
 

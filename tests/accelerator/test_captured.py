@@ -23,7 +23,7 @@ def _on_the_device() -> Any:
 
 
 def recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (streams, deferred, deferred_buckets):
+    for module in (streams, deferred, deferred_buckets, in_backward):
         monkeypatch.setattr(module, "is_captured", lambda device: device.type == "emu")
 
 

@@ -686,11 +686,17 @@ REFUSED: Mapping[str, tuple[Callable[[torch.Tensor], Any], str]] = {
 @pytest.mark.parametrize("kind", REFUSED)
 @pytest.mark.parametrize("schedule", ["backward", "forward"])
 def test_state_that_cannot_live_in_host_memory(schedule: Schedules, kind: str) -> None:
+    """Its first step says so, before it writes a parameter."""
     make, said = REFUSED[kind]
     model = nn.Linear(16, 8)
     optimizer = Odd(model.parameters(), make)
-    with pytest.raises(UnsupportedOptimizerError, match=rf"offload='host'.*Odd {said}"):
-        instep.attach(model, optimizer, schedule=schedule, offload="host")
+    before = [p.detach().clone() for p in model.parameters()]
+    with own_steps_are_judged(), instep.attach(model, optimizer, schedule=schedule, offload="host") as overlap:
+        model(torch.ones(4, 16)).sum().backward()
+        with pytest.raises(UnsupportedOptimizerError, match=rf"offload='host'.*Odd {said}"):
+            optimizer.step()
+        assert overlap.state == "idle"
+        assert all(map(torch.equal, model.parameters(), before))
 
 
 class Later(Odd):

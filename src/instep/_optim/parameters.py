@@ -5,8 +5,8 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import compress, repeat
-from operator import attrgetter, is_, is_not
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_, is_not, methodcaller
 from typing import Any
 
 import torch
@@ -57,17 +57,28 @@ class Homes:
                 attributes.append(place.attribute)
                 indices.append(index)
         self._modules = list(by_module.values())
+        self._refs = [ref for ref, *_ in self._modules]
+        # All that these modules held when each attached one was last found there: names, and parameters by ``id``.
+        self._held: tuple[list[str], list[int]] = [], []
 
     def hold(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether every module has these parameters in its attributes, in the order in which places were given."""
-        for ref, attributes, indices in self._modules:
-            module = ref()
-            if module is None:
+        modules = [ref() for ref in self._refs]
+        if not all(map(is_not, modules, repeat(None))):
+            return False
+        held = list(map(_PARAMETERS, modules))
+        names, ids = list(chain.from_iterable(held)), list(map(id, chain.from_iterable(map(_VALUES, held))))
+        if (names, ids) == self._held:  # two passes, in C; an attached one lives, and nobody else has its ``id``
+            return True
+        for of_module, (_, attributes, indices) in zip(held, self._modules, strict=True):
+            if not all(map(is_, map(of_module.get, attributes), map(parameters.__getitem__, indices))):
                 return False
-            held = map(module._parameters.get, attributes)
-            if not all(map(is_, held, map(parameters.__getitem__, indices))):
-                return False
+        self._held = names, ids
         return True
+
+
+_PARAMETERS: Callable[[Any], dict[str, torch.Tensor | None]] = attrgetter("_parameters")
+_VALUES: Callable[[Any], Iterable[object]] = methodcaller("values")
 
 
 class AttachedParameter:

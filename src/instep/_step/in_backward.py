@@ -233,6 +233,9 @@ class BucketSink(Schedule):
         beside = self._beside is not None and self._beside.takes_some
         if stopped or beside or not self._writes.are_prepared or is_profiled():
             return ()
+        if any(map(is_captured, {bucket.devices[0] for bucket in buckets})):
+            return ()  # each is a part of the graph, on streams that are
+        self._writes.in_graph = False
         with step.lock:
             if step.judge is not None and step.judge.leaves_some:
                 return ()
@@ -280,17 +283,22 @@ class BucketSink(Schedule):
 
     def _run_as_loop(self, bucket: AttachedParameters, update: PreparedUpdate, gradients: list[torch.Tensor]) -> None:
         """On the step's stream; and, where the update may make tensors, with the loop's default device."""
-        device = bucket[0].spec.device
-        self._writes.in_graph = device.type != "cpu" and is_captured(device)
-        default = as_default_device(self._loops_device) if update.may_make_tensors else AS_IT_IS
-        with self._step.streams.on(device), default:
-            self._writes.ready(bucket, update.tensors, gradients)
-            try:
+        device = bucket.devices[0]
+        side = None if device.type == "cpu" else self._step.streams.side(device)
+        before = None if side is None else side.enter()
+        try:
+            with as_default_device(self._loops_device) if update.may_make_tensors else AS_IT_IS:
+                if self._looks:
+                    self._writes.ready(bucket, update.tensors, gradients)
                 self._writes.begun = bucket
                 update.run(gradients)
-            finally:
-                self._writes.let_go_of_memory(device)
-        self._writes.updated(bucket, gradients)
+        finally:
+            if side is not None and before is not None:
+                if update.may_make_tensors:
+                    self._writes.let_go_of_memory(device)
+                side.leave(*before)
+        if side is not None:
+            side.hold(gradients)  # as they were: some optimizers replace .grad
 
     def _hand_over(self, beside: UpdatesBeside, bucket: AttachedParameters) -> bool:
         """Have the worker update ``bucket`` while backward goes on. ``False``: it is to be updated here."""

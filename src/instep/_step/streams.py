@@ -53,11 +53,15 @@ class ProducerStreams:
             self.note(torch.accelerator.current_stream(device))
 
     def note(self, stream: torch.Stream) -> None:
-        self._streams.setdefault(stream.device, set()).add(stream)
+        self.known(stream.device).add(stream)
+
+    def known(self, device: torch.device) -> set[torch.Stream]:
+        """All of ``device`` that were seen so far, and will be."""
+        return self._streams.setdefault(device, set())
 
     def of(self, device: torch.device) -> Set[torch.Stream]:
         """Those of ``device``; while a CUDA graph is recorded, those that are in it."""
-        streams = self._streams.get(device, _NONE)
+        streams = self.known(device)
         return streams if not is_captured(device) else {stream for stream in streams if _is_captured(stream)}
 
     def gather(self, device: torch.device) -> None:
@@ -68,40 +72,72 @@ class ProducerStreams:
                 current.wait_stream(stream)
 
 
-_NONE: Set[torch.Stream] = frozenset()
-
-
 def _is_captured(stream: torch.Stream) -> bool:
     with on_stream(stream):
         return is_captured(stream.device)
 
 
-class _Side:
-    """The side stream of one device."""
+class Side:
+    """The side stream of one device. Never while a CUDA graph is recorded there.
+
+    Two events serve all buckets. A wait is for what its event held when it was asked for: an event can be recorded
+    again at once.
+    """
 
     def __init__(self, stream: torch.Stream, producers: ProducerStreams) -> None:
         self.stream = stream
-        self._producers = producers
         self.ordered: Mark | None = None  # the latest that the producers have waited for
+        self._index = stream.device_index
+        self._producers = producers.known(stream.device)
         self._marks = 0
-        self.held: tuple[Mark, Sequence[torch.Tensor]] | None = None
+        self._before, self._after = torch.Event(stream.device), torch.Event(stream.device)
+        self._held: Sequence[torch.Tensor] = ()
+
+    @property
+    def producers(self) -> Set[torch.Stream]:
+        return self._producers
+
+    def enter(self) -> tuple[torch.Stream, int]:
+        """Make it current, ordered after all that the producers hold by now: the gradients, and every kernel that still
+        reads an old weight. Returns what was current, and the index of the device that was."""
+        index, current = torch.accelerator.current_device_index(), torch.accelerator.current_stream(self._index)
+        if current != self.stream:
+            self._producers.add(current)
+            for stream in self._producers:
+                self._before.record(stream)
+                self.stream.wait_event(self._before)
+            torch.accelerator.set_stream(self.stream)
+        return current, index
+
+    def leave(self, stream: torch.Stream, index: int) -> None:
+        """Make what was current before ``enter`` current again."""
+        if stream != self.stream:
+            torch.accelerator.set_stream(stream)
+        if index != self._index:
+            torch.accelerator.set_device_index(index)
 
     def mark(self) -> Mark:
         self._marks += 1
         return Mark(self.stream.record_event(), self.stream.device, self._marks)
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.let_go()
-        self.held = self.mark(), tensors
+        """Keep ``tensors``, which this stream has used, until the next ones are held: the memory of those that were
+        held so far is the producers' again, which wait for this stream's use of it."""
+        if self._held:
+            for stream in self._producers:
+                stream.wait_event(self._after)
+        self._after.record(self.stream)
+        self._held = tensors
 
-    def let_go(self) -> None:
-        held, self.held = self.held, None
-        if held is not None:
-            held[0].order(*self.producers)
+    def join(self, streams: Iterable[torch.Stream]) -> None:
+        """Have these, and the producers are among them, wait for all that this stream holds."""
+        for stream in streams:
+            stream.wait_stream(self.stream)
+        self._held = ()
 
-    @property
-    def producers(self) -> Set[torch.Stream]:
-        return self._producers.of(self.stream.device)
+    def finish(self) -> None:
+        self.stream.synchronize()
+        self._held = ()
 
 
 class StepStreams:
@@ -114,9 +150,9 @@ class StepStreams:
     def __init__(self, given: torch.Stream | None = None) -> None:
         self.readers: Callable[[], Iterable[torch.Stream]] = lambda: ()
         self.producers = ProducerStreams()
-        self._sides: dict[torch.device, _Side] = {}
+        self._sides: dict[torch.device, Side] = {}
         if given is not None and given.device.type != "cpu":
-            self._sides[given.device] = _Side(given, self.producers)
+            self._sides[given.device] = Side(given, self.producers)
 
     def see(self, device: torch.device) -> None:
         """A forward was on the current streams of this device, and of the others that were stepped."""
@@ -128,6 +164,13 @@ class StepStreams:
         those that make gradients: the gradients, and every kernel that still reads an old weight."""
         return AS_IT_IS if device.type == "cpu" else self._on(device)
 
+    def side(self, device: torch.device) -> Side:
+        """That of an accelerator on which no CUDA graph is recorded."""
+        side = self._sides.get(device)
+        if side is None:
+            side = self._sides[device] = Side(torch.Stream(device), self.producers)
+        return side
+
     @contextmanager
     def _on(self, device: torch.device) -> Iterator[None]:
         if is_captured(device):
@@ -137,22 +180,16 @@ class StepStreams:
             for stream in self.producers.of(device) - {recorded}:  # the memory of gradients is theirs again
                 stream.wait_stream(recorded)
             return
-        side = self._sides.get(device)
-        if side is None:
-            side = self._sides[device] = _Side(torch.Stream(device), self.producers)
-        current = torch.accelerator.current_stream(device)
-        if current == side.stream:
+        side = self.side(device)
+        before = side.enter()
+        try:
             yield
-            return
-        self.producers.note(current)
-        for stream in side.producers:
-            side.stream.wait_stream(stream)
-        with on_stream(side.stream):
-            yield
+        finally:
+            side.leave(*before)
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Keep alive ``tensors``, which the side stream of their device has used, until the stream that was current
-        before has waited for that: up to the next call, or to ``join``."""
+        """Keep alive ``tensors``, which the side stream of their device has used, until the producers have waited for
+        that: up to the next call, or to ``join``."""
         if not self._sides:
             return
         by_device: dict[torch.device, list[torch.Tensor]] = {}
@@ -194,18 +231,14 @@ class StepStreams:
             if is_captured(device):
                 continue  # nothing of this step is on the side stream
             self.producers.note_current(device)
-            for stream in side.producers:
-                stream.wait_stream(side.stream)
-            side.held = None
+            side.join(side.producers)
 
     def join_all(self) -> None:
         """The same at any other time, when the current stream need not be one that makes gradients."""
         for device, side in self._sides.items():
             if is_captured(device):
                 continue
-            for stream in {torch.accelerator.current_stream(device), *side.producers}:
-                stream.wait_stream(side.stream)
-            side.held = None
+            side.join({torch.accelerator.current_stream(device), *side.producers})
 
     def finish(self) -> None:
         """Return when the device has done everything stepped. An error leaves the loop on a stream that nobody knows:
@@ -214,5 +247,4 @@ class StepStreams:
         for device, side in self._sides.items():
             if is_captured(device):
                 continue  # the error ends the recording, too
-            side.stream.synchronize()
-            side.held = None
+            side.finish()

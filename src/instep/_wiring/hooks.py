@@ -3,6 +3,7 @@
 import functools
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -579,26 +580,20 @@ class CheckedReaders(Readers):
     def watch(self, model: nn.Module, owners: Sequence[ModuleParameters], handles: Handles) -> None:
         for owner, parameters in owners:
             if owner is not model:
-                on_cpu = parameters[0].spec.device.type == "cpu"
-                ask = self._before_read_on_cpu if on_cpu else self._before_read
-                hook = BoundHook(weakly(ask, parameters))  # ``while_open`` may have it in a list
+                device = parameters[0].spec.device
+                seen = None if device.type == "cpu" else self._schedule.streams.producers.known(device)
+                before_read = weakly(self._before_read, parameters)
+                hook = ReaderHook(before_read, self._backwards, device, seen)  # ``while_open`` may have it in a list
                 handle = owner.register_forward_pre_hook(hook)
                 handles.append(handle)
-                if on_cpu and not self._on_trial:
+                if seen is None and not self._on_trial:
                     self.while_open.add(handle, hook)
-
-    def _before_read_on_cpu(self, parameters: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
-        # Where there are no streams to note, nothing is left to do in the model's own forward.
-        if not (torch.compiler.is_compiling() or self._backwards.in_forward):
-            self._before_read(parameters, module, args)
 
     def _before_read(self, parameters: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
         schedule = self._schedule
-        if torch.compiler.is_compiling() or graph_task() is not None:
+        if graph_task() is not None:
             return
         schedule.streams.producers.note_current(parameters[0].spec.device)
-        if self._backwards.in_forward:
-            return  # the model's own, in which this has been asked already
         if any(map(schedule.is_applied, parameters)):
             schedule.before_forward()
         if self._on_trial and torch.is_grad_enabled():
@@ -614,6 +609,38 @@ class CheckedReaders(Readers):
 
         see_backward_from = weakly(self._backwards.see_backward_from)
         once = part.register_forward_hook(BoundHook(see))
+
+
+class ReaderHook(BoundHook):
+    """Called before a part of the model reads its parameters. In the model's own forward, where the model has asked
+    already what is to be asked, it notes the stream, and nothing else: it is called for each of hundreds of modules.
+
+    Args:
+        before_read: is called where the part runs by itself.
+        seen: the streams of ``device`` that use weights, to which the current one is added; ``None``: it has none.
+    """
+
+    __slots__ = ("_backwards", "_index", "_seen")
+
+    def __init__(
+        self,
+        before_read: Callable[..., None],
+        backwards: BackwardHooks,
+        device: torch.device,
+        seen: set[torch.Stream] | None,
+    ) -> None:
+        super().__init__(before_read)
+        self._backwards = weakref.ref(backwards)
+        self._index, self._seen = device.index, seen
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        backwards = self._backwards()
+        if backwards is None or not backwards.in_forward:
+            super().__call__(module, args)
+        elif self._seen is not None:
+            self._seen.add(torch.accelerator.current_stream(self._index))
 
 
 class WaitingReaders(Readers):

@@ -213,18 +213,21 @@ class LocalSource(Source):
         them. Otherwise offer this one alone; the end of backward looks for the others (``_offer_rest``)."""
         sink = self._sink
         with sink.lock:  # the gradients of another device arrive on a thread of their own
-            if not parameter.is_cpu:
-                sink.streams.producers.note_current(parameter.device)
             members, running = self._layout.members[number], self._running
-            if running.task == graph_task_number():
-                update = running.prepared[number] if running.prepared else None
-                if running.adds_up or (
+            if running.task == graph_task_number() and running.prepared and not running.adds_up:
+                update = running.prepared[number]
+                if (
                     update is not None
                     and (not self._earlier.versions or self._have_come(members, last))
                     and sink.step_prepared(members, update)
                 ):
                     running.offered.update(members.indices)
                     return
+            if not parameter.is_cpu:
+                sink.streams.producers.note_current(parameter.device)
+            if running.adds_up and running.task == graph_task_number():
+                running.offered.update(members.indices)
+                return
             self._count_bucket(number, members, last, graph_task())
 
     def _count_bucket(self, number: int, members: AttachedParameters, last: int, task: int | None) -> None:
