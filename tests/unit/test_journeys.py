@@ -19,10 +19,10 @@ from tests.journeys import WAYS, Loop, Road, of_a_bucket, of_an_iteration
 BOUNDS = {
     # Files, calls.
     "bucket": (8, 12),
-    "backward": (27, 364),
+    "backward": (27, 361),
     "forward": (30, 708),
     "default": (10, 26),
-    "undo": (31, 855),
+    "undo": (31, 844),
 }
 ATTACH = {"backward": 40, "forward": 42, "default": 42, "undo": 41}
 

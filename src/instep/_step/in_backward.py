@@ -233,7 +233,7 @@ class BucketSink(Schedule):
         beside = self._beside is not None and self._beside.takes_some
         if stopped or beside or not self._writes.are_prepared or is_profiled():
             return ()
-        if any(map(is_captured, {bucket.devices[0] for bucket in buckets})):
+        if any(bucket.devices[0].type != "cpu" and is_captured(bucket.devices[0]) for bucket in buckets):
             return ()  # each is a part of the graph, on streams that are
         self._writes.in_graph = False
         with step.lock:
@@ -795,9 +795,13 @@ class BackwardCalls(StepCalls):
 
     def require_not_torn(self) -> None:
         """The same, where no backward and no commit is under way."""
-        self.end_unless_it_evaluates_again()
-        if not self._step.round.evaluates_again:  # a line search: all of the step is left to step(), which goes on
-            self._step.ledger.require_whole()
+        step = self._step
+        if step.round.stepper is not None:  # else no step() runs, or has raised
+            self.end_unless_it_evaluates_again()
+            if step.round.evaluates_again:
+                return  # a line search: all of the step is left to step(), which goes on
+        if step.ledger.torn is not None:
+            raise step.ledger.torn.error()
 
     def leave_to_optimizer(self, stepper: Stepper, error: InstepError) -> None:
         if self._step.members.applied_by(stepper) and self._step.ledger.torn is None:
