@@ -103,12 +103,15 @@ class Passes:
             )
         self.clipping.compute_total_norm(members, gradient_of)
 
-    def measure(self, parameters: Sequence[AttachedParameter]) -> None:
-        """Take the norms of these gradients, which are final, and free them."""
+    def measure(self, parameters: Sequence[AttachedParameter]) -> list[torch.Tensor]:
+        """Take the norms of these gradients, which are final, on the current stream, and take them off. Returned, they
+        can be kept until it has come so far."""
         pairs = [(a, gradient) for a in parameters if (gradient := gradient_of(a)) is not None]  # a hook may clear some
-        self.clipping.measure([a for a, _ in pairs], [gradient for _, gradient in pairs])
+        gradients = [gradient for _, gradient in pairs]
+        self.clipping.measure([a for a, _ in pairs], gradients)
         for attached in parameters:
             attached.get().grad = attached.spent
+        return gradients
 
     @contextmanager
     def measured(self, *, waits_for_all: bool = False) -> Iterator[None]:

@@ -112,8 +112,9 @@ class Reductions(Generic[B]):
         if bucket.index() == 0:
             if self._under_way and self._task == graph_task():
                 raise InstepError(
-                    "two DistributedDataParallel instances share one communication hook of instep's in one backward. "
-                    "Make a hook for each of them"
+                    "DistributedDataParallel has shown a second bucket 0 in one backward. With static_graph=True and "
+                    "parameters of several dtypes all buckets of the first backward have that number: build it without "
+                    "static_graph. Or two instances share one communication hook of instep's: make one for each"
                 )
             self._under_way.clear()  # of a backward that raised before it came to an end
             self._task = graph_task()
