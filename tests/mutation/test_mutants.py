@@ -184,6 +184,26 @@ MUTANTS = [
         "version_of(buffer) != version",
     ),
     Mutant("two passes: a large buffer may be written twice", "Passes.measuring", "if lost is not None:", "if False:"),
+    Mutant(
+        "two passes: gradients may be hidden from the first",
+        "BackwardSchedule.backward",
+        "passes.require_seen(loss)\n            self",
+        "self",
+    ),
+    Mutant(
+        "two passes: the graph is not gone through where all are measured",
+        "Passes.require_seen",
+        "self._has_looked and all_measured",
+        "all_measured",
+    ),
+    Mutant(
+        "two passes: a bucket may hold what was not measured", "FinalWrites.ready", "passes.require_measured(bucket)"
+    ),
+    Mutant(
+        "two passes: what is left to step() may not be measured",
+        "BackwardSchedule.backward",
+        "passes.require_measured([a for a in self._step.members.all if gradient_of(a) is not None])",
+    ),
     Mutant("two passes: the first disturbs the order", "LocalSource._leaves_all", " or self._sink.measures", ""),
     Mutant(
         "prepared: a moment that is written is not seen",

@@ -493,6 +493,64 @@ def test_two_pass_with_a_large_buffer_that_is_written() -> None:
     assert all(map(torch.equal, before, model.parameters()))
 
 
+class Reentrant(nn.Module):
+    """A reentrant checkpoint. Behind a layer torch refuses it, since its segment is computed; else nothing asks for the
+    segment's gradients, all of which are a part of others where it is tied."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.before: nn.Module = nn.Linear(4, 4) if where == "behind a layer" else nn.Identity()
+        self.after = nn.Linear(4, 4)
+        self.segment = self.after if where == "tied" else nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.after(checkpoint(self.segment, self.before(x), use_reentrant=True))
+        return found
+
+
+@pytest.mark.parametrize("where", ["in front", "behind a layer", "tied"])
+def test_two_pass_refuses_reentrant_checkpoints_before_any_write(where: str) -> None:
+    """Its gradients would be missing in the norm."""
+    model = Reentrant(where)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    with instep.attach(model, optimizer, schedule="backward", clip=TWO_PASS) as overlap:
+        for _ in range(2):
+            with pytest.raises(InstepError, match="use_reentrant=False"):
+                overlap.backward(model(torch.ones(2, 4, requires_grad=True)).sum())
+            assert overlap.state == "idle"
+            assert all(map(torch.equal, before, model.parameters()))
+
+
+class InTheSecondPass(torch.autograd.Function):
+    """Of two backwards of one graph the first gives no gradient."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor | None:
+        InTheSecondPass.calls += 1
+        return None if InTheSecondPass.calls % 2 else gradients[0]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 10_000], ids=["a full bucket", "left to step()"])
+def test_two_pass_where_a_gradient_comes_in_the_second_alone(bucket_bytes: int) -> None:
+    InTheSecondPass.calls = 0
+    model = nn.ParameterList([torch.ones(3), torch.ones(3), torch.ones(3)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with instep.attach(model, optimizer, schedule="backward", clip=TWO_PASS, bucket_bytes=bucket_bytes) as overlap:
+        first, hidden, unused = model
+        loss = (first * InTheSecondPass.apply(hidden)).sum() + 0 * unused.detach().sum()
+        with pytest.raises(InstepError, match=r"'1' a gradient, and the first gave it none"):
+            overlap.backward(loss)
+        assert torch.equal(hidden, torch.ones(3))
+        overlap.accept_torn()
+
+
 def test_two_pass_with_a_gradient_for_an_output_that_is_no_scalar() -> None:
     def step(lane: Contender, i: int) -> torch.Tensor | None:
         output, gradient = lane.model(batch(i)[0]), torch.randn(8, 10)

@@ -594,10 +594,19 @@ class BackwardSchedule(BucketSink):
             return
         with passes.measuring() as parameters:
             if parameters:  # all that are attached may be frozen
-                torch.autograd.backward(loss, gradient, retain_graph=True, inputs=parameters)
+                try:
+                    torch.autograd.backward(loss, gradient, retain_graph=True, inputs=parameters)
+                except RuntimeError:
+                    passes.require_seen(loss)  # torch names inputs=, which the loop has not given
+                    raise
+                passes.require_seen(loss)
             self._step.streams.join()  # the norms are on the side streams
         with passes.measured():
             torch.autograd.backward(loss, gradient)
+            try:
+                passes.require_measured([a for a in self._step.members.all if gradient_of(a) is not None])
+            except InstepError as error:
+                self.stop(error)
 
     # What the user does.
 

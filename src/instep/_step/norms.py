@@ -19,6 +19,7 @@ from instep._step.accumulation import Accumulation
 from instep._step.remedies import ANY_LOOP
 from instep._step.state import FirstError, StepMembers, StepTimes, gradient_of
 from instep._step.streams import StepStreams
+from instep._torch.engine import has_reentrant
 from instep._torch.placeholders import ZeroedGradient
 from instep._torch.versions import version_of
 from instep._torch.watch import Watch
@@ -44,6 +45,7 @@ class Passes:
         self.clipping = clipping
         self.running: Literal["measuring", "stepping", "all"] | None = None
         self._members = members
+        self._has_looked = False  # for segments of the graph that hide gradients from the first pass
         # The gradients that the second pass has left, with their version: until optimizer.step() has looked at them.
         self._measured: dict[int, tuple[torch.Tensor, int]] | None = None
 
@@ -112,6 +114,33 @@ class Passes:
         for attached in parameters:
             attached.get().grad = attached.spent
         return gradients
+
+    def require_seen(self, losses: Losses) -> None:
+        """The first pass has run from ``losses``: raise if gradients may have been hidden from it, which the second one
+        computes. It is not asked for all gradients, but for those of parameters, and a reentrant checkpoint does not
+        say which ones its segment holds. The graph is gone through once, and where a parameter got no gradient."""
+        all_measured = all(self.clipping.is_measured(a) for a in self._members.all if a.get().requires_grad)
+        if self._has_looked and all_measured:
+            return
+        if has_reentrant([losses] if isinstance(losses, torch.Tensor) else losses):
+            raise InstepError(
+                "ClipNorm(mode='two_pass') cannot measure the gradients of checkpoint(…, use_reentrant=True), whose "
+                "segments run a backward of their own. Nothing was updated. Checkpoint with use_reentrant=False"
+            )
+        self._has_looked = True
+
+    def require_measured(self, parameters: Sequence[AttachedParameter]) -> None:
+        """Gradients of the second pass are about to be clipped: raise if the first has given one of these none, so that
+        the norm is not that of all."""
+        if self.running != "stepping":
+            return
+        for attached in parameters:
+            if not self.clipping.is_measured(attached):
+                raise InstepError(
+                    f"the second backward of ClipNorm(mode='two_pass') gave {attached.spec.name!r} a gradient, and the "
+                    "first gave it none: the norm is not that of all gradients. Compute the same loss in both (hooks "
+                    "run twice)"
+                )
 
     @contextmanager
     def measured(self, *, waits_for_all: bool = False) -> Iterator[None]:

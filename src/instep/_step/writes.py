@@ -444,6 +444,7 @@ class FinalWrites(Writes):
             # Nothing is left to measure later, so it does not matter whether these are the tensors that stay in .grad.
             if passes.running is None:
                 passes.clipping.measure(bucket, gradients)
+            passes.require_measured(bucket)
             passes.clipping.clip(parameters)
 
     def updated(self, bucket: AttachedParameters, gradients: Sequence[torch.Tensor]) -> None:

@@ -414,6 +414,11 @@ class Run:
         return leads_to([node for node in nodes if node is not None], known, hidden=True)
 
 
+def has_reentrant(outputs: Iterable[torch.Tensor]) -> bool:
+    """Whether a segment of the graph from ``outputs`` on is checkpointed with ``use_reentrant=True``."""
+    return leads_to([node for output in outputs if (node := output.grad_fn) is not None], (), hidden=True)
+
+
 def leads_to(nodes: Iterable[Any], leaves: Collection[int], *, hidden: bool = False) -> bool:
     """Whether the graph from ``nodes`` on comes to one of ``leaves``, given by ``id``; with ``hidden`` also: to a
     segment that is checkpointed with ``use_reentrant=True``, which hides its own."""
