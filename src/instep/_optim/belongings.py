@@ -15,19 +15,18 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.kinds import read_by_update
+from instep._optim.reached import reached
 from instep._optim.shadow import GroupLayout
 from instep._optim.stages import Stage, Update
-from instep._optim.values import fingerprint, is_immutable, reachable_values, unlike
+from instep._optim.values import fingerprint, is_immutable, unlike
 from instep.errors import HyperparameterChangedError
 
 Mappings = MutableMapping[Any, Any]
 
 
 def mappings_of(optimizer: Optimizer) -> list[Mappings]:
-    """Those that its attributes reach."""
-    reached = reachable_values([read_by_update(optimizer)], optimizer)
-    return [value for value in reached if isinstance(value, MutableMapping) and value is not optimizer.state]
+    """Those that it reaches."""
+    return [mapping for mapping in reached(optimizer, MutableMapping) if mapping is not optimizer.state]
 
 
 def _with_parameters(mappings: Iterable[Mappings]) -> list[Mappings]:
@@ -43,23 +42,30 @@ def mappings_with(parameter: torch.Tensor, mappings: Iterable[Mappings]) -> Iter
                 yield mapping
 
 
+Places = dict[Any, tuple[Mappings, Any]]
+"""Where something is kept of one parameter: mappings with keys, by the ``id`` of a mapping, or an attribute's name."""
+
+
+def places_of(parameter: torch.Tensor, mappings: Iterable[Mappings], attributes: Iterable[str]) -> Places:
+    places: Places = {id(mapping): (mapping, parameter) for mapping in mappings_with(parameter, mappings)}
+    return places | {name: (vars(parameter), name) for name in attributes}
+
+
 def kept_of(parameter: torch.Tensor, mappings: Iterable[Mappings]) -> dict[Any, Any]:
-    """What is kept of it: by the ``id`` of a mapping, and the names of attributes."""
-    kept: dict[Any, Any] = {id(mapping): mapping[parameter] for mapping in mappings_with(parameter, mappings)}
+    """What is kept of it, to be compared: in its attributes what a library may keep of a parameter."""
+    names: list[str] = []
     if attributes := vars(parameter):
         kinds = (torch.Tensor, list, tuple, dict, set)
         # The attributes in which a tensor of a wrapper class (a ``DTensor``) has its values.
         flatten: Any = getattr(type(parameter), "__tensor_flatten__", None)
         own: Sequence[str] = () if flatten is None else flatten(parameter)[0]
-        for name, value in attributes.items():
+        names = [
+            name
+            for name, value in attributes.items()
             # torch.compile marks tensors that it has seen.
-            if (
-                (is_immutable(value) or isinstance(value, kinds))
-                and name not in own
-                and not name.startswith("_dynamo_")
-            ):
-                kept[name] = value
-    return kept
+            if (is_immutable(value) or isinstance(value, kinds)) and name not in own and not name.startswith("_dynamo_")
+        ]
+    return {where: mapping[key] for where, (mapping, key) in places_of(parameter, mappings, names).items()}
 
 
 class Found:
@@ -87,8 +93,7 @@ class Found:
         if not any(kept) and _keep_nothing(parameters, mappings):
             return None
         for parameter, then in self._of.values():
-            now = _look_at(parameter, mappings)
-            for where in unlike(now, then) if now or then else ():
+            for where in unlike(_look_at(parameter, mappings), then):
                 what = f"attribute {where!r} of" if isinstance(where, str) else "what the optimizer keeps by"
                 return f"{what} a parameter of shape {tuple(parameter.shape)}"
         return None

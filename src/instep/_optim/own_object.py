@@ -211,7 +211,7 @@ class OwnObject:
                 if not self.belongings.rests and not self.beside.is_as_found:
                     # By a hook of this backward, between two buckets: taken back after this one, it would be lost.
                     self._settings.look(optimizer, numbers_of(update.members))
-                    self.beside.require_as_found()
+                    self.beside.require_unchanged(groups=True)
                 self._step(optimizer, update.members, tensors, call)
         finally:
             for parameter, gradient, _ in lent:

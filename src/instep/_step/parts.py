@@ -32,7 +32,7 @@ from instep._optim.reached import Tables, in_functions
 from instep._optim.shadow import parameters_of
 from instep._optim.stepper import Stepper
 from instep._optim.undo import BeforeUpdate, KeptByParameter
-from instep._optim.values import address_of, held_in, is_immutable, is_of_torch, reachable_values, values_differ
+from instep._optim.values import address_of, held_in, is_immutable, is_of_torch, reachable_values
 from instep._ranks.process_groups import count_of_collectives
 from instep._step.state import gradient_of
 from instep._torch.engine import count_of_runs, listen
@@ -483,7 +483,7 @@ class PartsOfUpdate:
         # Of a weight that is written with what it holds (clamped, say) autograd is told nevertheless.
         if self._own.wrote or self._look_at(part) != digests:
             self.reason = f"its step() changes parameters that have no gradient, or their state ({_names(part)})"
-        elif values_differ(nothing, returned):
+        elif digest_of_value(nothing) != digest_of_value(returned):
             self.reason = "its step() returns a value that depends on what it updates"
 
     def _take_again(self) -> None:
