@@ -630,7 +630,7 @@ MUTANTS = [
         "if self._runs_backward is not None",
         "if False",
     ),
-    Mutant("overlook draws", "BackwardSideEffects.require_none", 'drew or self._generators.drawn() == "yes"', "False"),
+    Mutant("overlook draws", "BackwardSideEffects.require_none", "drew or self._generators.drawn()", "False"),
     Mutant("overlook buffers", "BackwardSideEffects.require_none", "if written:", "if False:"),
     Mutant("reduce each micro-batch", "_held_unless_last", "parts.accumulation.hold(forward=forward)", "nullcontext()"),
     Mutant("end a group's backward at its first node", "_Switches.before", "self._left == 0", "True"),
@@ -1181,10 +1181,15 @@ MUTANTS = [
     Mutant(
         "write the values of sparse state back into another tensor",
         "_OfParts.put_back",
-        "tensor.data = self.alias",
-        "tensor.detach().copy_(self.alias)",
+        "tensor.data = self._alias",
+        "tensor.detach().copy_(self._alias)",
     ),
-    Mutant("put back one inner tensor of a wrapper", "_OfWrapper.put_back", "self._inner", "self._inner[:1]"),
+    Mutant(
+        "put back one inner tensor of a wrapper",
+        "_OfParts.put_back",
+        "for part, kept in self._parts.values():",
+        "for part, kept in [*self._parts.values()][:1]:",
+    ),
     Mutant("write elements that share their memory by themselves", "_each_once", "0 not in bits.stride()", "True"),
     Mutant(
         "a digest takes two signs for none",
@@ -1979,14 +1984,14 @@ MUTANTS = [
     Mutant(
         "take what another thread draws for the update's",
         "Generators.drawn",
-        'return "yes" if self._others_rest() else "unknown"',
-        'return "yes"',
+        "bool(advanced) and self._others_rest()",
+        "bool(advanced)",
     ),
     Mutant(
         "a thread that rests may have drawn",
         "Generators.drawn",
-        'return "yes" if self._others_rest() else "unknown"',
-        'return "unknown" if self._others else "yes"',
+        "bool(advanced) and self._others_rest()",
+        "bool(advanced) and not self._others",
     ),
     Mutant("do not look whether an update writes what it was not given", "Beside.note", "self.wrote_unseen()", "False"),
     Mutant("an update waits for itself", "DeferredBuckets.finish", "if self.worker.is_here:", "if False:"),
@@ -2241,9 +2246,7 @@ MUTANTS = [
         "knows_some",
     ),
     Mutant("the table of an attachment is not escaped", "table_of", "{escape(title)}", "{title}"),
-    Mutant(
-        "keyed: leave the loop's generators as an update has left them", "KeyedDraws.around", "_restore(before)"
-    ),
+    Mutant("keyed: leave the loop's generators as an update has left them", "KeyedDraws.around", "_restore(before)"),
     Mutant(
         "keyed: what step() draws without a gradient is the loop's",
         "StepCalls.before_update",
@@ -3059,8 +3062,8 @@ MUTANTS = [
     Mutant(
         "contents: memory that may not be written is disturbed",
         "disturb",
-        "kind is _OfMemory and tensor.untyped_storage().resizable()",
-        "kind is _OfMemory",
+        "_kind_of(tensor) is _OfMemory and tensor.untyped_storage().resizable()",
+        "_kind_of(tensor) is _OfMemory",
     ),
     Mutant(
         "contents: an array that may not be written is put back",
@@ -3122,7 +3125,7 @@ MUTANTS = [
     Mutant(
         "what is kept of a parameter may change after its bucket",
         "BelongingsGuard.note",
-        "self._found.note(parameters)",
+        "self._found.update(zip(map(id, parameters), zip(parameters, kept, strict=False), strict=False))",
     ),
     Mutant("the state is not looked at as gradients arrive", "Arrivals", ", optimizer.state])", "])"),
     Mutant(

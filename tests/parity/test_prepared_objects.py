@@ -260,10 +260,14 @@ class EndsWarmUp(Signs):
             self.powers, self.extra = (1.0, 3.0), 0.0
         elif self.updates == SETTLED + 3:
             self.powers, self.extra = (1.0, 2.0), [2.0]
+        elif self.updates == SETTLED + 5:
+            self.powers = [1.0, 2.0]
+        elif self.updates == SETTLED + 7:
+            self.powers = (1.0, 2.5)
 
 
 def test_lists_that_an_update_replaces_by_numbers() -> None:
-    require_equal_steps(EndsWarmUp, 9)
+    require_equal_steps(EndsWarmUp, 12)
 
 
 class Averages(Signs):

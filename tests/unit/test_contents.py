@@ -1,6 +1,7 @@
 """What is put back is seen to be back: tensors of any layout, dtype and class, bit for bit; and digests of them."""
 
 import gc
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from random import Random
@@ -463,3 +464,10 @@ def test_digests_of_values() -> None:
     around: list[Any] = [1]
     around.append(around)
     assert digest_of_value(around) == digest_of_value(around)
+
+
+def test_what_weak_references_refer_to_is_not_compared() -> None:
+    one, other = torch.ones(2), torch.ones(2)
+    first, second = weakref.ref(one), weakref.ref(other)
+    assert digest_of_value([first]) == digest_of_value([first])
+    assert digest_of_value([first]) != digest_of_value([second])

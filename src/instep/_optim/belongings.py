@@ -68,46 +68,12 @@ def kept_of(parameter: torch.Tensor, mappings: Iterable[Mappings]) -> dict[Any, 
     return {where: mapping[key] for where, (mapping, key) in places_of(parameter, mappings, names).items()}
 
 
-class Found:
-    """What is kept of some parameters, as it was found.
-
-    Args:
-        mappings: in which something may be kept by them.
-    """
-
-    def __init__(self, mappings: Sequence[Mappings]) -> None:
-        self._mappings = mappings
-        self._of: dict[int, tuple[torch.Tensor, Any]] = {}
-
-    def note(self, parameters: Sequence[torch.Tensor]) -> None:
-        """As it is now, in place of what was noted of them before."""
-        mappings = _with_parameters(self._mappings)
-        # As mostly there is nothing, and it is asked of each bucket, and in each step.
-        kept = repeat(_NOTHING) if _keep_nothing(parameters, mappings) else (_look_at(p, mappings) for p in parameters)
-        self._of.update(zip(map(id, parameters), zip(parameters, kept, strict=False), strict=False))
-
-    def changed(self) -> str | None:
-        """Something that is not as it was, in words; ``None``: nothing."""
-        mappings = _with_parameters(self._mappings)
-        parameters, kept = zip(*self._of.values(), strict=True) if self._of else ((), ())
-        if not any(kept) and _keep_nothing(parameters, mappings):
-            return None
-        for parameter, then in self._of.values():
-            for where in unlike(_look_at(parameter, mappings), then):
-                what = f"attribute {where!r} of" if isinstance(where, str) else "what the optimizer keeps by"
-                return f"{what} a parameter of shape {tuple(parameter.shape)}"
-        return None
-
-
-_NOTHING: dict[Any, Any] = {}
+def _look_at(parameter: torch.Tensor, mappings: Sequence[Mappings]) -> dict[Any, Any]:
+    return {where: fingerprint(value) for where, value in kept_of(parameter, mappings).items()}
 
 
 def _keep_nothing(parameters: Iterable[torch.Tensor], mappings: Sequence[Mappings]) -> bool:
     return not mappings and not any(map(vars, parameters))
-
-
-def _look_at(parameter: torch.Tensor, mappings: Sequence[Mappings]) -> dict[Any, Any]:
-    return {where: fingerprint(value) for where, value in kept_of(parameter, mappings).items()}
 
 
 class BelongingsGuard(Stage):
@@ -115,18 +81,19 @@ class BelongingsGuard(Stage):
     called.
 
     Attributes:
-        mappings: those that the optimizer's attributes reach, where these are known as a step begins.
+        mappings: in which something may be kept by them; ``None``: as a step begins, those that the optimizer reaches.
         rests: whether updates are put back, and are none of the step's.
     """
 
-    def __init__(self, name: str) -> None:
-        self.mappings: Sequence[Mappings] | None = None
+    def __init__(self, name: str, mappings: Sequence[Mappings] | None = None) -> None:
+        self.mappings = mappings
         self.rests = False
         self._name = name
-        self._found: Found | None = None
+        self._found: dict[int, tuple[torch.Tensor, dict[Any, Any]]] = {}
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
-        self._found = Found(mappings_of(optimizer) if self.mappings is None else self.mappings)
+        if self.mappings is None:
+            self.mappings = mappings_of(optimizer)
 
     @contextmanager
     def around(self, update: Update) -> Iterator[None]:
@@ -135,16 +102,33 @@ class BelongingsGuard(Stage):
             self.note(update.owned)
 
     def note(self, parameters: Sequence[torch.Tensor]) -> None:
-        """They were updated."""
-        if self._found is not None:
-            self._found.note(parameters)
+        """They were updated. What is kept of them now takes the place of what was noted before."""
+        mappings = _with_parameters(self.mappings or ())
+        # As mostly there is nothing, and it is asked of each bucket, and in each step.
+        kept = repeat(_NOTHING) if _keep_nothing(parameters, mappings) else (_look_at(p, mappings) for p in parameters)
+        self._found.update(zip(map(id, parameters), zip(parameters, kept, strict=False), strict=False))
+
+    def changed(self) -> str | None:
+        """Something that is not as it was noted, in words; ``None``: nothing."""
+        mappings = _with_parameters(self.mappings or ())
+        parameters, kept = zip(*self._found.values(), strict=True) if self._found else ((), ())
+        if not any(kept) and _keep_nothing(parameters, mappings):
+            return None
+        for parameter, then in self._found.values():
+            for where in unlike(_look_at(parameter, mappings), then):
+                what = f"attribute {where!r} of" if isinstance(where, str) else "what the optimizer keeps by"
+                return f"{what} a parameter of shape {tuple(parameter.shape)}"
+        return None
 
     def require_unchanged(self, optimizer: Optimizer) -> None:
-        if self._found is not None and (what := self._found.changed()) is not None:
+        if (what := self.changed()) is not None:
             raise HyperparameterChangedError(
                 f"{what} was changed after backward had already stepped it with what {self._name} found there: by a "
                 "hook of this backward? Use schedule='forward', which steps after backward"
             )
 
     def end_step(self) -> None:
-        self._found = self.mappings = None
+        self._found, self.mappings = {}, None
+
+
+_NOTHING: dict[Any, Any] = {}

@@ -131,13 +131,9 @@ def _items(held: Any) -> list[Any]:
     return [*chain.from_iterable(held.items())] if type(held) is dict else [*held]
 
 
-class _Changes(NamedTuple):
-    """Which of some values are others by now, by number; of which types, which are compared first, as a tensor compares
-    itself to any number; and what they are."""
-
-    at: list[int]
-    types: list[type]
-    values: list[Any]
+_Changes = tuple[list[int], list[type], list[Any]]
+"""Which of some values are others by now, by number; of which types, which are compared first, as a tensor compares
+itself to any number; and what they are."""
 
 
 class _AtOnce:
@@ -176,7 +172,7 @@ class _AtOnce:
         now = self._now()
         at = [*compress(count(), map(is_not, now, self._values))]
         values = [*map(now.__getitem__, at)]
-        return _Changes(at, [*map(type, values)], values)
+        return at, [*map(type, values)], values
 
     def put_back(self, at: Iterable[int]) -> None:
         if not self._places:
@@ -316,7 +312,7 @@ class Beside:
         groups = tuple(map(bool, map(_IN_BUCKET, members)))
         changes = None if self._at_once is None else self._at_once.changes()
         if self._at_once is not None and changes is not None and changes == self._noted.get(groups):
-            self._at_once.put_back(changes.at)
+            self._at_once.put_back(changes[0])
             return
         changed = self._changed()
         # A group of which the bucket has no parameter need not be left as others leave it.
@@ -333,7 +329,7 @@ class Beside:
             )
         if disagreement is not None:
             raise depends_on_buckets(self._name, self._in_words(disagreement))
-        if changes is not None and all(map(is_immutable, changes.values)):
+        if changes is not None and all(map(is_immutable, changes[-1])):
             self._noted[groups] = changes
 
     def _changed(self) -> list[Slot]:

@@ -76,10 +76,8 @@ def is_back(tensor: torch.Tensor, kept: "Kept") -> bool:
         return kept.is_in(tensor)
 
 
-def _kind_of(tensor: torch.Tensor) -> "type[_OfMemory | _OfParts | _OfWrapper]":
-    if is_wrapper(tensor):
-        return _OfWrapper
-    if tensor.is_meta or tensor.is_nested:
+def _kind_of(tensor: torch.Tensor) -> "type[_OfMemory | _OfParts]":
+    if is_wrapper(tensor) or tensor.is_meta or tensor.is_nested:
         return _OfParts
     if tensor.is_quantized:
         raise TypeError(f"a tensor of the dtype {tensor.dtype}")
@@ -168,9 +166,16 @@ _of_dense = partial(_OfMemory, dense=True)
 
 def _form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What a tensor is beside the bits in its memory, its strides aside."""
+    if is_wrapper(tensor):
+        return plain_type(tensor), tensor.dtype, {name: number.hex() for name, number in _numbers_of(tensor).items()}
     coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
     shape = "nested" if tensor.is_nested else tensor.shape
     return tensor.dtype, shape, tensor.layout, tensor.is_meta, tensor.is_conj(), tensor.is_neg(), coalesced
+
+
+def _numbers_of(wrapper: torch.Tensor) -> dict[str, float]:
+    """What one of a wrapper class notes beside its tensors: a scale, say."""
+    return {name: value for name, value in getattr(wrapper, "__dict__", {}).items() if type(value) is float}
 
 
 def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -207,75 +212,52 @@ _PARTS = {
 }
 
 
-def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors with memory of which a sparse or a nested one consists. One without values has none."""
+def _parts_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of which one consists: a sparse or nested one, or one of a wrapper class. On ``meta`` it has none."""
+    if is_wrapper(tensor):
+        return inner_of(tensor)
     alias = tensor.detach()
     if alias.is_nested:
-        return list(alias.unbind())
-    return [] if alias.is_meta else [getattr(alias, name)() for name in _PARTS[alias.layout]]
+        return {str(number): part for number, part in enumerate(alias.unbind())}
+    return {} if alias.is_meta else {name: getattr(alias, name)() for name in _PARTS[alias.layout]}
 
 
 class _OfParts:
-    """Of a sparse tensor, a nested one with the strided layout (one that is jagged is a wrapper), or one on ``meta``,
-    which has a shape, and no values.
+    """Of a tensor that consists of others, or has a shape, and no values. A nested one is of a wrapper class where it
+    is jagged."""
 
-    Attributes:
-        alias: refers to the parts: what writes into a sparse tensor gives that others.
-    """
-
-    __slots__ = ("_parts", "alias")
+    __slots__ = ("_alias", "_form", "_numbers", "_parts")
 
     def __init__(self, tensor: torch.Tensor, host: bool) -> None:
-        self.alias = tensor.detach()
-        self._parts = [_OfMemory(part, host) for part in _parts_of(self.alias)]
+        self._form = _form_of(tensor)
+        self._parts = {name: (part, copy_of(part, host)) for name, part in _parts_of(tensor).items()}
+        self._numbers = _numbers_of(tensor) if is_wrapper(tensor) else {}
+        # Refers to the parts: what writes into a sparse tensor gives that others.
+        self._alias = None if is_wrapper(tensor) else tensor.detach()
 
     def put_back(self, tensor: torch.Tensor) -> None:
-        for part in self._parts:
-            part.write()
-        aliases = [part.alias for part in self._parts]
-        if _form_of(tensor) != _form_of(self.alias) or not all(map(_is_same_memory, _parts_of(tensor), aliases)):
-            tensor.data = self.alias
+        for part, kept in self._parts.values():
+            restore(part, kept)
+        parts = {name: part for name, (part, _) in self._parts.items()}
+        if self._alias is None:
+            for name, value in (parts | self._numbers).items():
+                if getattr(tensor, name) is not value:
+                    setattr(tensor, name, value)
+        elif _form_of(tensor) != self._form or not all(
+            map(_is_same_memory, _parts_of(tensor).values(), parts.values())
+        ):
+            tensor.data = self._alias
 
     def is_in(self, tensor: torch.Tensor) -> bool:
-        if is_wrapper(tensor) or _form_of(tensor) != _form_of(self.alias):
+        if _form_of(tensor) != self._form:
             return False
         now = _parts_of(tensor)
-        return len(now) == len(self._parts) and all(p.is_in(part) for p, part in zip(self._parts, now, strict=True))
-
-
-class _OfWrapper:
-    """Of a tensor whose class keeps its values in others: those, and the numbers that it notes beside them."""
-
-    __slots__ = ("_inner", "_noted")
-
-    def __init__(self, tensor: Any, host: bool) -> None:
-        self._inner = [(name, inner, copy_of(inner, host)) for name, inner in inner_of(tensor).items()]
-        self._noted = _noted(tensor)
-
-    def put_back(self, tensor: Any) -> None:
-        for name, inner, kept in self._inner:
-            restore(inner, kept)
-            if getattr(tensor, name) is not inner:
-                setattr(tensor, name, inner)
-        for name, number in self._noted.items():
-            setattr(tensor, name, number)
-
-    def is_in(self, tensor: Any) -> bool:
-        if not is_wrapper(tensor):
-            return False
-        return (
-            list(inner_of(tensor)) == [name for name, _, _ in self._inner]
-            and digest_of_value(_noted(tensor)) == digest_of_value(self._noted)
-            and all(is_back(getattr(tensor, name), kept) for name, _, kept in self._inner)
+        return now.keys() == self._parts.keys() and all(
+            is_back(now[name], kept) for name, (_, kept) in self._parts.items()
         )
 
 
-def _noted(tensor: torch.Tensor) -> dict[str, float]:
-    """A scale, say."""
-    return {name: value for name, value in getattr(tensor, "__dict__", {}).items() if type(value) is float}
-
-
-Kept = _OfMemory | _OfParts | _OfWrapper
+Kept = _OfMemory | _OfParts
 """What a tensor held when it was kept. ``put_back(tensor)`` writes that, and ``is_in(tensor)`` tells whether the tensor
 holds it, bit for bit."""
 
@@ -292,11 +274,12 @@ def disturb(tensor: torch.Tensor) -> None:
     """Give every element of its memory another value; done once more, the same bits as before. A floating-point number
     is multiplied by a power of two, an integer is another one. A tensor that is not dense stays as it is."""
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        kind = _kind_of(tensor)
-        if kind is _OfWrapper:
+        if is_wrapper(tensor):
             for inner in inner_of(tensor).values():
                 disturb(inner)
-        elif kind is _OfMemory and tensor.untyped_storage().resizable():  # torch's own: others may not be written
+        elif (
+            _kind_of(tensor) is _OfMemory and tensor.untyped_storage().resizable()
+        ):  # torch's own: others may not be written
             with grad_mode._unsafe_preserve_version_counter(tensor):
                 _each_once(_bits_of(tensor.detach())).bitwise_xor_(_BITS.get(tensor.dtype, 1))
 
@@ -400,15 +383,12 @@ def digest_of(tensor: torch.Tensor) -> Digest:
     """A digest of the tensor's bits, with its dtype, shape and layout: not of its strides, nor of where it is.
     ``TypeError``, if nobody could tell what the tensor holds."""
     with torch._C.DisableTorchFunctionSubclass():
-        kind = _kind_of(tensor)
-        if kind is _OfWrapper:
-            inner = tuple((name, digest_of(part)) for name, part in inner_of(tensor).items())
-            return plain_type(tensor), tensor.dtype, digest_of_value(_noted(tensor)), inner
-        parts = [tensor] if kind is _OfMemory else _parts_of(tensor)
-        return _form_of(tensor), *map(_digest_of_memory, parts)
+        if _kind_of(tensor) is _OfMemory:
+            return _form_of(tensor), _digest_of_memory(tensor)
+        return _form_of(tensor), {name: digest_of(part) for name, part in _parts_of(tensor).items()}
 
 
-def _digest_of_memory(tensor: torch.Tensor) -> Digest:
+def _digest_of_memory(tensor: torch.Tensor) -> bytes:
     if is_pinned(tensor):
         _await_copies()
     bits = _bits_of(tensor.detach()).reshape(-1)
@@ -417,8 +397,7 @@ def _digest_of_memory(tensor: torch.Tensor) -> Digest:
     else:
         room = torch.empty(min(_WORDS, bits.nbytes // 8 + 1), dtype=torch.int64, device=bits.device)
         numbers = torch.stack([number for words in _words_of(bits) for number in _sums(words, room)]).cpu().numpy()
-    content = hashlib.blake2b(numbers, digest_size=16).digest()
-    return tensor.dtype, tensor.shape, content
+    return hashlib.blake2b(numbers, digest_size=16).digest()
 
 
 def _words_of(flat: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -59,7 +59,6 @@ def draw_key(seed: int, step: int, name: str, shard: int | None = None) -> int:
 
 Read = Callable[[], Any]
 Write = Callable[[Any], Any]
-Drawn = Literal["no", "yes", "unknown"]
 
 
 States = list[tuple[torch.Generator, torch.Tensor]]
@@ -120,17 +119,14 @@ class Generators:
     def _advanced(self) -> set[int]:
         return {key for key, (read, _) in self._known.items() if not _same(read(), self._before[key])}
 
-    def drawn(self) -> Drawn:
-        """Whether this thread has drawn from one of them, or made one, since; ``"unknown"``: another thread may have
-        drawn from those that all share."""
-        advanced = self._advanced()
-        count = len(self._known)
+    def drawn(self) -> bool:
+        """Whether this thread has drawn from one of them, or made one, since. What another thread may have drawn from
+        those that all share does not count."""
+        advanced, count = self._advanced(), len(self._known)
         self._find()
         if advanced - self._shared or len(self._known) > count:
-            return "yes"
-        if not advanced:
-            return "no"
-        return "yes" if self._others_rest() else "unknown"
+            return True
+        return bool(advanced) and self._others_rest()
 
     def restore(self, *, even_shared: bool = False) -> None:
         """Put the states back; those that all share if no other thread can have drawn, or ``even_shared``."""

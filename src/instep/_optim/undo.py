@@ -1,7 +1,7 @@
 """Parameters and state as they were before a step, to be put back bit for bit, and gradients that are lent to it."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -139,24 +139,16 @@ def _entry_of(optimizer: Optimizer, parameter: torch.Tensor) -> dict[Any, Any] |
 
 
 class KeptByParameter:
-    """What an optimizer keeps of single parameters outside of its ``state``: mappings by parameter, in its attributes.
+    """What an optimizer keeps of single parameters in mappings by parameter, outside of its ``state``.
 
     Args:
-        optimizer: a foreign one.
-        only: what belongs to these alone is copied.
-        mappings: in which it may keep something; by default all that it reaches.
+        only: what belongs to these alone is copied, by ``id``; by default all.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        only: Iterable[torch.Tensor] | None = None,
-        mappings: Sequence[Mappings] | None = None,
-    ) -> None:
-        some = None if only is None else set(map(id, only))
+    def __init__(self, mappings: Iterable[Mappings], only: Container[int] | None = None) -> None:
         self._kept: list[tuple[Mappings, set[int], list[tuple[torch.Tensor, Contents]]]] = []
-        for mapping in mappings_of(optimizer) if mappings is None else mappings:
-            tensors = [key for key in mapping if isinstance(key, torch.Tensor) and (some is None or id(key) in some)]
+        for mapping in mappings:
+            tensors = [key for key in mapping if isinstance(key, torch.Tensor) and (only is None or id(key) in only)]
             self._kept.append((mapping, set(map(id, mapping)), [(key, Contents(mapping[key])) for key in tensors]))
 
     def restore(self) -> None:
@@ -174,7 +166,7 @@ class BeforeUpdate:
     Args:
         tensors: the parameters.
         gradients: whether it finds any. Without one it may write what it keeps of others, too.
-        mappings: as ``KeptByParameter`` has them.
+        mappings: in which it may keep something; by default all that it reaches.
 
     Raises:
         TypeError: one could not be put back.
@@ -188,10 +180,11 @@ class BeforeUpdate:
         gradients: bool = True,
         mappings: Sequence[Mappings] | None = None,
     ) -> None:
-        every = {id(tensor): tensor for tensor in tensors}.values()
-        self._saved = [SavedParameter(tensor, optimizer, host=False) for tensor in every]
-        self._others = KeptByParameter(optimizer, every if gradients else None, mappings)
-        pairs = [(t, t.grad) for t in every] if gradients else []
+        every = {id(tensor): tensor for tensor in tensors}
+        self._saved = [SavedParameter(tensor, optimizer, host=False) for tensor in every.values()]
+        mappings = mappings_of(optimizer) if mappings is None else mappings
+        self._others = KeptByParameter(mappings, every if gradients else None)
+        pairs = [(t, t.grad) for t in every.values()] if gradients else []
         self._gradients = [(t, grad, None if grad is None else copy_of(grad, False)) for t, grad in pairs]
 
     @torch.no_grad()

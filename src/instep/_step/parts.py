@@ -217,7 +217,7 @@ class _Around:
         tensors = {id(t): t for t in (*beside.unseen, *in_functions(optimizer))}
         self._tensors: list[tuple[torch.Tensor, Kept]] = [(t, copy_of(t, host=False)) for t in tensors.values()]
         self._tables = Tables(optimizer)
-        self._by_parameter = KeptByParameter(optimizer)
+        self._by_parameter = KeptByParameter(mappings_of(optimizer))
         self._held = beside.digest()
 
     def put_back(self) -> str | None:
@@ -349,7 +349,7 @@ class PartsOfUpdate:
                 self._meet_compiler(is_warm)
             if self.reason is not None or not self.counts:
                 return
-        if self._generators.drawn() == "yes":  # a part has made one
+        if self._generators.drawn():  # a part has made one
             self.reason = _DRAWS
         if twice and self.reason is None:
             self._take_again()
