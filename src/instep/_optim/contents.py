@@ -277,9 +277,7 @@ def disturb(tensor: torch.Tensor) -> None:
         if is_wrapper(tensor):
             for inner in inner_of(tensor).values():
                 disturb(inner)
-        elif (
-            _kind_of(tensor) is _OfMemory and tensor.untyped_storage().resizable()
-        ):  # torch's own: others may not be written
+        elif _kind_of(tensor) is _OfMemory and tensor.untyped_storage().resizable():  # else it may be another's
             with grad_mode._unsafe_preserve_version_counter(tensor):
                 _each_once(_bits_of(tensor.detach())).bitwise_xor_(_BITS.get(tensor.dtype, 1))
 

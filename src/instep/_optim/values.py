@@ -14,16 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import (
     BuiltinMethodType,
-    ClassMethodDescriptorType,
+    CodeType,
     FunctionType,
     GenericAlias,
-    GetSetDescriptorType,
-    MemberDescriptorType,
-    MethodDescriptorType,
     MethodType,
     ModuleType,
-    UnionType,
-    WrapperDescriptorType,
 )
 from typing import Any, NamedTuple
 
@@ -110,10 +105,15 @@ _KINDS: dict[type, Kind] = {
 }
 
 
+_OF_A_KIND = tuple(_KINDS)
+
+
 def kind_of(value: Any) -> Kind | None:
     """``None``: of one of these kinds it is not. It may have attributes, or memory."""
     known = _KINDS.get(type(value))
-    return known or next((kind for cls, kind in _KINDS.items() if isinstance(value, cls)), None)
+    if known is None and isinstance(value, _OF_A_KIND):
+        return next(kind for cls, kind in _KINDS.items() if isinstance(value, cls))
+    return known
 
 
 def parts_of(value: Any) -> dict[Any, Any] | None:
@@ -165,17 +165,12 @@ def buffer_of(value: Any) -> Any:
 # What an update can get at beside what it is given: through the attributes, groups and state of its optimizer.
 
 NUMBERS = frozenset({bool, int, float, str, type(None)})
-_REFER_TO_NOTHING = NUMBERS | {
-    *(UnionType, GenericAlias),
-    *(MethodDescriptorType, WrapperDescriptorType, ClassMethodDescriptorType, GetSetDescriptorType),
-    MemberDescriptorType,
-}
 
 
 def reachable_values(owners: Iterable[object], but: object = None) -> Iterator[Any]:
     """``owners`` and all that they refer to through containers, attributes, weak references, and what functions of
-    theirs enclose or are given. Numbers and descriptors are left out; tensors, classes, Python's modules and objects of
-    torch's are not looked into, nor is what a ``Module`` holds but parameters.
+    theirs enclose or are given. Numbers are left out; tensors, classes, Python's modules and objects of torch's are not
+    looked into, nor is what a ``Module`` holds but parameters.
 
     Args:
         but: what is not looked into either: an optimizer to which its own functions refer.
@@ -184,7 +179,7 @@ def reachable_values(owners: Iterable[object], but: object = None) -> Iterator[A
     left = list(owners)
     while left:
         value = left.pop()
-        if type(value) in _REFER_TO_NOTHING or id(value) in seen:
+        if type(value) in NUMBERS or id(value) in seen:
             continue
         seen.add(id(value))
         yield value
@@ -192,7 +187,7 @@ def reachable_values(owners: Iterable[object], but: object = None) -> Iterator[A
 
 
 def _referred_by(value: Any) -> Iterable[Any]:
-    if type(value) in PLAIN or isinstance(value, (torch.Tensor, type, ModuleType)):
+    if type(value) in PLAIN or isinstance(value, (torch.Tensor, type, GenericAlias, CodeType, ModuleType)):
         return ()
     if isinstance(value, nn.Module):
         return value.parameters()
@@ -200,7 +195,7 @@ def _referred_by(value: Any) -> Iterable[Any]:
         return value
     if isinstance(value, (weakref.ref, BuiltinMethodType)):
         return (value() if isinstance(value, weakref.ref) else value.__self__,)
-    if kind_of(value) is None and not isinstance(value, Mapping) and is_of_torch(value):
+    if not isinstance(value, (*_OF_A_KIND, Mapping)) and is_of_torch(value):
         return ()
     return (parts_of(value) or {}).values()
 
