@@ -72,9 +72,7 @@ MUTANTS = [
         "now.keys() != then.keys()",
         "False",
     ),
-    Mutant(
-        "objects: what the step has left is taken for the user's", "Beside.commit", "self._values[slot] = mapping[key]"
-    ),
+    Mutant("objects: what the step has left is taken for the user's", "Beside.commit", "self._values[slot] = value"),
     Mutant(
         "objects: the model is kept from step to step",
         "Beside.end_step",
@@ -2610,17 +2608,20 @@ MUTANTS = [
     Mutant(
         "own object: what a bucket has changed is not taken back",
         "Beside._take_back",
-        "mapping[key] = self._records[slot].put_back() if slot in self._records else self._values[slot]",
+        "self._put(slot, self._values.get(slot, ABSENT) if record is None else record.put_back())",
         "pass",
     ),
     Mutant(
         "own object: what a bucket has changed in place is not taken back",
         "Beside._take_back",
-        "self._records[slot].put_back() if slot in self._records else self._values[slot]",
-        "self._values[slot]",
+        " if record is None else record.put_back()",
+        "",
     ),
     Mutant(
-        "own object: what a bucket has added is not taken back", "Beside._take_back", "mapping.pop(key, None)", "pass"
+        "own object: what a bucket has added is not taken back",
+        "Beside._take_back",
+        "self._values.get(slot, ABSENT)",
+        "self._values.get(slot, self._value_at(slot))",
     ),
     Mutant(
         "own object: buckets may leave other values",
@@ -2635,7 +2636,7 @@ MUTANTS = [
         "self._take_back([slot for slot in changed if slot[0] in self._left and slot not in left])",
         "pass",
     ),
-    Mutant("own object: what buckets have taken out stays", "Beside.commit", "mapping.pop(key, None)"),
+    Mutant("own object: what buckets have taken out stays", "put_item", "mapping.pop(key, None)"),
     Mutant(
         "own object: large tensors are not looked at",
         "Beside._begin",

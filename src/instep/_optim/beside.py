@@ -39,6 +39,7 @@ from instep._optim.values import (
     is_of_torch,
     kind_of,
     put_dict,
+    put_item,
     settings_in,
     storage_of,
 )
@@ -90,7 +91,7 @@ class AsItWas(Contents):
             if held.nbytes > MOST_BYTES:
                 self.large.append(held)
                 return ()
-        elif is_closed(held) or is_of_torch(held) or isinstance(held, _INERT):
+        elif held is ABSENT or is_closed(held) or is_of_torch(held) or isinstance(held, _INERT):
             return ()  # an update does not change it, or it is looked at in another way
         elif isinstance(held, dict):
             # What it has under parameters is taken for state of these.
@@ -236,8 +237,8 @@ class Beside:
         self._at_once: _AtOnce | None = None
         # What was changed by a bucket that was noted, by which groups had parameters in it.
         self._noted: dict[tuple[bool, ...], _Changes] = {}
-        # By source, where a bucket was asked: what that has left of the values that it changes; ``ABSENT``: nothing.
-        self._left: dict[int, dict[Slot, Any]] = {}
+        # By source, where a bucket was asked: what that has left of the values that it changes.
+        self._left: dict[int, dict[Slot, AsItWas]] = {}
         self.unseen: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._shared: list[tuple[Any, str, Any]] = []
@@ -320,7 +321,8 @@ class Beside:
         disagreement = next((slot for n in asked for slot in self._left_otherwise(n, changed)), None)
         for number in asked:
             if number not in self._left:
-                self._left[number] = {slot: self._as_left(slot) for slot in changed if slot[0] == number}
+                left = [slot for slot in changed if slot[0] == number]
+                self._left[number] = {slot: AsItWas(self._value_at(slot), self._apart) for slot in left}
         self._take_back(changed)
         if self.wrote_unseen():
             raise UnsupportedOptimizerError(
@@ -349,23 +351,19 @@ class Beside:
         then = self._values.get(slot, ABSENT)
         return value is then or (type(value) is type(then) and bool(_as_held(value) == _as_held(then)))
 
-    def _as_left(self, slot: Slot) -> Any:
-        number, key = slot
-        mapping = self._sources[number].mapping
-        return AsItWas(mapping[key], self._apart) if key in mapping else ABSENT
-
     def _left_otherwise(self, number: int, changed: Iterable[Slot]) -> Iterator[Slot]:
         """Where the values of a source are not as the first bucket that was asked has left them; these are changed."""
-        left = self._left.get(number)
-        if left is None:
-            return
-        yield from left.keys() ^ {slot for slot in changed if slot[0] == number}
-        mapping = self._sources[number].mapping
-        for slot, record in left.items():
-            now = mapping.get(slot[1], ABSENT)
-            is_absent = record is ABSENT or now is ABSENT
-            if now is not record if is_absent else not record.is_like(now):
-                yield slot
+        if (left := self._left.get(number)) is not None:
+            yield from left.keys() ^ {slot for slot in changed if slot[0] == number}
+            yield from (slot for slot, record in left.items() if not record.is_like(self._value_at(slot)))
+
+    def _value_at(self, slot: Slot) -> Any:
+        number, key = slot
+        return self._sources[number].mapping.get(key, ABSENT)
+
+    def _put(self, slot: Slot, value: Any) -> None:
+        number, key = slot
+        put_item(self._sources[number].mapping, key, value)
 
     def reset_left(self) -> None:
         """The next bucket is the first."""
@@ -378,12 +376,8 @@ class Beside:
 
     def _take_back(self, changed: Iterable[Slot]) -> None:
         for slot in changed:
-            number, key = slot
-            mapping = self._sources[number].mapping
-            if slot not in self._values:
-                mapping.pop(key, None)
-            else:
-                mapping[key] = self._records[slot].put_back() if slot in self._records else self._values[slot]
+            record = self._records.get(slot)
+            self._put(slot, self._values.get(slot, ABSENT) if record is None else record.put_back())
 
     def wrote_unseen(self) -> bool:
         written = versions_of(self.unseen) != self._versions
@@ -455,14 +449,10 @@ class Beside:
         changed = self._changed() if self._left else []
         self._take_back([slot for slot in changed if slot[0] in self._left and slot not in left])
         for slot, record in left.items():
-            number, key = slot
-            mapping = self._sources[number].mapping
-            if record is ABSENT:
-                mapping.pop(key, None)
-                continue
-            mapping[key] = record.put_back()
-            if is_immutable(mapping[key]):  # else the next step begins anew
-                self._values[slot] = mapping[key]
+            value = record.put_back()
+            self._put(slot, value)
+            if is_immutable(value):  # else the next step begins anew
+                self._values[slot] = value
                 self._records.pop(slot, None)  # of what was there
 
     def end_step(self) -> None:

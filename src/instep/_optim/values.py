@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from types import (
     BuiltinMethodType,
@@ -232,11 +232,19 @@ MOST = 1024
 """How many values of one setting are looked into, and of how many elements a tensor is compared by value."""
 
 ABSENT = object()
+"""Stands for a value that a mapping has not."""
 SHORT = reprlib.Repr()  # a setting may hold whole parameters
 SHORT.maxother = SHORT.maxstring = 80
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 PER_PARAMETER = ("params", "param_names")
 """The keys of a group that hold one item for each parameter: all others are settings."""
+
+
+def put_item(mapping: MutableMapping[Any, Any], key: Any, value: Any) -> None:
+    if value is ABSENT:
+        mapping.pop(key, None)
+    else:
+        mapping[key] = value
 
 
 def settings_in(group: Mapping[str, Any]) -> dict[str, Any]:
