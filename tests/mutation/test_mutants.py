@@ -56,32 +56,33 @@ MUTANTS = [
     ),
     Mutant(
         "objects: dicts of numbers are not looked into",
-        "_Place.flat",
-        "[*map(self._values.__getitem__, self._flat)]",
+        "Beside.begin",
+        "[record.value for record in self._records.values()]",
         "[]",
     ),
     Mutant(
         "objects: any setting that is set anew is a number of a scheduler's",
-        "_Place.begin_again",
-        "key not in FREE or ",
+        "Beside._begins_again",
+        "slot[1] not in FREE or ",
         "",
     ),
     Mutant(
         "objects: an attribute that comes in between steps is none",
-        "_Place.begin_again",
+        "Beside._begins_again",
         "now.keys() != then.keys()",
         "False",
     ),
+    Mutant("objects: what the step has left is taken for the user's", "Beside.commit", "self._values[slot] = value"),
     Mutant(
-        "objects: what the step has left is taken for the user's",
-        "_Place.commit",
-        "self._values[key] = self.mapping[key]",
+        "objects: the model is kept from step to step",
+        "Beside.end_step",
+        "_Source(where, {}, own) for where, _, own in self._sources",
+        "*self._sources",
     ),
-    Mutant("objects: the model is kept from step to step", "_Place.let_go", "self.mapping = {}"),
     Mutant(
         "objects: what cannot be told at once is taken for unchanged",
         "Beside._begin",
-        "all(place.is_flat for place in self.places)",
+        "all(record.is_flat for record in records)",
         "True",
     ),
     Mutant("objects: state is not counted", "_AtOnce._sizes_now", "len(self._state), ", ""),
@@ -100,11 +101,15 @@ MUTANTS = [
     Mutant("objects: a tensor that is put back is compared by its writes", "_as_held", "MOST_BYTES // 4", "1024"),
     Mutant(
         "objects: a setting of another group is lost",
-        "Beside.require_as_found",
-        " or self._changed_in(self._groups)",
-        "",
+        "OwnObject.step",
+        "self.beside.require_unchanged(groups=True)",
+        "self.beside.require_unchanged()",
     ),
-    Mutant("objects: a list that is none any more is looked into", "_Place.commit", "known.pop(key, None)"),
+    Mutant(
+        "objects: a list that is none any more is looked into",
+        "Beside.commit",
+        "self._records.pop(slot, None)  # of what was there",
+    ),
     Mutant(
         "prepared: versions of what is no tensor",
         "StateGuard._kernels_were_written",
@@ -643,7 +648,7 @@ MUTANTS = [
         "if self._runs_backward is not None",
         "if False",
     ),
-    Mutant("overlook draws", "BackwardSideEffects.require_none", 'drew or self._generators.drawn() == "yes"', "False"),
+    Mutant("overlook draws", "BackwardSideEffects.require_none", "drew or self._generators.drawn()", "False"),
     Mutant("overlook buffers", "BackwardSideEffects.require_none", "if written:", "if False:"),
     Mutant("reduce each micro-batch", "_held_unless_last", "parts.accumulation.hold(forward=forward)", "nullcontext()"),
     Mutant("end a group's backward at its first node", "_Switches.before", "self._left == 0", "True"),
@@ -742,7 +747,12 @@ MUTANTS = [
         '*live, "params"',
         '*optimizer.param_groups[0], "params"',
     ),
-    Mutant("forget what the update wrote into its groups", "Beside.commit", "self.places", "self._others"),
+    Mutant(
+        "forget what the update wrote into its groups",
+        "Beside.commit",
+        "for records in self._left.values() for slot",
+        "for n, records in self._left.items() if not self._is_group(n) for slot",
+    ),
     Mutant(
         "leave the state in the order of the buckets",
         "Stepper.commit",
@@ -1173,18 +1183,7 @@ MUTANTS = [
         "if self._step.ledger.torn is None and members.applied and graph_task() is None:",
         "if False:",
     ),
-    Mutant(
-        "do not look at modules that an update can get at",
-        "Beside._begin",
-        "[*large, *in_modules(optimizer, layout)]",
-        "[*large]",
-    ),
-    Mutant(
-        "put copies in the place of what state holds",
-        "Contents.of",
-        "known = partial(restore, value, self._copy_of(value, self._host))",
-        "known = partial(restore, value.detach().clone(), self._copy_of(value, self._host))",
-    ),
+    Mutant("do not look at modules that an update can get at", "Beside._begin", ", *in_modules(optimizer, layout)", ""),
     Mutant("keep the norms of a step that was put back", "Rollback._restore", "step.passes.clipping.drop_norms()"),
     Mutant(
         "step DDP's buckets before the norm is known",
@@ -1194,17 +1193,21 @@ MUTANTS = [
     ),
     Mutant(
         "put parameters back without their state",
-        "Contents.of",
-        "known = partial(restore, value, self._copy_of(value, self._host))",
-        "self.known(value)\n                return lambda: value",
+        "Contents.keep",
+        "self._put_back.append(partial(restore, held, copy_of(held, self._host)))",
     ),
     Mutant(
         "write the values of sparse state back into another tensor",
-        "_OfSparse.put_back",
-        "tensor.data = self._rebuilt(parts)",
-        "tensor.detach().copy_(self._rebuilt(parts))",
+        "_OfParts.put_back",
+        "tensor.data = self._alias",
+        "tensor.detach().copy_(self._alias)",
     ),
-    Mutant("put back one inner tensor of a wrapper", "_OfWrapper.put_back", "self._inner", "self._inner[:1]"),
+    Mutant(
+        "put back one inner tensor of a wrapper",
+        "_OfParts.put_back",
+        "for part, kept in self._parts.values():",
+        "for part, kept in [*self._parts.values()][:1]:",
+    ),
     Mutant("write elements that share their memory by themselves", "_each_once", "0 not in bits.stride()", "True"),
     Mutant(
         "a digest takes two signs for none",
@@ -1218,7 +1221,7 @@ MUTANTS = [
         "if entry is not None and saved.entry is None:",
         "if False:",
     ),
-    Mutant("keep state that the step had made", "SavedParameter.restore", "mapping.pop(self._parameter, None)", "pass"),
+    Mutant("keep state that the step had made", "SavedParameter.restore", "state.pop(self._parameter, None)", "pass"),
     Mutant(
         "let a trial step stand though the loss scale is still on",
         "TrialValidation._scale_was_taken_off",
@@ -1864,7 +1867,7 @@ MUTANTS = [
     ),
     Mutant(
         "know small tensors by their versions alone",
-        "_Values.like",
+        "_Seen.__eq__",
         "return same_bits(self._copy, other._copy)",
         "return self._version == other._version",
     ),
@@ -1872,7 +1875,7 @@ MUTANTS = [
     Mutant(
         "do not look into slots",
         "attributes_of",
-        "attributes = {name: getattr(value, name) for name in _slots_of(type(value)) if hasattr(value, name)}",
+        "attributes = {name: getattr(value, name) for name in slots if hasattr(value, name)}",
         "attributes: dict[Any, Any] = {}",
     ),
     Mutant(
@@ -1946,12 +1949,12 @@ MUTANTS = [
     Mutant(
         "forget what the update has made of a gradient",
         "TrialWrites.update",
-        "self._kept.outcomes[attached.spec.index] = outcome",
+        "self._kept.outcomes[attached.spec.index] = gradient",
     ),
     Mutant(
         "know a written gradient by its version alone",
-        "LentGradient.outcome",
-        " or not _is_seen_equal(self.given, self._like)",
+        "LentGradient.was_changed",
+        " or not (plain and same_bits(given, self._like))",
         "",
     ),
     Mutant(
@@ -1999,14 +2002,14 @@ MUTANTS = [
     Mutant(
         "take what another thread draws for the update's",
         "Generators.drawn",
-        'return "yes" if self._others_rest() else "unknown"',
-        'return "yes"',
+        "bool(advanced) and self._others_rest()",
+        "bool(advanced)",
     ),
     Mutant(
         "a thread that rests may have drawn",
         "Generators.drawn",
-        'return "yes" if self._others_rest() else "unknown"',
-        'return "unknown" if self._others else "yes"',
+        "bool(advanced) and self._others_rest()",
+        "bool(advanced) and not self._others",
     ),
     Mutant("do not look whether an update writes what it was not given", "Beside.note", "self.wrote_unseen()", "False"),
     Mutant("an update waits for itself", "DeferredBuckets.finish", "if self.worker.is_here:", "if False:"),
@@ -2261,9 +2264,7 @@ MUTANTS = [
         "knows_some",
     ),
     Mutant("the table of an attachment is not escaped", "table_of", "{escape(title)}", "{title}"),
-    Mutant(
-        "keyed: leave the loop's generators as an update has left them", "KeyedDraws.around", "generators.restore()"
-    ),
+    Mutant("keyed: leave the loop's generators as an update has left them", "KeyedDraws.around", "_restore(before)"),
     Mutant(
         "keyed: what step() draws without a gradient is the loop's",
         "StepCalls.before_update",
@@ -2506,7 +2507,7 @@ MUTANTS = [
     Mutant(
         "what was looked at in an optimizer is kept, and with it the model",
         "Beside.end_step",
-        "self._groups, self._others = [], []",
+        "self._values, self._records = {}, {}",
     ),
     Mutant("an evaluation is taken for a step", "_WatchedStage.backward", " and stage.has_backward", ""),
     Mutant(
@@ -2626,38 +2627,46 @@ MUTANTS = [
     ),
     Mutant(
         "own object: what a bucket has changed is not taken back",
-        "_Place.take_back",
-        "self.mapping[key] = self._put_back[key]() if key in self._put_back else self._values[key]",
+        "Beside._take_back",
+        "self._put(slot, self._values.get(slot, ABSENT) if record is None else record.put_back())",
         "pass",
     ),
     Mutant(
         "own object: what a bucket has changed in place is not taken back",
-        "_Place.take_back",
-        "self._put_back[key]() if key in self._put_back else self._values[key]",
-        "self._values[key]",
+        "Beside._take_back",
+        " if record is None else record.put_back()",
+        "",
     ),
     Mutant(
         "own object: what a bucket has added is not taken back",
-        "_Place.take_back",
-        "self.mapping.pop(key, None)",
-        "pass",
+        "Beside._take_back",
+        "self._values.get(slot, ABSENT)",
+        "self._values.get(slot, self._value_at(slot))",
     ),
     Mutant(
-        "own object: buckets may leave other values", "_Place.note", "next(unlike(left, self._left), ABSENT)", "ABSENT"
+        "own object: buckets may leave other values",
+        "Beside.note",
+        "for slot in self._left_otherwise(n, changed)",
+        "for slot in ()",
     ),
     Mutant("own object: what buckets have left is not put in", "Stepper.commit", "self.own_object.beside.commit()"),
     Mutant(
         "own object: what step() has made without gradients stands",
-        "_Place.commit",
-        "self.take_back(set(self.changed()) - self._left.keys())",
+        "Beside.commit",
+        "self._take_back([slot for slot in changed if slot[0] in self._left and slot not in left])",
         "pass",
     ),
-    Mutant("own object: what buckets have taken out stays", "_Place.commit", "self.mapping.pop(key, None)"),
-    Mutant("own object: large tensors are not looked at", "Beside._begin", "*large, *in_modules", "*in_modules"),
+    Mutant("own object: what buckets have taken out stays", "put_item", "mapping.pop(key, None)"),
+    Mutant(
+        "own object: large tensors are not looked at",
+        "Beside._begin",
+        "*(tensor for record in records for tensor in record.large), ",
+        "",
+    ),
     Mutant(
         "own object: attributes may change between backward and step()",
-        "Beside._require",
-        "what is not None",
+        "Beside.require_unchanged",
+        "(what := self.changed(groups=groups)) is not None",
         "False",
     ),
     Mutant("own object: an update may add groups", "OwnObject._step", "if groups.put_back():", "if False:"),
@@ -2681,7 +2690,12 @@ MUTANTS = [
         "with self._lock:",
         "if True:",
     ),
-    Mutant("own object: a finalizer is copied", "_Holdings._object", 'if hasattr(type(value), "__del__")', "if False"),
+    Mutant(
+        "own object: a finalizer is copied",
+        "AsItWas.keep",
+        'elif kind_of(held) is None and hasattr(type(held), "__del__")',
+        "elif False",
+    ),
     Mutant(
         "own object: a step without gradients is compared with those that have some",
         "OwnObject._step",
@@ -2691,7 +2705,7 @@ MUTANTS = [
     Mutant(
         "own object: values of single parameters that it keeps in attributes are not put back",
         "SavedParameter._restore_belongings",
-        "mapping[self._parameter] = self._kept[id(mapping)]()",
+        "mapping[key] = contents.put_back()",
         "pass",
     ),
     Mutant(
@@ -2760,7 +2774,7 @@ MUTANTS = [
     Mutant(
         "judge: what step() returns is not compared",
         "PartsOfUpdate._step_without_gradient",
-        "elif values_differ(nothing, returned):",
+        "elif digest_of_value(nothing) != digest_of_value(returned):",
         "elif False:",
     ),
     Mutant(
@@ -2890,8 +2904,8 @@ MUTANTS = [
     Mutant(
         "contents: a mapping is put back by its own update()",
         "put_dict",
-        "held[key] = item()  # not by update(), which a Counter's adds to",
-        "held.update({key: item()})",
+        "held[key] = item  # not by update(), which a Counter's adds to",
+        "held.update({key: item})",
     ),
     Mutant("judge: what a part writes in a module stays", "PartsOfUpdate.take", "self._put_around_back()"),
     Mutant("judge: the first update alone is compared", "FIRST", "FIRST = 2", "FIRST = 1"),
@@ -2954,7 +2968,9 @@ MUTANTS = [
         "settings_of",
         'places.append({name: value for name, value in read_by_update(optimizer).items() if name != "defaults"})',
     ),
-    Mutant("proved: what is proved is compared", "Judge.meet", "0 if stepper.is_proved else FIRST", "FIRST"),
+    Mutant(
+        "proved: what is proved is compared", "Judge.meet", "0 if is_proved(stepper.optimizer()) else FIRST", "FIRST"
+    ),
     Mutant(
         "autocast: a foreign step is the same in every block",
         "Stepper.autocast_matters",
@@ -3018,8 +3034,13 @@ MUTANTS = [
         'if name == "add_param_group" and any(isinstance(params, _Params) for _, params, _ in now):',
         "if False:",
     ),
-    Mutant("contents: what is in a buffer is not compared", "_Digests._inside", "elif has_buffer(value)", "elif False"),
-    Mutant("values: Python's modules are looked into", "_referred_by", "Tensor, type, ModuleType", "Tensor, type"),
+    Mutant(
+        "contents: what is in a buffer is not compared",
+        "Look._inside",
+        "if memory is not None and memory.nbytes <= 8 * self.most:",
+        "if False:",
+    ),
+    Mutant("values: Python's modules are looked into", "_referred_by", "CodeType, ModuleType", "CodeType"),
     Mutant("views of one tensor are taken", "shared_memory", "share_versions(a, b)", "False"),
     Mutant("skip: attributes of a model stay", "keep_all", "tables.put_back()"),
     Mutant(
@@ -3062,26 +3083,26 @@ MUTANTS = [
     Mutant(
         "contents: memory that may not be written is disturbed",
         "disturb",
-        "kind is _OfMemory and tensor.untyped_storage().resizable()",
-        "kind is _OfMemory",
+        "_kind_of(tensor) is _OfMemory and tensor.untyped_storage().resizable()",
+        "_kind_of(tensor) is _OfMemory",
     ),
     Mutant(
         "contents: an array that may not be written is put back",
-        "Contents._copied",
-        " if value.flags.writeable else lambda: value",
-        "",
+        "Contents._keeps_memory",
+        "if held.flags.writeable:",
+        "if True:",
     ),
     Mutant(
         "contents: equal objects are others",
-        "_Digests._inside",
-        "elif not is_closed(value) and is_compared_by_value(value):",
-        "elif False:",
+        "Look._inside",
+        "if parts is None and compares_values(value):",
+        "if False:",
     ),
     Mutant(
         "contents: what is made for a function anew is another one",
-        "_Digests._inside",
-        "elif isinstance(value, (partial, slice)):",
-        "elif False:",
+        "kind_of",
+        "return known\n",
+        "return None if isinstance(value, partial | slice) else known\n",
     ),
     Mutant(
         "values: NumPy's numbers can be changed in place", "is_immutable", 'type(value).__module__ == "numpy"', "False"
@@ -3125,13 +3146,14 @@ MUTANTS = [
     Mutant(
         "what is kept of a parameter may change after its bucket",
         "BelongingsGuard.note",
-        "self._found.note(parameters)",
+        "self._found.update(zip(map(id, parameters), zip(parameters, kept, strict=False), strict=False))",
     ),
     Mutant("the state is not looked at as gradients arrive", "Arrivals", ", optimizer.state])", "])"),
     Mutant(
         "undo puts back what others have written on a parameter",
         "SavedParameter._restore_belongings",
-        "attributes.update(written)",
+        "if where not in theirs:",
+        "if isinstance(where, str) or where not in theirs:",
     ),
     Mutant(
         "attributes are those of when another parameter's update had the values saved",
@@ -3154,13 +3176,13 @@ MUTANTS = [
     Mutant(
         "what hooks write by parameter is put back",
         "SavedParameter._restore_belongings",
-        "if id(mapping) in theirs:",
-        "if False:",
+        "if where not in theirs:",
+        "if not isinstance(where, str) or where not in theirs:",
     ),
     Mutant(
         "a bucket takes back what hooks have written since the last one",
         "OwnObject.step",
-        "self.beside.require_unchanged()",
+        "self.beside.require_unchanged(groups=True)",
         "pass",
     ),
     Mutant(
@@ -3176,15 +3198,11 @@ MUTANTS = [
     ),
     Mutant(
         "a weak reference is compared by what it refers to",
-        "is_compared_by_value",
+        "compares_values",
         "if isinstance(value, weakref.ref):",
         "if False:",
     ),
-    Mutant(
-        "a large tensor that was put back counts as written",
-        "_Place.take_back",
-        "self._looks[key] = _as_held(self.mapping[key])",
-    ),
+    Mutant("a large tensor that was put back counts as written", "AsItWas.put_back", "self._look = _as_held(value)"),
     Mutant(
         "state is looked up by parameters",
         "_memory_of_parameters",

@@ -350,6 +350,17 @@ def test_an_update_that_counts_in_an_object_of_its_group_is_refused() -> None:
         loss_of(model(batch(0)[0]), batch(0)[1]).backward()
 
 
+def test_a_function_in_an_object_that_gives_way_to_another() -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.rate = lambda: 0.05
+
+    def change(optimizer: Any, i: int) -> None:
+        optimizer.cfg.rate = lambda: 0.01  # which encloses as much as the other
+
+    compare("backward", configured(lambda o, g: o.cfg.rate(), as_attribute(Holder)), change)
+
+
 def test_modules_and_long_lists_are_not_looked_into() -> None:
     """The bound that docs/limits.md names."""
 

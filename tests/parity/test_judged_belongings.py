@@ -660,9 +660,28 @@ class ReadOnlyArray(Momentum):
         p.mul_(float(table[0]))
 
 
-class HoldsSlice(Momentum):
+class Bare:
+    """Nobody knows what it holds, nor whether it is another one."""
+
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Bare)
+
+
+BARE = Bare()
+
+
+class HoldsBare(Momentum):
     """Which nobody can put back, nor copy."""
 
+    def update(self, p: Any) -> None:
+        super().update(p)
+        self.state[p]["bare"] = BARE
+
+
+class HoldsSlice(Momentum):
     def update(self, p: Any) -> None:
         super().update(p)
         self.state[p]["columns"] = slice(1)
@@ -670,7 +689,8 @@ class HoldsSlice(Momentum):
 
 @each_way
 @pytest.mark.parametrize(
-    ("kind", "is_left"), [(HoldsNew, False), (HoldsHandle, False), (Resizes, True), (ReadOnlyArray, False)]
+    ("kind", "is_left"),
+    [(HoldsNew, False), (HoldsHandle, False), (HoldsSlice, False), (Resizes, True), (ReadOnlyArray, False)],
 )
 def test_values_and_memory_of_odd_kinds(kind: type[Momentum], is_left: bool, way: str) -> None:
     judged = require_same(of_parameters(kind), way).judged
@@ -679,7 +699,7 @@ def test_values_and_memory_of_odd_kinds(kind: type[Momentum], is_left: bool, way
 
 @each_way
 @pytest.mark.parametrize(
-    ("kind", "said"), [(HoldsSlice, "a slice, which does not tell what it holds"), (Frees, "memory was given back")]
+    ("kind", "said"), [(HoldsBare, "a Bare, which does not tell what it holds"), (Frees, "memory was given back")]
 )
 def test_what_nobody_can_put_back_is_left_to_step(kind: type[Momentum], said: str, way: str) -> None:
     require_plain(of_parameters(kind), way, said=said)

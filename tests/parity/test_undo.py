@@ -744,7 +744,7 @@ class _AsksNot(torch.Tensor):
 
 def test_state_of_a_class_that_does_not_know_of_pinned_memory() -> None:
     held = torch.ones(3).as_subclass(_AsksNot)
-    saved = Contents(host=False).of(held)
+    saved = Contents(held)
     held.add_(1)
-    assert saved() is held
+    assert saved.put_back() is held
     assert held.tolist() == [1.0, 1.0, 1.0]

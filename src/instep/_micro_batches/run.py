@@ -293,7 +293,7 @@ class BackwardSideEffects:
         drew = any(_state_of(device) != before for device, before in self._on_devices)
         if written:
             cause = f"backward has written the buffer {written[0]!r} (batch normalization in a checkpointed segment?)"
-        elif drew or self._generators.drawn() == "yes":
+        elif drew or self._generators.drawn():
             cause = "backward has drawn random numbers"
         elif (twice := next((name for name, times in self._arrived.items() if times > 1), None)) is not None:
             cause = (

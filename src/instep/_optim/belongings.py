@@ -15,19 +15,18 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.kinds import read_by_update
+from instep._optim.reached import reached
 from instep._optim.shadow import GroupLayout
 from instep._optim.stages import Stage, Update
-from instep._optim.values import fingerprint, is_immutable, reachable_values, unlike
+from instep._optim.values import fingerprint, is_immutable, unlike
 from instep.errors import HyperparameterChangedError
 
 Mappings = MutableMapping[Any, Any]
 
 
 def mappings_of(optimizer: Optimizer) -> list[Mappings]:
-    """Those that its attributes reach."""
-    reached = reachable_values([read_by_update(optimizer)], optimizer)
-    return [value for value in reached if isinstance(value, MutableMapping) and value is not optimizer.state]
+    """Those that it reaches."""
+    return [mapping for mapping in reached(optimizer, MutableMapping) if mapping is not optimizer.state]
 
 
 def _with_parameters(mappings: Iterable[Mappings]) -> list[Mappings]:
@@ -43,66 +42,38 @@ def mappings_with(parameter: torch.Tensor, mappings: Iterable[Mappings]) -> Iter
                 yield mapping
 
 
+Places = dict[Any, tuple[Mappings, Any]]
+"""Where something is kept of one parameter: mappings with keys, by the ``id`` of a mapping, or an attribute's name."""
+
+
+def places_of(parameter: torch.Tensor, mappings: Iterable[Mappings], attributes: Iterable[str]) -> Places:
+    places: Places = {id(mapping): (mapping, parameter) for mapping in mappings_with(parameter, mappings)}
+    return places | {name: (vars(parameter), name) for name in attributes}
+
+
 def kept_of(parameter: torch.Tensor, mappings: Iterable[Mappings]) -> dict[Any, Any]:
-    """What is kept of it: by the ``id`` of a mapping, and the names of attributes."""
-    kept: dict[Any, Any] = {id(mapping): mapping[parameter] for mapping in mappings_with(parameter, mappings)}
+    """What is kept of it, to be compared: in its attributes what a library may keep of a parameter."""
+    names: list[str] = []
     if attributes := vars(parameter):
         kinds = (torch.Tensor, list, tuple, dict, set)
         # The attributes in which a tensor of a wrapper class (a ``DTensor``) has its values.
         flatten: Any = getattr(type(parameter), "__tensor_flatten__", None)
         own: Sequence[str] = () if flatten is None else flatten(parameter)[0]
-        for name, value in attributes.items():
+        names = [
+            name
+            for name, value in attributes.items()
             # torch.compile marks tensors that it has seen.
-            if (
-                (is_immutable(value) or isinstance(value, kinds))
-                and name not in own
-                and not name.startswith("_dynamo_")
-            ):
-                kept[name] = value
-    return kept
-
-
-class Found:
-    """What is kept of some parameters, as it was found.
-
-    Args:
-        mappings: in which something may be kept by them.
-    """
-
-    def __init__(self, mappings: Sequence[Mappings]) -> None:
-        self._mappings = mappings
-        self._of: dict[int, tuple[torch.Tensor, Any]] = {}
-
-    def note(self, parameters: Sequence[torch.Tensor]) -> None:
-        """As it is now, in place of what was noted of them before."""
-        mappings = _with_parameters(self._mappings)
-        # As mostly there is nothing, and it is asked of each bucket, and in each step.
-        kept = repeat(_NOTHING) if _keep_nothing(parameters, mappings) else (_look_at(p, mappings) for p in parameters)
-        self._of.update(zip(map(id, parameters), zip(parameters, kept, strict=False), strict=False))
-
-    def changed(self) -> str | None:
-        """Something that is not as it was, in words; ``None``: nothing."""
-        mappings = _with_parameters(self._mappings)
-        parameters, kept = zip(*self._of.values(), strict=True) if self._of else ((), ())
-        if not any(kept) and _keep_nothing(parameters, mappings):
-            return None
-        for parameter, then in self._of.values():
-            now = _look_at(parameter, mappings)
-            for where in unlike(now, then) if now or then else ():
-                what = f"attribute {where!r} of" if isinstance(where, str) else "what the optimizer keeps by"
-                return f"{what} a parameter of shape {tuple(parameter.shape)}"
-        return None
-
-
-_NOTHING: dict[Any, Any] = {}
-
-
-def _keep_nothing(parameters: Iterable[torch.Tensor], mappings: Sequence[Mappings]) -> bool:
-    return not mappings and not any(map(vars, parameters))
+            if (is_immutable(value) or isinstance(value, kinds)) and name not in own and not name.startswith("_dynamo_")
+        ]
+    return {where: mapping[key] for where, (mapping, key) in places_of(parameter, mappings, names).items()}
 
 
 def _look_at(parameter: torch.Tensor, mappings: Sequence[Mappings]) -> dict[Any, Any]:
     return {where: fingerprint(value) for where, value in kept_of(parameter, mappings).items()}
+
+
+def _keep_nothing(parameters: Iterable[torch.Tensor], mappings: Sequence[Mappings]) -> bool:
+    return not mappings and not any(map(vars, parameters))
 
 
 class BelongingsGuard(Stage):
@@ -110,18 +81,19 @@ class BelongingsGuard(Stage):
     called.
 
     Attributes:
-        mappings: those that the optimizer's attributes reach, where these are known as a step begins.
+        mappings: in which something may be kept by them; ``None``: as a step begins, those that the optimizer reaches.
         rests: whether updates are put back, and are none of the step's.
     """
 
-    def __init__(self, name: str) -> None:
-        self.mappings: Sequence[Mappings] | None = None
+    def __init__(self, name: str, mappings: Sequence[Mappings] | None = None) -> None:
+        self.mappings = mappings
         self.rests = False
         self._name = name
-        self._found: Found | None = None
+        self._found: dict[int, tuple[torch.Tensor, dict[Any, Any]]] = {}
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
-        self._found = Found(mappings_of(optimizer) if self.mappings is None else self.mappings)
+        if self.mappings is None:
+            self.mappings = mappings_of(optimizer)
 
     @contextmanager
     def around(self, update: Update) -> Iterator[None]:
@@ -130,16 +102,33 @@ class BelongingsGuard(Stage):
             self.note(update.owned)
 
     def note(self, parameters: Sequence[torch.Tensor]) -> None:
-        """They were updated."""
-        if self._found is not None:
-            self._found.note(parameters)
+        """They were updated. What is kept of them now takes the place of what was noted before."""
+        mappings = _with_parameters(self.mappings or ())
+        # As mostly there is nothing, and it is asked of each bucket, and in each step.
+        kept = repeat(_NOTHING) if _keep_nothing(parameters, mappings) else (_look_at(p, mappings) for p in parameters)
+        self._found.update(zip(map(id, parameters), zip(parameters, kept, strict=False), strict=False))
+
+    def changed(self) -> str | None:
+        """Something that is not as it was noted, in words; ``None``: nothing."""
+        mappings = _with_parameters(self.mappings or ())
+        parameters, kept = zip(*self._found.values(), strict=True) if self._found else ((), ())
+        if not any(kept) and _keep_nothing(parameters, mappings):
+            return None
+        for parameter, then in self._found.values():
+            for where in unlike(_look_at(parameter, mappings), then):
+                what = f"attribute {where!r} of" if isinstance(where, str) else "what the optimizer keeps by"
+                return f"{what} a parameter of shape {tuple(parameter.shape)}"
+        return None
 
     def require_unchanged(self, optimizer: Optimizer) -> None:
-        if self._found is not None and (what := self._found.changed()) is not None:
+        if (what := self.changed()) is not None:
             raise HyperparameterChangedError(
                 f"{what} was changed after backward had already stepped it with what {self._name} found there: by a "
                 "hook of this backward? Use schedule='forward', which steps after backward"
             )
 
     def end_step(self) -> None:
-        self._found = self.mappings = None
+        self._found, self.mappings = {}, None
+
+
+_NOTHING: dict[Any, Any] = {}

@@ -9,15 +9,15 @@ import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
 from enum import Enum
 from functools import partial
-from itertools import chain, compress, count, repeat
+from itertools import chain, compress, count
 from operator import attrgetter, is_, is_not, methodcaller
-from types import BuiltinFunctionType, CodeType, FunctionType
+from types import BuiltinFunctionType, CodeType
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.contents import Contents, Restore, digest_of_value, put_dict
+from instep._optim.contents import Contents, digest_of_value
 from instep._optim.kinds import (
     NO_SETTINGS,
     OF_SCHEDULERS,
@@ -27,22 +27,21 @@ from instep._optim.kinds import (
     read_by_update,
 )
 from instep._optim.proved import FREE
-from instep._optim.reached import in_modules
+from instep._optim.reached import in_modules, reached
 from instep._optim.shadow import GroupLayout, Members, parameters_of
 from instep._optim.values import (
     ABSENT,
-    alike,
     attributes_of,
-    compiled_from,
     fingerprint,
     held_in,
     is_closed,
     is_immutable,
     is_of_torch,
-    reachable_values,
+    kind_of,
+    put_dict,
+    put_item,
     settings_in,
     storage_of,
-    unlike,
 )
 from instep._torch.versions import versions_of
 from instep.errors import HyperparameterChangedError, UnsupportedOptimizerError
@@ -56,44 +55,73 @@ def _as_held(value: Any) -> Any:
     return fingerprint(value, elements=MOST_BYTES // 4)
 
 
-class _Holdings(Contents):
-    """Copies values of an object that an update may change, to put them back.
+class AsItWas(Contents):
+    """A value of an object that an update may change, as it is now: to be compared with what is there later, and put
+    back.
 
     Args:
         apart: memory that is put back by others, or by nobody: that of parameters and their state.
 
     Attributes:
-        large: tensors that were not copied.
+        large: tensors that are not copied.
+        opaque: why the value could not be put back, in words; ``None``: it can.
+        is_flat: whether it is a dict or list of numbers and the like.
     """
 
-    def __init__(self, apart: Container[int]) -> None:
-        super().__init__(host=False)
+    def __init__(self, value: Any, apart: Container[int]) -> None:
         self.large: list[torch.Tensor] = []
+        self.opaque: str | None = None
         self._apart = apart
+        try:
+            super().__init__(value)
+        except Exception as error:
+            self.opaque = f"{type(error).__name__}: {error}"
+            self._put_back = []
+        self._look = _as_held(value)
+        items = _items(value) if type(value) in (dict, list) else None
+        self.is_flat = items is not None and all(map(is_immutable, items))
+        # Where the very same objects are there, nothing is changed: parameters are put back by others.
+        simple = items is not None and all(is_immutable(i) or isinstance(i, torch.nn.Parameter) for i in items)
+        self._items = items if simple else None
 
-    def of(self, value: Any) -> Restore:
-        if isinstance(value, torch.Tensor):
-            if _memory(value) in self._apart:
-                return lambda: value  # put back, it would take the updates of other buckets with it
-            if value.nbytes > MOST_BYTES:
-                self.large.append(value)
-                return lambda: value
-        elif is_closed(value) or is_of_torch(value) or isinstance(value, _INERT):
-            return lambda: value  # an update does not change it, or it is looked at in another way
-        elif isinstance(value, dict) and id(value) not in self._known:
-            self.known(value)
-            items = {key: self.of(item) for key, item in value.items() if not isinstance(key, torch.Tensor)}
+    def keep(self, held: Any) -> Iterable[Any]:
+        if isinstance(held, torch.Tensor):
+            if _memory(held) in self._apart:
+                return ()  # put back, it would take the updates of other buckets with it
+            if held.nbytes > MOST_BYTES:
+                self.large.append(held)
+                return ()
+        elif held is ABSENT or is_closed(held) or is_of_torch(held) or isinstance(held, _INERT):
+            return ()  # an update does not change it, or it is looked at in another way
+        elif isinstance(held, dict):
             # What it has under parameters is taken for state of these.
-            self._known[id(value)] = partial(put_dict, value, items, (torch.Tensor,))
-            return self._known[id(value)]
-        elif isinstance(value, FunctionType):
-            value = compiled_from(value)
-        return super().of(value)
+            items = {key: item for key, item in held.items() if not isinstance(key, torch.Tensor)}
+            self._put_back.append(partial(put_dict, held, items, (torch.Tensor,)))
+            return items.values()
+        elif kind_of(held) is None and hasattr(type(held), "__del__"):
+            raise TypeError(f"a {type(held).__name__}, which has a finalizer")
+        return super().keep(held)
 
-    def _object(self, value: Any) -> Restore:
-        if hasattr(type(value), "__del__"):
-            raise TypeError(f"a {type(value).__name__}, which has a finalizer")
-        return super()._object(value)
+    def put_back(self) -> Any:
+        value = super().put_back()
+        # Put back, it was written: of a large tensor a look knows how often. And it holds what is another's.
+        self._look = _as_held(value)
+        self._items = None if self._items is None else _items(value)
+        return value
+
+    def has_same_items(self) -> bool:
+        """Whether it is known at once that nothing is changed."""
+        if self._items is None:
+            return False
+        now = _items(self.value)
+        return len(now) == len(self._items) and all(map(is_, now, self._items))
+
+    def is_in(self, now: Any) -> bool:
+        """Whether ``now`` is the same object, unchanged."""
+        return now is self.value and (self.is_like(now) if self._items is None else self.has_same_items())
+
+    def is_like(self, now: Any) -> bool:
+        return bool(_as_held(now) == self._look)
 
 
 _INERT = (weakref.ref, BuiltinFunctionType, CodeType, Enum, re.Pattern)
@@ -104,13 +132,9 @@ def _items(held: Any) -> list[Any]:
     return [*chain.from_iterable(held.items())] if type(held) is dict else [*held]
 
 
-class _Changes(NamedTuple):
-    """Which of some values are others by now, by number; of which types, which are compared first, as a tensor compares
-    itself to any number; and what they are."""
-
-    at: list[int]
-    types: list[type]
-    values: list[Any]
+_Changes = tuple[list[int], list[type], list[Any]]
+"""Which of some values are others by now, by number; of which types, which are compared first, as a tensor compares
+itself to any number; and what they are."""
 
 
 class _AtOnce:
@@ -149,7 +173,7 @@ class _AtOnce:
         now = self._now()
         at = [*compress(count(), map(is_not, now, self._values))]
         values = [*map(now.__getitem__, at)]
-        return _Changes(at, [*map(type, values)], values)
+        return at, [*map(type, values)], values
 
     def put_back(self, at: Iterable[int]) -> None:
         if not self._places:
@@ -164,164 +188,30 @@ _VALUES: Callable[[dict[Any, Any]], Iterable[Any]] = methodcaller("values")
 _IN_BUCKET: Callable[[Members], list[int]] = attrgetter("in_bucket")
 
 
-class _Place:
+class _Source(NamedTuple):
     """One mapping with values of the object, some of which an update may change.
 
-    Args:
+    Attributes:
         where: in words.
         mapping: the user's own.
         own: those of its items that count.
-        apart: see ``_Holdings``.
-
-    Attributes:
-        large: tensors that are not copied.
-        opaque: by key, why a value could not be put back, in words.
     """
 
-    def __init__(
-        self,
-        where: str,
-        mapping: MutableMapping[Any, Any],
-        own: Callable[[Mapping[Any, Any]], dict[Any, Any]],
-        apart: Container[int] = frozenset(),
-    ) -> None:
-        self.where = where
-        self.mapping = mapping
-        self.opaque: dict[Any, str] = {}
-        self._own = own
-        self._apart = apart
-        self._values = own(mapping)
-        self._size = len(mapping)
-        self._looks: dict[Any, Any] = {}
-        self._flat: dict[Any, list[Any]] = {}  # what is in dicts and lists of values that cannot be changed in place
-        for key, value in self._values.items():
-            if not is_immutable(value):
-                self._looks[key] = _as_held(value)
-                items = _items(value) if type(value) in (dict, list) else None
-                if items is not None and all(is_immutable(i) or isinstance(i, torch.nn.Parameter) for i in items):
-                    self._flat[key] = items
-        holdings = _Holdings(apart)
-        self._put_back = {key: self._kept(holdings, key) for key in self._looks}
-        self.large = holdings.large
-        self.reset_left()
+    where: str
+    mapping: MutableMapping[Any, Any]
+    own: Callable[[Mapping[Any, Any]], dict[Any, Any]]
 
-    def begin_again(self, mapping: MutableMapping[Any, Any]) -> bool:
-        """Another step begins, whose ``mapping`` this is. ``False``: somebody has changed it since the last one has
-        ended, other than by such numbers as a scheduler sets."""
-        now, then = self._own(mapping), self._values
-        if now.keys() != then.keys():
-            return False
-        for key in compress(now, map(is_not, now.values(), map(then.__getitem__, now))):
-            if key not in FREE or key in self._looks or not is_immutable(now[key]):
-                return False
-        self.mapping, self._values, self._size = mapping, now, len(mapping)
-        return all(map(self._is_flat_as_it_was, self._flat))
 
-    def let_go(self) -> None:
-        """The step is over: nothing is kept that refers to a tensor, where all ``is_flat``."""
-        self.mapping = {}
-        self.reset_left()
+Slot = tuple[int, Any]
+"""The place of one value: the number of its source, and its key there."""
 
-    @property
-    def is_flat(self) -> bool:
-        """Whether all values are numbers and the like, and dicts and lists of these."""
-        return len(self._flat) == len(self._looks) and all(map(is_immutable, chain.from_iterable(self._flat.values())))
 
-    @property
-    def flat(self) -> list[Any]:
-        """These dicts and lists."""
-        return [*map(self._values.__getitem__, self._flat)]
-
-    def reset_left(self) -> None:
-        self._left: dict[Any, Any] | None = None  # what buckets have left, as ``fingerprint`` sees it
-        self._put_left: dict[Any, Restore] = {}
-        self._taken_out: list[Any] = []
-
-    def _is_flat_as_it_was(self, key: Any) -> bool:
-        now, then = _items(self._values[key]), self._flat[key]
-        return len(now) == len(then) and all(map(is_, now, then))
-
-    def _kept(self, holdings: _Holdings, key: Any) -> Restore:
-        value = self.mapping[key]
-        try:
-            return holdings.of(value)
-        except Exception as error:
-            self.opaque[key] = f"{type(error).__name__}: {error}"
-            return lambda: value
-
-    def changed(self) -> list[Any]:
-        """The keys whose value is not what it was."""
-        if (  # all is as it was, where that can be said at once
-            len(self._flat) == len(self._looks)
-            and len(self.mapping) == self._size
-            and all(map(is_, map(self.mapping.get, self._values, repeat(ABSENT)), self._values.values()))
-            and all(map(self._is_flat_as_it_was, self._flat))
-        ):
-            return []
-        now, then, looks = self._own(self.mapping), self._values, self._looks
-        keys = now.keys() | then.keys() if now.keys() != then.keys() else now
-        others = (key for key in keys if key in looks or now.get(key, ABSENT) is not then.get(key, ABSENT))
-        return [key for key in others if not self._is_unchanged(key, now.get(key, ABSENT))]
-
-    def _is_unchanged(self, key: Any, value: Any) -> bool:
-        then = self._values.get(key, ABSENT)
-        if key in self._flat:
-            return value is then and self._is_flat_as_it_was(key)
-        if key in self._looks:
-            return value is then and alike(_as_held(value), self._looks[key])
-        return value is then or (type(value) is type(then) and alike(value, then))
-
-    def digest(self) -> Any:
-        """Of all that it holds, however deep."""
-        return digest_of_value(self._own(self.mapping))
-
-    def put_all_back(self) -> None:
-        """Also what ``changed`` does not look into."""
-        self.take_back(self._own(self.mapping).keys() | self._values.keys())
-
-    def take_back(self, changed: Iterable[Any]) -> None:
-        for key in changed:
-            if key not in self._values:
-                self.mapping.pop(key, None)
-            else:
-                self.mapping[key] = self._put_back[key]() if key in self._put_back else self._values[key]
-                # Put back, it was written: of a large tensor a look knows how often. And it holds what is another's.
-                if key in self._looks:
-                    self._looks[key] = _as_held(self.mapping[key])
-                if key in self._flat:
-                    self._flat[key] = _items(self.mapping[key])
-
-    def note(self, changed: Sequence[Any]) -> Any:
-        """A bucket's update has ``changed`` these. Returns the first key that another bucket has left otherwise;
-        ``ABSENT``: none."""
-        left = self._looked_at(changed)
-        if self._left is not None:
-            return next(unlike(left, self._left), ABSENT)
-        holdings = _Holdings(self._apart)
-        self._left, self._taken_out = left, [key for key in changed if key not in self.mapping]
-        self._put_left = {key: self._kept(holdings, key) for key in changed if key in self.mapping}
-        return ABSENT
-
-    def _looked_at(self, changed: Iterable[Any]) -> dict[Any, Any]:
-        return {key: _as_held(self.mapping[key]) if key in self.mapping else ABSENT for key in changed}
-
-    def commit(self) -> None:
-        """What buckets have left is what the step leaves. Without one, what is there stands."""
-        if self._left is None:
-            return
-        self.take_back(set(self.changed()) - self._left.keys())
-        for key, put in self._put_left.items():
-            self.mapping[key] = put()
-            if is_immutable(self.mapping[key]):  # else the next step begins anew
-                self._values[key] = self.mapping[key]
-                for known in (self._looks, self._flat, self._put_back):  # of what was there
-                    known.pop(key, None)
-        for key in self._taken_out:
-            self.mapping.pop(key, None)
-
-    def differs(self) -> Any:
-        """The first key that is not as buckets have left it; ``ABSENT``: there is none, or no bucket was asked."""
-        return ABSENT if self._left is None else next(unlike(self._looked_at(self.changed()), self._left), ABSENT)
+def _values_in(sources: Iterable[_Source]) -> dict[Slot, Any]:
+    return {
+        (number, key): value
+        for number, source in enumerate(sources)
+        for key, value in source.own(source.mapping).items()
+    }
 
 
 class Beside:
@@ -340,178 +230,239 @@ class Beside:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._groups: list[_Place] = []
-        self._others: list[_Place] = []
+        self._sources: list[_Source] = []  # the groups, the attributes, the state
+        self._values: dict[Slot, Any] = {}
+        self._records: dict[Slot, AsItWas] = {}  # of values that can be changed in place
+        self._apart: frozenset[int] = frozenset()
         self._at_once: _AtOnce | None = None
         # What was changed by a bucket that was noted, by which groups had parameters in it.
         self._noted: dict[tuple[bool, ...], _Changes] = {}
+        # By source, where a bucket was asked: what that has left of the values that it changes.
+        self._left: dict[int, dict[Slot, AsItWas]] = {}
         self.unseen: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._shared: list[tuple[Any, str, Any]] = []
         self.wrote_in_place = False
         self.is_flat = self.was_set = False
 
+    # A step begins.
+
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
         dicts: list[dict[Any, Any]] = [*optimizer.param_groups, vars(optimizer)]
-        mappings: list[MutableMapping[Any, Any]] = [*dicts, optimizer.state]
-        is_known = len(mappings) == len(self.places) and all(
-            place.begin_again(mapping) for place, mapping in zip(self.places, mappings, strict=True)
-        )
-        self.was_set = not is_known and bool(self.places)
+        is_known = self._begins_again([*dicts, optimizer.state])
+        self.was_set = not is_known and bool(self._sources)
         if not is_known:
             self._begin(optimizer, layout)
-        self._noted = {}
         self._at_once = None
+        self.reset_left()
         if self.is_flat:
-            flat = [held for place in self.places for held in place.flat]
+            flat = [record.value for record in self._records.values()]
             lists = [held for held in flat if type(held) is list]
             own = [held for held in flat if type(held) is dict]
             self._at_once = _AtOnce([*dicts, *own], lists, optimizer.state)
 
+    def _begins_again(self, mappings: Sequence[MutableMapping[Any, Any]]) -> bool:
+        """Whether these are as the last step has left them, but for such numbers as a scheduler sets."""
+        if len(mappings) != len(self._sources):
+            return False
+        sources = [_Source(where, now, own) for (where, _, own), now in zip(self._sources, mappings, strict=True)]
+        now, then = _values_in(sources), self._values
+        if now.keys() != then.keys():
+            return False
+        for slot in compress(now, map(is_not, now.values(), map(then.__getitem__, now))):
+            if slot[1] not in FREE or slot in self._records or not is_immutable(now[slot]):
+                return False
+        self._sources, self._values = sources, now
+        return all(map(AsItWas.has_same_items, self._records.values()))
+
     def _begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
-        self._groups = [
-            _Place(f"param_groups[{number}]", group, settings_in) for number, group in enumerate(optimizer.param_groups)
-        ]
         attributes, read = vars(optimizer), read_by_update(optimizer)
         named = beside_parameters(optimizer.state)
-        has_tensors = any(isinstance(value, torch.Tensor) for value in reachable_values([read, named], optimizer))
-        apart = _memory_of_parameters(optimizer) if has_tensors else frozenset()
+        has_tensors = any(True for _ in reached(optimizer, torch.Tensor))
+        self._apart = _memory_of_parameters(optimizer) if has_tensors else frozenset()
         left_out = (attributes.keys() - read.keys()) | NO_SETTINGS
-        self._others = [
-            _Place("attribute", attributes, partial(_without, left_out), apart),
-            _Place("state", optimizer.state, beside_parameters, apart),
+        self._sources = [
+            *(_Source(f"param_groups[{n}]", group, settings_in) for n, group in enumerate(optimizer.param_groups)),
+            _Source("attribute", attributes, partial(_without, left_out)),
+            _Source("state", optimizer.state, beside_parameters),
         ]
-        large = (tensor for place in self.places for tensor in place.large)
-        self.unseen = [*large, *in_modules(optimizer, layout)]
+        self._values = _values_in(self._sources)
+        self._records = {
+            slot: AsItWas(value, self._apart) for slot, value in self._values.items() if not is_immutable(value)
+        }
+        records = self._records.values()
+        self.unseen = [*(tensor for record in records for tensor in record.large), *in_modules(optimizer, layout)]
         self.look_at_unseen()
         self.is_flat = (
             not (self.unseen or named or left_out - NO_SETTINGS)
             and all(type(group) is dict for group in optimizer.param_groups)
-            and all(place.is_flat for place in self.places)
+            and all(record.is_flat for record in records)
         )
 
-    def look_deeper(self, optimizer: Optimizer) -> str | None:
-        """All is to be put back: also what is not looked into in each step. Returns what cannot be, in words."""
-        self._shared = list(_values_elsewhere(optimizer))
-        reached = reachable_values([read_by_update(optimizer)], optimizer)
-        if (other := next((value for value in reached if isinstance(value, Optimizer)), None)) is not None:
-            return f"it holds another optimizer ({type(other).__name__})"
-        opaque = ((place.where, key, why) for place in self.places for key, why in place.opaque.items())
-        return next((f"its {where} {key!r} cannot be put back ({why})" for where, key, why in opaque), None)
+    def _is_group(self, number: int) -> bool:
+        return number < len(self._sources) - 2
 
-    @property
-    def places(self) -> Sequence[_Place]:
-        return *self._groups, *self._others
+    def _in_words(self, slot: Slot) -> str:
+        number, key = slot
+        return self._sources[number].where + (f"[{key!r}]" if self._is_group(number) else f" {key!r}")
+
+    # A bucket.
 
     def note(self, members: Sequence[Members]) -> None:
         """A bucket was updated: what that has changed is noted, and taken back."""
         groups = tuple(map(bool, map(_IN_BUCKET, members)))
         changes = None if self._at_once is None else self._at_once.changes()
         if self._at_once is not None and changes is not None and changes == self._noted.get(groups):
-            self._at_once.put_back(changes.at)
+            self._at_once.put_back(changes[0])
             return
-        disagreement: str | None = None
-        for number, place in enumerate(self.places):
-            changed = place.changed()
-            # A group of which the bucket has no parameter need not be left as others leave it.
-            is_group = number < len(self._groups)
-            is_asked = not is_group or (number < len(members) and bool(members[number].in_bucket))
-            if is_asked and (key := place.note(changed)) is not ABSENT:
-                disagreement = disagreement or place.where + (f"[{key!r}]" if is_group else f" {key!r}")
-            place.take_back(changed)
+        changed = self._changed()
+        # A group of which the bucket has no parameter need not be left as others leave it.
+        asked = [n for n in range(len(self._sources)) if not self._is_group(n) or (n < len(groups) and groups[n])]
+        disagreement = next((slot for n in asked for slot in self._left_otherwise(n, changed)), None)
+        for number in asked:
+            if number not in self._left:
+                left = [slot for slot in changed if slot[0] == number]
+                self._left[number] = {slot: AsItWas(self._value_at(slot), self._apart) for slot in left}
+        self._take_back(changed)
         if self.wrote_unseen():
             raise UnsupportedOptimizerError(
                 f"{self._name}: {WRITES_UNSEEN}. They were written, and are not put back. Update them in the loop, "
                 f"after optimizer.step(). {STEPPED_WHOLE}"
             )
         if disagreement is not None:
-            raise depends_on_buckets(self._name, disagreement)
-        if changes is not None and all(map(is_immutable, changes.values)):
+            raise depends_on_buckets(self._name, self._in_words(disagreement))
+        if changes is not None and all(map(is_immutable, changes[-1])):
             self._noted[groups] = changes
 
-    @property
-    def is_as_found(self) -> bool:
-        """Whether all is known to be as the step has found it; ``False``: that cannot be told at once."""
-        return self._at_once is not None and self._at_once.are_same
+    def _changed(self) -> list[Slot]:
+        """Where a value is not what it was."""
+        now, then = _values_in(self._sources), self._values
+        if (  # all is as it was, where that can be said at once
+            now.keys() == then.keys()
+            and all(map(is_, now.values(), map(then.__getitem__, now)))
+            and all(map(AsItWas.has_same_items, self._records.values()))
+        ):
+            return []
+        return [slot for slot in now | then if not self._is_unchanged(slot, now.get(slot, ABSENT))]
+
+    def _is_unchanged(self, slot: Slot, value: Any) -> bool:
+        if slot in self._records:
+            return self._records[slot].is_in(value)
+        then = self._values.get(slot, ABSENT)
+        return value is then or (type(value) is type(then) and bool(_as_held(value) == _as_held(then)))
+
+    def _left_otherwise(self, number: int, changed: Iterable[Slot]) -> Iterator[Slot]:
+        """Where the values of a source are not as the first bucket that was asked has left them; these are changed."""
+        if (left := self._left.get(number)) is not None:
+            yield from left.keys() ^ {slot for slot in changed if slot[0] == number}
+            yield from (slot for slot, record in left.items() if not record.is_like(self._value_at(slot)))
+
+    def _value_at(self, slot: Slot) -> Any:
+        number, key = slot
+        return self._sources[number].mapping.get(key, ABSENT)
+
+    def _put(self, slot: Slot, value: Any) -> None:
+        number, key = slot
+        put_item(self._sources[number].mapping, key, value)
 
     def reset_left(self) -> None:
         """The next bucket is the first."""
-        self._noted = {}
-        for place in self.places:
-            place.reset_left()
+        self._noted, self._left = {}, {}
 
     def take_back(self) -> None:
         """The update has raised, or does not count."""
-        for place in self.places:
-            place.take_back(place.changed())
+        self._take_back(self._changed())
         self.wrote_unseen()
 
-    def digest(self) -> Any:
-        """Of all that it holds, and of the attributes of its classes."""
-        places = [place.digest() for place in self.places]
-        return places, [getattr(owner, name, ABSENT) for owner, name, _ in self._shared]
-
-    def look_at_unseen(self) -> None:
-        self._versions = versions_of(self.unseen)
-
-    def put_all_back(self) -> None:
-        """Also what is not looked into after each bucket (``look_deeper``)."""
-        for place in self.places:
-            place.put_all_back()
-        for owner, name, value in self._shared:
-            if value is ABSENT:
-                vars(owner).pop(name, None)
-            elif getattr(owner, name, ABSENT) is not value:
-                setattr(owner, name, value)
+    def _take_back(self, changed: Iterable[Slot]) -> None:
+        for slot in changed:
+            record = self._records.get(slot)
+            self._put(slot, self._values.get(slot, ABSENT) if record is None else record.put_back())
 
     def wrote_unseen(self) -> bool:
         written = versions_of(self.unseen) != self._versions
         self.wrote_in_place |= written
         return written
 
-    def require_unchanged(self) -> None:
+    def look_at_unseen(self) -> None:
+        self._versions = versions_of(self.unseen)
+
+    # Also what is not looked into after each bucket.
+
+    def look_deeper(self, optimizer: Optimizer) -> str | None:
+        """All is to be put back (``put_all_back``). Returns what cannot be, in words."""
+        self._shared = list(_values_elsewhere(optimizer))
+        if (other := next(reached(optimizer, Optimizer), None)) is not None:
+            return f"it holds another optimizer ({type(other).__name__})"
+        for (number, key), record in self._records.items():
+            if record.opaque is not None:
+                return f"its {self._sources[number].where} {key!r} cannot be put back ({record.opaque})"
+        return None
+
+    def digest(self) -> Any:
+        """Of all that it holds, however deep, and of the attributes of its classes."""
+        shared = [getattr(owner, name, ABSENT) for owner, name, _ in self._shared]
+        return digest_of_value([[source.own(source.mapping) for source in self._sources], shared])
+
+    def put_all_back(self) -> None:
+        self._take_back(_values_in(self._sources).keys() | self._values.keys())
+        for owner, name, value in self._shared:
+            if value is ABSENT:
+                vars(owner).pop(name, None)
+            elif getattr(owner, name, ABSENT) is not value:
+                setattr(owner, name, value)
+
+    # Between buckets, and around ``step()``.
+
+    @property
+    def is_as_found(self) -> bool:
+        """Whether all is known to be as the step has found it; ``False``: that cannot be told at once."""
+        return self._at_once is not None and self._at_once.are_same
+
+    def changed(self, *, groups: bool = False) -> str | None:
+        """An attribute that is not what it was, or a setting of ``groups``, too, in words; ``None``: none."""
+        changed = [] if self.is_as_found else self._changed()
+        return next((self._in_words(slot) for slot in changed if groups or not self._is_group(slot[0])), None)
+
+    def require_unchanged(self, *, groups: bool = False) -> None:
         """Raise ``HyperparameterChangedError`` if ``optimizer.step()`` would find other attributes than buckets have
-        found. Of the settings in groups ``SettingsGuard`` says so."""
-        self._require(self.changed())
+        found. Of the settings in groups ``SettingsGuard`` says so.
 
-    def require_as_found(self) -> None:
-        """The same, where another bucket is about to be stepped: what is changed in any group would be taken for what
-        its update has made of that."""
-        self._require(self.changed() or self._changed_in(self._groups))
-
-    def _require(self, what: str | None) -> None:
-        if what is not None:
+        Args:
+            groups: another bucket is about to be stepped: what is changed in any group would be taken for what its
+                update has made of that.
+        """
+        if (what := self.changed(groups=groups)) is not None:
             raise HyperparameterChangedError(
                 f"{what} of {self._name} was changed after backward had already stepped parameters with what it was. "
                 "Change it after optimizer.step() or before backward(), not in between"
             )
 
-    def changed(self) -> str | None:
-        """An attribute that is not what it was, in words; ``None``: none."""
-        return None if self.is_as_found else self._changed_in(self._others)
-
-    def _changed_in(self, places: Iterable[_Place]) -> str | None:
-        return next((f"{place.where} {key!r}" for place in places for key in place.changed()), None)
-
     def differs(self) -> str | None:
         """What ``step()`` has left otherwise than buckets have, in words; ``None``: nothing."""
-        for place in self.places:
-            if (key := place.differs()) is not ABSENT:
-                return f"{place.where} {key!r}"
-        return None
+        changed = self._changed()
+        return next((self._in_words(slot) for n in self._left for slot in self._left_otherwise(n, changed)), None)
 
     def commit(self) -> None:
-        for place in self.places:
-            place.commit()
+        """What buckets have left is what the step leaves. Where none was asked, what is there stands."""
+        left = {slot: record for records in self._left.values() for slot, record in records.items()}
+        changed = self._changed() if self._left else []
+        self._take_back([slot for slot in changed if slot[0] in self._left and slot not in left])
+        for slot, record in left.items():
+            value = record.put_back()
+            self._put(slot, value)
+            if is_immutable(value):  # else the next step begins anew
+                self._values[slot] = value
+                self._records.pop(slot, None)  # of what was there
 
     def end_step(self) -> None:
         # Attributes may refer to the model, which nothing here must keep.
+        self._sources = [_Source(where, {}, own) for where, _, own in self._sources] if self.is_flat else []
         if not self.is_flat:
-            self._groups, self._others = [], []
-        for place in self.places:
-            place.let_go()
+            self._values, self._records = {}, {}
         self.unseen, self._versions, self._shared = [], [], []
-        self._at_once, self._noted = None, {}
+        self._at_once = None
+        self.reset_left()
 
 
 def _without(names: Container[str], mapping: Mapping[str, Any]) -> dict[str, Any]:

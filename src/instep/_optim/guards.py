@@ -17,11 +17,9 @@ from instep._optim.values import (
     PER_PARAMETER,
     SHORT,
     address_of,
-    alike,
     bytes_of,
     fingerprint,
     is_immutable,
-    same,
     waits_for_host,
 )
 from instep._torch.engine import as_default_device, default_device
@@ -142,9 +140,7 @@ class Snapshot:
             # Asked for every bucket: what cannot be changed in place and is the same object needs no look.
             if (value is not values.get(key, ABSENT) or key in mutable)
             and key not in PER_PARAMETER
-            and not (
-                alike(fingerprint(value), mutable[key]) if key in mutable else same(value, values.get(key, ABSENT))
-            )
+            and fingerprint(value) != (mutable[key] if key in mutable else fingerprint(values.get(key, ABSENT)))
         }
 
     def difference(self, group: Mapping[str, Any]) -> str | None:
@@ -268,7 +264,7 @@ class EntriesAsLeft(NamedTuple):
             or _names_of(self.entries) != self.names
             or not all(map(is_, _values_of(self.entries), self.values))
             or versions_of(self.tensors) != self.versions
-            or not all(alike(fingerprint(value), then) for value, then in self.others)
+            or any(fingerprint(value) != then for value, then in self.others)
         )
 
 

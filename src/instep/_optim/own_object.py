@@ -42,6 +42,7 @@ from instep._optim.values import (
     ABSENT,
     address_of,
     held_in,
+    put_item,
 )
 from instep._torch.engine import AS_IT_IS
 from instep._torch.versions import memory_of, version_of, versions_of
@@ -211,7 +212,7 @@ class OwnObject:
                 if not self.belongings.rests and not self.beside.is_as_found:
                     # By a hook of this backward, between two buckets: taken back after this one, it would be lost.
                     self._settings.look(optimizer, numbers_of(update.members))
-                    self.beside.require_as_found()
+                    self.beside.require_unchanged(groups=True)
                 self._step(optimizer, update.members, tensors, call)
         finally:
             for parameter, gradient, _ in lent:
@@ -286,10 +287,7 @@ class OwnObject:
             self._runs_on = None
             _put(whole)
             for name, value in before:
-                if value is ABSENT:
-                    attributes.pop(name, None)
-                else:
-                    attributes[name] = value
+                put_item(attributes, name, value)
             # A hook that was registered while a bucket was stepped, on another thread, say, is the object's.
             for name in STEP_HOOKS if any(map(self._instead.get, STEP_HOOKS)) else ():
                 if registered := self._instead.get(name):

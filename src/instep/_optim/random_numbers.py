@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from instep._optim.dtensor import drawn_by_part, shard_index
 from instep._optim.kinds import read_by_update
 from instep._optim.stages import Stage, Update
-from instep._optim.values import access_to, is_generator, reachable_values
+from instep._optim.values import access_to, reachable_values
 from instep._torch.engine import graph_task, is_captured, is_of_backward
 from instep._torch.versions import memory_of
 from instep._torch.worker import NAME
@@ -59,22 +59,20 @@ def draw_key(seed: int, step: int, name: str, shard: int | None = None) -> int:
 
 Read = Callable[[], Any]
 Write = Callable[[Any], Any]
-Drawn = Literal["no", "yes", "unknown"]
 
 
-class TorchGenerators:
+States = list[tuple[torch.Generator, torch.Tensor]]
+"""Generators of torch's, each with the state that it had."""
+
+
+def _states(devices: Iterable[torch.device]) -> States:
     """torch's default generators on the CPU and on ``devices``, with their present states."""
+    return [(generator, generator.get_state()) for generator in _defaults(devices)]
 
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._before = [(generator, generator.get_state()) for generator in _defaults(devices)]
 
-    def seed(self, key: int) -> None:
-        for generator, _ in self._before:
-            generator.manual_seed(key)
-
-    def restore(self) -> None:
-        for generator, state in self._before:
-            generator.set_state(state)
+def _restore(states: States) -> None:
+    for generator, state in states:
+        generator.set_state(state)
 
 
 class Generators:
@@ -121,17 +119,14 @@ class Generators:
     def _advanced(self) -> set[int]:
         return {key for key, (read, _) in self._known.items() if not _same(read(), self._before[key])}
 
-    def drawn(self) -> Drawn:
-        """Whether this thread has drawn from one of them, or made one, since; ``"unknown"``: another thread may have
-        drawn from those that all share."""
-        advanced = self._advanced()
-        count = len(self._known)
+    def drawn(self) -> bool:
+        """Whether this thread has drawn from one of them, or made one, since. What another thread may have drawn from
+        those that all share does not count."""
+        advanced, count = self._advanced(), len(self._known)
         self._find()
         if advanced - self._shared or len(self._known) > count:
-            return "yes"
-        if not advanced:
-            return "no"
-        return "yes" if self._others_rest() else "unknown"
+            return True
+        return bool(advanced) and self._others_rest()
 
     def restore(self, *, even_shared: bool = False) -> None:
         """Put the states back; those that all share if no other thread can have drawn, or ``even_shared``."""
@@ -144,11 +139,11 @@ class Generators:
         return None not in self._others.values() and _times_of_others() == self._others
 
     def _find(self) -> None:
-        of_interest = (value for value in reachable_values(self._owners) if isinstance(value, self._kinds))
-        for generator in filter(is_generator, of_interest):
-            if id(generator) not in self._known:
-                self._known[id(generator)] = access = access_to(generator)
-                self._before[id(generator)] = access[0]()
+        for value in reachable_values(self._owners):
+            access = access_to(value) if isinstance(value, self._kinds) else None
+            if access is not None and id(value) not in self._known:
+                self._known[id(value)] = access
+                self._before[id(value)] = access[0]()
 
 
 _NEVER_DRAW = (NAME, "MainThread", "tqdm_monitor")
@@ -222,17 +217,16 @@ class KeyedDraws(Stage):
         self.earlier = 0
         self._committed = committed
         self._places: dict[int, tuple[str, int | None]] = {}  # by ``id``: the name, and the shard that this rank has
-        self._loops: TorchGenerators | None = None  # as the loop has left them, while step() runs
+        self._loops: States = []  # torch's generators, as the loop has left them, while step() runs
 
     def keep(self, devices: Iterable[torch.device]) -> None:
         """``step()`` is about to run, and finds no gradient. What it draws even so is no draw of the loop's."""
-        self._loops = TorchGenerators(devices)
+        self._loops = _states(devices)
 
     def give_back(self) -> None:
         """``step()`` has returned, or raised."""
-        loops, self._loops = self._loops, None
-        if loops is not None:
-            loops.restore()
+        loops, self._loops = self._loops, []
+        _restore(loops)
 
     def require_names(self, optimizer: Optimizer) -> None:
         """Raise ``UnsupportedOptimizerError`` if ``optimizer.step()`` finds a gradient of a parameter that has no name,
@@ -262,13 +256,14 @@ class KeyedDraws(Stage):
                 "that is being recorded would draw the same numbers in each replay. Capture forward and backward "
                 "without optimizer.step(), or leave out random and seed"
             )
-        generators = TorchGenerators({device})
+        key, before = draw_key(self.seed, self.number, name, shard), _states({device})
         try:
-            generators.seed(draw_key(self.seed, self.number, name, shard))
+            for generator, _ in before:
+                generator.manual_seed(key)
             with drawn_by_part(parameter):
                 yield
         finally:
-            generators.restore()
+            _restore(before)
 
     def portions_of(self, tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
         """Each parameter of a bucket is stepped by an update of its own."""

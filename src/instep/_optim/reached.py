@@ -1,4 +1,4 @@
-"""What a foreign optimizer reaches by its attributes and methods: modules, parameters, tensors."""
+"""What a foreign optimizer reaches by its attributes, shared state and methods: modules, parameters, tensors."""
 
 import inspect
 import weakref
@@ -11,22 +11,21 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.kinds import (
-    beside_parameters,
-    classes_of,
-    read_by_update,
-)
+from instep._optim.kinds import beside_parameters, classes_of, read_by_update
 from instep._optim.shadow import GroupLayout, parameters_of
-from instep._optim.values import (
-    reachable_values,
-    settings_in,
-)
+from instep._optim.values import put_dict, reachable_values, settings_in
+
+
+def reached(optimizer: Optimizer, *kinds: type) -> Iterator[Any]:
+    """What there is of ``kinds`` that its attributes and shared state reach."""
+    owners = [read_by_update(optimizer), beside_parameters(optimizer.state)]
+    return (value for value in reachable_values(owners, optimizer) if isinstance(value, kinds))
 
 
 def in_modules(optimizer: Optimizer, layout: GroupLayout) -> Iterator[torch.Tensor]:
-    """The parameters and buffers of modules that its attributes reach, without its own parameters. They may be large,
-    and are not copied."""
-    for module in _modules_of(optimizer):
+    """The parameters and buffers of modules that it reaches, without its own parameters. They may be large, and are not
+    copied."""
+    for module in reached(optimizer, torch.nn.Module):
         for tensor in chain(module.parameters(), module.buffers()):
             if not layout.holds(tensor) and not tensor.is_inference():
                 yield tensor
@@ -37,7 +36,10 @@ class Tables:
 
     def __init__(self, optimizer: Optimizer) -> None:
         in_methods = reachable_values(_of_functions(optimizer), optimizer)
-        modules = [*_modules_of(optimizer), *(value for value in in_methods if isinstance(value, torch.nn.Module))]
+        modules = [
+            *reached(optimizer, torch.nn.Module),
+            *(value for value in in_methods if isinstance(value, torch.nn.Module)),
+        ]
         every = {id(module): module for module in chain.from_iterable(module.modules() for module in modules)}
         tables = (table for m in every.values() for table in (m._parameters, m._buffers, vars(m)))
         self._before: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in tables]
@@ -49,20 +51,13 @@ class Tables:
         """Whether one had changed."""
         changed = list(self._changed())
         for table, before in changed:
-            table.update(before)
-            for name in table.keys() - before.keys():
-                del table[name]
+            put_dict(table, before)
         return bool(changed)
 
     def _changed(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         for table, before in self._before:
             if table.keys() != before.keys() or not all(map(is_, map(table.get, before), before.values())):
                 yield table, before
-
-
-def _modules_of(optimizer: Optimizer) -> Iterator[torch.nn.Module]:
-    reached = reachable_values([read_by_update(optimizer), beside_parameters(optimizer.state)], optimizer)
-    return (value for value in reached if isinstance(value, torch.nn.Module))
 
 
 def in_functions(optimizer: Optimizer) -> Iterator[torch.Tensor]:

@@ -1,17 +1,17 @@
 """Parameters and state as they were before a step, to be put back bit for bit, and gradients that are lent to it."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd import grad_mode
 from torch.optim import Optimizer
 
-from instep._optim.belongings import Mappings, mappings_of, mappings_with
+from instep._optim.belongings import Mappings, Places, mappings_of, places_of
 from instep._optim.beside import Beside
-from instep._optim.contents import Contents, Restore, copy_of, require_contents, restore
+from instep._optim.contents import Contents, copy_of, restore
 from instep._optim.kinds import is_torchs_own
 from instep._optim.own_object import Groups
 from instep._optim.random_numbers import Generators
@@ -29,7 +29,7 @@ from instep.errors import UnsupportedOptimizerError, class_name
 class LentGradient:
     """A copy, ``given``, that stands in a parameter's ``.grad`` while that is updated, and what becomes of it."""
 
-    __slots__ = ("_like", "_parameter", "_version", "given")
+    __slots__ = ("_like", "_now", "_parameter", "_version", "_written", "given")
 
     def __init__(self, parameter: torch.Tensor, like: torch.Tensor) -> None:
         self._parameter = parameter
@@ -37,35 +37,21 @@ class LentGradient:
         self.given = parameter.grad = like.detach().clone()
         self._version = version_of(self.given)
 
-    def outcome(self) -> "GradientOutcome | None":
-        """``None``: the update left it as it was."""
-        now = self._parameter.grad
-        written = version_of(self.given) != self._version or not _is_seen_equal(self.given, self._like)
-        if now is self.given and not written:
-            return None
-        return GradientOutcome(self.given if written else None, now is not self.given, now)
-
-
-class GradientOutcome(NamedTuple):
-    """What an update made of its gradient: what it wrote into it, and what it put in its place."""
-
-    values: torch.Tensor | None
-    replaced: bool
-    now: torch.Tensor | None
+    def was_changed(self) -> bool:
+        """The update is over: whether it has written the copy, or put something in its place."""
+        given = self.given
+        self._now = self._parameter.grad
+        # A write through ``.data`` counts in no version. Of a device the host would have to wait for the answer.
+        plain = type(given) is torch.Tensor and given.layout is torch.strided and given.device.type == "cpu"
+        self._written = version_of(given) != self._version or not (plain and same_bits(given, self._like))
+        return self._written or self._now is not given
 
     @torch.no_grad()
     def of(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """What the plain loop has in ``.grad`` after the step, given its ``gradient`` of before. May be asked twice."""
-        if self.values is not None:
-            gradient.copy_(self.values)
-        return self.now if self.replaced else gradient
-
-
-def _is_seen_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether both hold the same bits: a write through ``.data`` counts in no version. ``False`` also where the host
-    would have to wait for a device to compare them."""
-    plain = type(a) is torch.Tensor and a.layout is torch.strided and a.device.type == "cpu"
-    return plain and same_bits(a, b)
+        if self._written:
+            gradient.copy_(self.given)
+        return gradient if self._now is self.given else self._now
 
 
 class SavedParameter:
@@ -87,76 +73,57 @@ class SavedParameter:
         self.device = parameter.device
         self._mappings = mappings
         self._parameter = parameter
-        self._values = copy_of(parameter, host)
-        state = _entry_of(optimizer, parameter)
-        self._optimizer = weakref.ref(optimizer)
-        self._mapping = optimizer.state
-        self._version = grad_mode._unsafe_preserve_version_counter(parameter)
-        contents = Contents(host)
-        contents.known(parameter)
-        # A tensor of a wrapper class has its values there; any other one what an optimizer may keep of it.
-        self._keeps_attributes = not hasattr(type(parameter), "__tensor_flatten__")
         self._host = host
-        self._attributes: Restore | None = None
-        self._kept: dict[int, Restore] = {}
+        self._values = copy_of(parameter, host)
+        self.entry = _entry_of(optimizer, parameter)
+        self._entry = None if self.entry is None else Contents(self.entry, host, parameter)
+        self._optimizer = weakref.ref(optimizer)
+        self._state = optimizer.state
+        self._version = grad_mode._unsafe_preserve_version_counter(parameter)
+        self._belongings: dict[Any, tuple[Mappings, Any, Contents]] = {}
         if mappings or vars(parameter):
             self.keep_belongings()
         self.left: dict[Any, Any] | None = None
-        self.entry = state
-        self._entries: Restore | None = None if state is None else contents.of(state)
 
     def keep_belongings(self) -> None:
         """Its attributes, and what is kept by it, as they are now: its own update begins, and values were saved before,
         with another parameter's."""
-        contents = Contents(self._host)
-        contents.known(self._parameter)
-        has_some = self._keeps_attributes and bool(vars(self._parameter))
-        self._attributes = contents.of(vars(self._parameter)) if has_some else None
-        mappings = mappings_with(self._parameter, self._mappings)
-        self._kept = {id(mapping): contents.of(mapping[self._parameter]) for mapping in mappings}
+        self._belongings = {
+            where: (mapping, key, Contents(mapping[key], self._host, self._parameter))
+            for where, (mapping, key) in self._places().items()
+        }
 
     def look(self) -> dict[Any, Any]:
         """Its attributes, and what is kept by it, as they are now, to be compared."""
-        belongings: dict[Any, Any] = {
-            id(mapping): fingerprint(mapping[self._parameter])
-            for mapping in mappings_with(self._parameter, self._mappings)
-        }
-        if self._keeps_attributes:
-            belongings |= {name: fingerprint(value) for name, value in vars(self._parameter).items()}
-        return belongings
+        return {where: fingerprint(mapping[key]) for where, (mapping, key) in self._places().items()}
+
+    def _places(self) -> Places:
+        # A tensor of a wrapper class has its values in its attributes; any other one what an optimizer may keep of it.
+        attributes = {} if hasattr(type(self._parameter), "__tensor_flatten__") else vars(self._parameter)
+        return places_of(self._parameter, self._mappings, attributes)
 
     def _restore_belongings(self) -> None:
         optimizer, left = self._optimizer(), self.left
         if optimizer is not None and is_torchs_own(optimizer):
             return  # which writes nothing there: what is new is a hook's
-        now = {} if left is None and not self._mappings else self.look()
         # Without an update to compare with, all is put back.
-        theirs = frozenset[Any]() if left is None else frozenset(unlike(now, left))
-        if self._keeps_attributes:
-            attributes = vars(self._parameter)
-            written = {name: value for name, value in attributes.items() if name in theirs}
-            if self._attributes is not None:
-                self._attributes()
-            else:
-                attributes.clear()
-            attributes.update(written)
-        for mapping in self._mappings:
-            if id(mapping) in theirs:
-                continue
-            if id(mapping) in self._kept:
-                mapping[self._parameter] = self._kept[id(mapping)]()
-            elif id(mapping) in now:
-                del mapping[self._parameter]
+        theirs = frozenset[Any]() if left is None else frozenset(unlike(self.look(), left))
+        for where, (mapping, key) in self._places().items():
+            if where not in theirs and where not in self._belongings:
+                del mapping[key]
+        for where, (mapping, key, contents) in self._belongings.items():
+            if where not in theirs:
+                mapping[key] = contents.put_back()
 
     def restore(self) -> None:
         optimizer = self._optimizer()
-        mapping = self._mapping if optimizer is None else optimizer.state
-        entry = mapping.get(self._parameter)
-        if self._entries is None:
-            mapping.pop(self._parameter, None)
+        state = self._state if optimizer is None else optimizer.state
+        entry = state.get(self._parameter)
+        if self._entry is None:
+            state.pop(self._parameter, None)
         elif entry is self.entry or not (entry is None or (isinstance(entry, Mapping) and not entry)):
             # Else somebody has taken it out meanwhile.
-            mapping[self._parameter] = self._entries()
+            state[self._parameter] = self._entry.put_back()
         restore(self._parameter, self._values)
         self._restore_belongings()
         # The bits are back: a graph that has saved them may run. torch has a private way to say so. After the state,
@@ -172,40 +139,24 @@ def _entry_of(optimizer: Optimizer, parameter: torch.Tensor) -> dict[Any, Any] |
 
 
 class KeptByParameter:
-    """What an optimizer keeps of single parameters outside of its ``state``: mappings by parameter, in its attributes.
+    """What an optimizer keeps of single parameters in mappings by parameter, outside of its ``state``.
 
     Args:
-        optimizer: a foreign one.
-        only: what belongs to these alone is copied.
-        mappings: in which it may keep something; by default all that it reaches.
+        only: what belongs to these alone is copied, by ``id``; by default all.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        only: Iterable[torch.Tensor] | None = None,
-        mappings: Sequence[Mappings] | None = None,
-    ) -> None:
-        contents, some = Contents(host=False), None if only is None else set(map(id, only))
-        self._kept = [
-            (
-                mapping,
-                set(map(id, mapping)),
-                [
-                    (key, contents.of(value))
-                    for key, value in mapping.items()
-                    if isinstance(key, torch.Tensor) and (some is None or id(key) in some)
-                ],
-            )
-            for mapping in (mappings_of(optimizer) if mappings is None else mappings)
-        ]
+    def __init__(self, mappings: Iterable[Mappings], only: Container[int] | None = None) -> None:
+        self._kept: list[tuple[Mappings, set[int], list[tuple[torch.Tensor, Contents]]]] = []
+        for mapping in mappings:
+            tensors = [key for key in mapping if isinstance(key, torch.Tensor) and (only is None or id(key) in only)]
+            self._kept.append((mapping, set(map(id, mapping)), [(key, Contents(mapping[key])) for key in tensors]))
 
     def restore(self) -> None:
         """Put it back, and take out what was added, for whichever parameter."""
         for mapping, keys, kept in self._kept:
             for key in [key for key in mapping if isinstance(key, torch.Tensor) and id(key) not in keys]:
                 del mapping[key]
-            mapping.update((key, put()) for key, put in kept)
+            mapping.update((key, contents.put_back()) for key, contents in kept)
 
 
 class BeforeUpdate:
@@ -215,7 +166,7 @@ class BeforeUpdate:
     Args:
         tensors: the parameters.
         gradients: whether it finds any. Without one it may write what it keeps of others, too.
-        mappings: as ``KeptByParameter`` has them.
+        mappings: in which it may keep something; by default all that it reaches.
 
     Raises:
         TypeError: one could not be put back.
@@ -229,10 +180,11 @@ class BeforeUpdate:
         gradients: bool = True,
         mappings: Sequence[Mappings] | None = None,
     ) -> None:
-        every = {id(tensor): tensor for tensor in tensors}.values()
-        self._saved = [SavedParameter(tensor, optimizer, host=False) for tensor in every]
-        self._others = KeptByParameter(optimizer, every if gradients else None, mappings)
-        pairs = [(t, t.grad) for t in every] if gradients else []
+        every = {id(tensor): tensor for tensor in tensors}
+        self._saved = [SavedParameter(tensor, optimizer, host=False) for tensor in every.values()]
+        mappings = mappings_of(optimizer) if mappings is None else mappings
+        self._others = KeptByParameter(mappings, every if gradients else None)
+        pairs = [(t, t.grad) for t in every.values()] if gradients else []
         self._gradients = [(t, grad, None if grad is None else copy_of(grad, False)) for t, grad in pairs]
 
     @torch.no_grad()
@@ -304,7 +256,7 @@ def _cannot_put_back(optimizer: Optimizer, parameter: torch.Tensor, error: TypeE
         entry = {}
     for key, value in entry.items():
         try:
-            require_contents(value, parameter)
+            Contents(value, but=parameter)
         except TypeError:
             where = f"state[{key!r}] of {where}"
             break
@@ -407,7 +359,7 @@ class Undo:
             entry = optimizer.state.get(parameter)
             if entry is not None and saved.entry is None:
                 try:
-                    require_contents(entry, parameter)
+                    Contents(entry, self._host, parameter)
                 except TypeError as error:
                     raise _cannot_put_back(optimizer, parameter, error) from error
 

@@ -1,26 +1,24 @@
-"""Values that an optimizer holds: what can be reached from it, copied and put back, and whether it was changed."""
+"""Values that an optimizer holds: what each kind refers to, what can be reached, and how it looks now."""
 
+import copyreg
+import hashlib
 import logging
 import random
 import reprlib
+import struct
 import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from types import (
     BuiltinMethodType,
-    ClassMethodDescriptorType,
+    CodeType,
     FunctionType,
     GenericAlias,
-    GetSetDescriptorType,
-    MemberDescriptorType,
-    MethodDescriptorType,
     MethodType,
     ModuleType,
-    UnionType,
-    WrapperDescriptorType,
 )
 from typing import Any, NamedTuple
 
@@ -30,80 +28,108 @@ from torch.optim import Optimizer
 
 from instep._torch.versions import PLAIN, is_pinned, memory_of, version_of
 
-# What an update can get at beside what it is given: through the attributes, groups and state of its optimizer.
+# Kinds of objects: what each refers to, and how it is made to refer to the same again. Whoever looks into objects asks
+# here: to find something (``reachable_values``, ``held_in``), to compare (``Look``), to put back (``contents.py``).
 
 
-_NUMBERS = frozenset({bool, int, float, str, type(None)})
-_REFER_TO_NOTHING = _NUMBERS | {
-    *(UnionType, GenericAlias),
-    *(MethodDescriptorType, WrapperDescriptorType, ClassMethodDescriptorType, GetSetDescriptorType),
-    MemberDescriptorType,
+class Kind(NamedTuple):
+    """How objects of one kind are looked into.
+
+    Attributes:
+        parts: what such an object refers to, by key; of a set the elements are the keys.
+        put: makes it refer to the same parts again; ``None``: it always refers to the same.
+    """
+
+    parts: Callable[[Any], dict[Any, Any]]
+    put: Callable[[Any, dict[Any, Any]], object] | None = None
+
+
+def put_dict(held: dict[Any, Any], items: dict[Any, Any], but: tuple[type, ...] = ()) -> None:
+    """Keys of the kinds ``but``, if they are not among ``items``, stay as they are."""
+    for key, item in items.items():
+        held[key] = item  # not by update(), which a Counter's adds to
+    for key in [key for key in held if key not in items and not isinstance(key, but)]:
+        del held[key]
+    # As they came in, if they do not; any others before them.
+    if any(key is not other for key, other in zip(filter(items.__contains__, held), items, strict=True)):
+        for key in items:
+            held[key] = held.pop(key)
+
+
+def _by_number(held: Iterable[Any]) -> dict[Any, Any]:
+    return dict(enumerate(held))
+
+
+def _put_list(held: list[Any], items: dict[Any, Any]) -> None:
+    held[:] = items.values()
+
+
+def _put_deque(held: deque[Any], items: dict[Any, Any]) -> None:
+    held.clear()
+    held.extend(items.values())
+
+
+def _put_set(held: set[Any], items: dict[Any, Any]) -> None:
+    held.update(items)
+    held.intersection_update(items)
+
+
+def _of_function(function: Any) -> dict[Any, Any]:
+    """What it encloses, by number, and what it is given."""
+    function = compiled_from(function)
+    enclosed = {n: cell.cell_contents for n, cell in enumerate(function.__closure__ or ()) if is_filled(cell)}
+    return enclosed | {name: getattr(function, name) for name in ("__code__", "__defaults__", "__kwdefaults__")}
+
+
+def _put_enclosed(function: Any, parts: dict[Any, Any]) -> None:
+    for number, cell in enumerate(compiled_from(function).__closure__ or ()):
+        if number in parts:
+            cell.cell_contents = parts[number]
+
+
+def _named(*names: str) -> Callable[[Any], dict[Any, Any]]:
+    return lambda value: {name: getattr(value, name) for name in names}
+
+
+_KINDS: dict[type, Kind] = {
+    dict: Kind(lambda held: dict(held.items()), put_dict),
+    list: Kind(_by_number, _put_list),
+    deque: Kind(_by_number, _put_deque),
+    tuple: Kind(_by_number),
+    set: Kind(dict.fromkeys, _put_set),
+    frozenset: Kind(dict.fromkeys),
+    FunctionType: Kind(_of_function, _put_enclosed),
+    MethodType: Kind(_named("__self__", "__func__")),
+    partial: Kind(_named("func", "args", "keywords")),
+    slice: Kind(_named("start", "stop", "step")),
 }
 
 
-def reachable_values(owners: Iterable[object], but: object = None) -> Iterator[Any]:
-    """``owners`` and all that they refer to through containers, attributes, weak references, and what functions of
-    theirs enclose or are given. Numbers and descriptors are left out; tensors, classes, Python's modules and objects of
-    torch's are not looked into, nor is what a ``Module`` holds but parameters.
-
-    Args:
-        but: what is not looked into either: an optimizer to which its own functions refer.
-    """
-    seen: set[int] = {id(but)}
-    left = list(owners)
-    while left:
-        value = left.pop()
-        if type(value) in _REFER_TO_NOTHING or id(value) in seen:
-            continue
-        seen.add(id(value))
-        yield value
-        left.extend(_referred_by(value))
+_OF_A_KIND = tuple(_KINDS)
 
 
-def _referred_by(value: Any) -> Iterable[Any]:
-    if type(value) in PLAIN or isinstance(value, (torch.Tensor, type, ModuleType)):
-        return ()
-    if isinstance(value, torch.nn.Module):
-        return value.parameters()
-    if isinstance(value, Mapping):
-        return value.values()
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return value
-    if isinstance(value, (MethodType, BuiltinMethodType)):
-        return (value.__self__,)
-    if isinstance(value, FunctionType):
-        cells = (cell.cell_contents for cell in value.__closure__ or () if is_filled(cell))
-        return *cells, value.__defaults__, value.__kwdefaults__
-    if isinstance(value, partial):
-        return value.func, value.args, value.keywords
-    if isinstance(value, weakref.ref):
-        return (value(),)
-    return () if is_of_torch(value) else (attributes_of(value) or {}).values()
+def kind_of(value: Any) -> Kind | None:
+    """``None``: of one of these kinds it is not. It may have attributes, or memory."""
+    known = _KINDS.get(type(value))
+    if known is None and isinstance(value, _OF_A_KIND):
+        return next(kind for cls, kind in _KINDS.items() if isinstance(value, cls))
+    return known
 
 
-def is_of_torch(value: object) -> bool:
-    """Whether its class is one of torch's own: not an optimizer, a scheduler, or a tensor. So are instep's."""
-    module, open_in_torch = f"{type(value).__module__}.", ("torch.optim.", "torch._tensor", "torch.nn.")
-    return module.startswith(("torch.", "instep.")) and not module.startswith(open_in_torch)
+def parts_of(value: Any) -> dict[Any, Any] | None:
+    """What an object refers to; ``None`` if nothing is known of that."""
+    kind = kind_of(value)
+    if kind is not None:
+        return kind.parts(value)
+    return dict(value.items()) if isinstance(value, Mapping) else attributes_of(value)
 
 
-def is_generator(value: Any) -> bool:
-    """Whether it is a random number generator: of torch, Python or NumPy."""
-    numpy = sys.modules.get("numpy")
-    kinds: tuple[type, ...] = (torch.Generator, random.Random)
-    if numpy is not None:
-        kinds += (numpy.random.Generator, numpy.random.RandomState)
-    return isinstance(value, kinds)
-
-
-def access_to(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """What reads the state of a random number generator, and what writes it."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state, generator.set_state
-    if isinstance(generator, random.Random):
-        return generator.getstate, generator.setstate
-    bits = getattr(generator, "bit_generator", None) or generator._bit_generator
-    return lambda: bits.state, lambda state: setattr(bits, "state", state)
+def attributes_of(value: Any) -> dict[Any, Any] | None:
+    # Python's own list of the slots of a class and its bases, by the names under which they are, which it keeps.
+    slots: list[str] = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+    attributes = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    attributes.update(getattr(value, "__dict__", {}))
+    return attributes or None
 
 
 def compiled_from(function: Any) -> Any:
@@ -119,6 +145,81 @@ def is_filled(cell: Any) -> bool:
     return True
 
 
+def is_array(value: Any) -> bool:
+    """Whether it is an array of NumPy's, of numbers."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray) and not value.dtype.hasobject
+
+
+def buffer_of(value: Any) -> Any:
+    """The memory in which its values are: an array of NumPy's, or a view of what others may look at, too; ``None``: it
+    has none."""
+    if is_array(value):
+        return value
+    try:
+        return memoryview(value)
+    except (TypeError, ValueError, BufferError):
+        return None
+
+
+# What an update can get at beside what it is given: through the attributes, groups and state of its optimizer.
+
+NUMBERS = frozenset({bool, int, float, str, type(None)})
+
+
+def reachable_values(owners: Iterable[object], but: object = None) -> Iterator[Any]:
+    """``owners`` and all that they refer to through containers, attributes, weak references, and what functions of
+    theirs enclose or are given. Numbers are left out; tensors, classes, Python's modules and objects of torch's are not
+    looked into, nor is what a ``Module`` holds but parameters.
+
+    Args:
+        but: what is not looked into either: an optimizer to which its own functions refer.
+    """
+    seen: set[int] = {id(but)}
+    left = list(owners)
+    while left:
+        value = left.pop()
+        if type(value) in NUMBERS or id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield value
+        left.extend(_referred_by(value))
+
+
+def _referred_by(value: Any) -> Iterable[Any]:
+    if type(value) in PLAIN or isinstance(value, (torch.Tensor, type, GenericAlias, CodeType, ModuleType)):
+        return ()
+    if isinstance(value, nn.Module):
+        return value.parameters()
+    if isinstance(value, (set, frozenset)):
+        return value
+    if isinstance(value, (weakref.ref, BuiltinMethodType)):
+        return (value() if isinstance(value, weakref.ref) else value.__self__,)
+    if not isinstance(value, (*_OF_A_KIND, Mapping)) and is_of_torch(value):
+        return ()
+    return (parts_of(value) or {}).values()
+
+
+def is_of_torch(value: object) -> bool:
+    """Whether its class is one of torch's own: not an optimizer, a scheduler, or a tensor. So are instep's."""
+    module, open_in_torch = f"{type(value).__module__}.", ("torch.optim.", "torch._tensor", "torch.nn.")
+    return module.startswith(("torch.", "instep.")) and not module.startswith(open_in_torch)
+
+
+def access_to(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """What reads the state of a random number generator of torch's, Python's or NumPy's, and what writes it; ``None``:
+    it is none."""
+    if isinstance(value, torch.Generator):
+        return value.get_state, value.set_state
+    if isinstance(value, random.Random):
+        return value.getstate, value.setstate
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, (numpy.random.Generator, numpy.random.RandomState)):
+        return None
+    bits = getattr(value, "bit_generator", None) or value._bit_generator
+    return lambda: bits.state, lambda state: setattr(bits, "state", state)
+
+
 # What an update reads beside parameters and their state, and what has become of it since: groups and attributes.
 #
 # Values are compared by what they hold, not by what somebody is told of: a tensor may be written through ``.data`` or a
@@ -131,11 +232,19 @@ MOST = 1024
 """How many values of one setting are looked into, and of how many elements a tensor is compared by value."""
 
 ABSENT = object()
+"""Stands for a value that a mapping has not."""
 SHORT = reprlib.Repr()  # a setting may hold whole parameters
 SHORT.maxother = SHORT.maxstring = 80
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 PER_PARAMETER = ("params", "param_names")
 """The keys of a group that hold one item for each parameter: all others are settings."""
+
+
+def put_item(mapping: MutableMapping[Any, Any], key: Any, value: Any) -> None:
+    if value is ABSENT:
+        mapping.pop(key, None)
+    else:
+        mapping[key] = value
 
 
 def settings_in(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,18 +261,22 @@ def is_immutable(value: Any) -> bool:
     return type(value).__module__ == "numpy" and isinstance(value, sys.modules["numpy"].generic)
 
 
-def is_compared_by_value(value: Any) -> bool:
-    """Whether its class compares, and hashes, what it holds, of which nothing is known, or all is immutable."""
+def compares_values(value: Any) -> bool:
+    """Whether its class compares, and hashes, what it holds, of which nothing else is known."""
     if isinstance(value, weakref.ref):  # which compares, and hashes, what it refers to
         return False
     kind: Any = type(value)
-    compares = kind.__eq__ is not object.__eq__ and kind.__hash__ is not None
-    return compares and all(map(is_immutable, (attributes_of(value) or {}).values()))
+    return kind.__eq__ is not object.__eq__ and kind.__hash__ is not None
+
+
+def is_closed(value: Any) -> bool:
+    """Whether it is only told apart from others."""
+    return isinstance(value, _CLOSED)
 
 
 def is_plain(value: Any) -> bool:
     """Whether ``private`` copies all of it."""
-    if type(value) in _NUMBERS:
+    if type(value) in NUMBERS:
         return True
     if type(value) in (list, tuple, set):
         return all(map(is_plain, value))
@@ -175,7 +288,7 @@ def is_plain(value: Any) -> bool:
 def private(value: Any) -> Any:
     """A copy that may be changed in place without its origin seeing it. Objects, and what cannot be changed, are
     shared."""
-    if type(value) in _NUMBERS or is_immutable(value) or isinstance(value, nn.Parameter):
+    if type(value) in NUMBERS or is_immutable(value) or isinstance(value, nn.Parameter):
         return value
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
@@ -186,7 +299,7 @@ def private(value: Any) -> Any:
     return value
 
 
-class _Values:
+class _Seen:
     """A tensor as it is now."""
 
     __slots__ = ("_address", "_copy", "_tensor", "_version")
@@ -197,74 +310,111 @@ class _Values:
         self._address = address_of(tensor)
         self._copy = tensor.detach().clone() if _can_be_read(tensor, most) else None
 
-    def like(self, other: "_Values") -> bool:
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Seen):
+            return NotImplemented
         if self._copy is not None and other._copy is not None:
             return same_bits(self._copy, other._copy)
         if self._tensor is other._tensor and not is_fake(type(self._tensor)):
             return self._version == other._version and self._address == other._address
         return torch.equal(self._tensor, other._tensor)
 
+    __hash__ = None  # type: ignore[assignment]
 
-class _Itself(NamedTuple):
+
+class _Itself:
     """Something that is not looked into."""
 
-    value: Any
+    __slots__ = ("_value",)
 
-    def like(self, other: "_Itself") -> bool:
-        return self.value is other.value
+    def __init__(self, value: Any) -> None:
+        self._value = value  # held, so that no other one can have its identity
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self._value is other._value
 
-class _Held(NamedTuple):
-    """What a list, a dict or an object holds."""
-
-    kind: type
-    items: Mapping[Any, Any]
-
-    def like(self, other: "_Held") -> bool:
-        items, others = self.items, other.items
-        return (
-            self.kind is other.kind
-            and items.keys() == others.keys()
-            and (not issubclass(self.kind, dict) or list(items) == list(others))
-            and all(alike(value, others[key]) for key, value in items.items())
-        )
+    def __hash__(self) -> int:
+        return id(self._value)
 
 
-class _Look:
-    """One look at a value: each object is looked into once."""
+class Look:
+    """One look at a value, which tells what it holds in tuples and dicts that are compared by ``==``. Each object is
+    looked into once.
 
-    def __init__(self, elements: int) -> None:
+    Args:
+        elements: of how many a tensor is compared by what it holds.
+
+    Attributes:
+        depth: how many objects inside one another are looked into.
+        most: how many values are looked into, and of how many words the memory of an array.
+        is_ordered: whether a dict whose keys have changed places is another one.
+        takes_state: whether the values that a dict keeps by parameter are looked at: they are per-parameter state.
+    """
+
+    depth: float = DEPTH
+    most: float = MOST
+    is_ordered = True
+    takes_state = False
+
+    def __init__(self, elements: int = MOST) -> None:
         self._seen: dict[int, int] = {}
-        self._left = MOST
         self._elements = elements
 
-    def at(self, value: Any, depth: int) -> Any:
-        if is_immutable(value):
-            return value
+    def of(self, value: Any) -> Any:
+        self._left = self.most
+        return self._at(value, self.depth)
+
+    def tensor(self, tensor: torch.Tensor) -> Any:
+        return _Itself(tensor) if isinstance(tensor, nn.Parameter) else _Seen(tensor, self._elements)
+
+    def _at(self, value: Any, depth: float) -> Any:
+        if is_immutable(value):  # equal ones may be one object or two
+            return _immutable(value)
         if isinstance(value, torch.Tensor):
-            return _Itself(value) if isinstance(value, nn.Parameter) else _Values(value, self._elements)
-        is_closed = depth == 0 or isinstance(value, _CLOSED)
-        items = None if is_closed else _items_of(value)
-        if items is None and not is_closed and is_compared_by_value(value):
-            return value
+            return self.tensor(value)
         if id(value) in self._seen:
-            return self._seen[id(value)]
+            return "seen", self._seen[id(value)]
         self._seen[id(value)] = len(self._seen)
-        if items is None or len(items) > self._left:
+        return _Itself(value) if depth == 0 or is_closed(value) else self._inside(value, depth - 1)
+
+    def _inside(self, value: Any, depth: float) -> Any:
+        memory = None if kind_of(value) else buffer_of(value)
+        if memory is not None and memory.nbytes <= 8 * self.most:
+            dtype = memory.dtype.str if is_array(memory) else memory.format
+            return type(value), dtype, memory.shape, hashlib.blake2b(memory.tobytes(), digest_size=16).digest()
+        parts = parts_of(value)
+        if parts is None and compares_values(value):
+            return type(value), value
+        if parts is None or len(parts) > self._left:
             return _Itself(value)
-        self._left -= len(items)
-        return _Held(type(value), {key: self.at(item, depth - 1) for key, item in items.items()})
+        self._left -= len(parts)
+        if isinstance(value, Mapping):  # a key may be a tensor, which compares itself to any number
+            items = [
+                (key, part) for key, part in parts.items() if self.takes_state or not isinstance(key, torch.Tensor)
+            ]
+            parts = {_Itself(key) if isinstance(key, torch.Tensor) else key: part for key, part in items}
+        order = tuple(parts) if isinstance(value, dict) and self.is_ordered else ()
+        return type(value), order, {key: self._at(part, depth) for key, part in parts.items()}
+
+
+def _immutable(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return type(value), *map(_immutable, value)
+    if isinstance(value, (float, complex)):
+        number = complex(value)
+        return type(value), struct.pack("=dd", number.real, number.imag)  # -0.0 and NaN are values, too
+    return type(value), value.tobytes() if type(value).__module__ == "numpy" else value
 
 
 def fingerprint(value: Any, elements: int = MOST) -> Any:
-    """What ``value`` holds, to be compared with ``alike`` later.
+    """What ``value`` holds, to be compared by ``==`` with another fingerprint later.
 
-    Lists, tuples, sets, dicts, arrays and objects are looked into, ``DEPTH`` deep and up to ``MOST`` values. A tensor
-    of up to so many ``elements`` on a CPU is compared bit for bit, another one by its identity, memory and version.
-    Modules, parameters and optimizers are only told apart. So are the values that a dict keeps by parameter: they are
-    taken for per-parameter state.
+    Objects of all kinds are looked into, ``DEPTH`` deep and up to ``MOST`` values. A tensor of up to so many
+    ``elements`` on a CPU is compared bit for bit, another one by its identity, memory and version. Modules, parameters
+    and optimizers are only told apart. So are the values that a dict keeps by parameter: they are taken for
+    per-parameter state.
     """
-    return _Look(elements).at(value, DEPTH)
+    return Look(elements).of(value)
 
 
 def held_in(value: Any, kinds: tuple[type, ...], depth: int = DEPTH) -> Iterator[Any]:
@@ -272,25 +422,15 @@ def held_in(value: Any, kinds: tuple[type, ...], depth: int = DEPTH) -> Iterator
     if isinstance(value, kinds):
         yield value
     elif depth and not is_immutable(value) and not isinstance(value, (torch.Tensor, *_CLOSED)):
-        items = _items_of(value) or {}
-        for item in items.values() if len(items) <= MOST else ():
-            yield from held_in(item, kinds, depth - 1)
+        parts = parts_of(value) or {}
+        for key, part in parts.items() if len(parts) <= MOST else ():
+            if not isinstance(key, torch.Tensor):
+                yield from held_in(part, kinds, depth - 1)
 
 
 def unlike(now: Mapping[Any, Any], then: Mapping[Any, Any]) -> Iterator[Any]:
     """The keys under which two mappings of fingerprints have not the same."""
-    return (k for k in then.keys() | now.keys() if k not in now or k not in then or not alike(now[k], then[k]))
-
-
-def alike(a: Any, b: Any) -> bool:
-    """Whether two fingerprints are of values that hold the same."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, (_Values, _Itself, _Held)):
-        return a.like(b)
-    return bool(a == b) or (a != a and b != b)
+    return (k for k in then.keys() | now.keys() if k not in now or k not in then or now[k] != then[k])
 
 
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
@@ -325,113 +465,6 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(bytes_of(a), bytes_of(b))
-
-
-def same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal, and NaN where the other one is. For what was computed twice: which payload a NaN
-    gets is up to the kernel, and a loop that diverges must diverge the same way."""
-    if is_wrapper(a) or is_wrapper(b):
-        return type(a) is type(b) and same(inner_of(a), inner_of(b))
-    if a.is_nested or b.is_nested:
-        return a.is_nested and b.is_nested and same(list(a.unbind()), list(b.unbind()))
-    if a.dtype != b.dtype or a.shape != b.shape or a.device != b.device:
-        return False
-    if a.layout is not torch.strided and a.layout is b.layout:
-        a, b = a.to_dense(), b.to_dense()
-    if torch.equal(a, b):
-        return True
-    can_be_nan = a.is_floating_point() or a.is_complex()
-    return can_be_nan and bool(torch.all((a == b) | ((a != a) & (b != b))))
-
-
-def same(a: Any, b: Any, *, others: bool = False) -> bool:
-    """Whether two values of a group, of state, or that a step returns are equal: containers by what they hold, tensors
-    by their numbers, of what is spread over ranks this rank's part.
-
-    Args:
-        others: the answer for two objects of one class, of which nobody knows how to compare them.
-    """
-    if a is b:
-        return True
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        try:
-            return same_numbers(memory_of(a), memory_of(b))
-        except TypeError:  # of a class that does not tell what it holds
-            return others and type(a) is type(b)
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return False
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(same(a[key], b[key], others=others) for key in a)
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(same(*pair, others=others) for pair in zip(a, b, strict=True))
-    if is_immutable(a) or isinstance(a, (set, frozenset)) or is_compared_by_value(a):
-        return bool(a == b) or bool(a != a and b != b)
-    return others
-
-
-def values_differ(a: Any, b: Any) -> bool:
-    """Whether what was computed twice has come out differently. Objects of unknown kinds do not count."""
-    return not same(a, b, others=True)
-
-
-def _items_of(value: Any) -> dict[Any, Any] | None:
-    """What a value holds, by name or number; ``None`` if nothing is known of that."""
-    if isinstance(value, dict):
-        return {key: item for key, item in value.items() if not isinstance(key, torch.Tensor)}
-    if isinstance(value, (list, tuple, deque)):
-        return dict(enumerate(value))
-    if isinstance(value, (set, frozenset)):
-        return dict.fromkeys(value)
-    if isinstance(value, FunctionType):
-        cells = enumerate(compiled_from(value).__closure__ or ())
-        return {number: cell.cell_contents for number, cell in cells if is_filled(cell)}
-    if isinstance(value, MethodType):
-        return {"__self__": value.__self__, "__func__": value.__func__}
-    if isinstance(value, partial):
-        return {"func": value.func, "args": value.args, "keywords": value.keywords}
-    if has_buffer(value) and (view := memoryview(value)).nbytes <= 8 * MOST:  # a NumPy array, or another one
-        return {"bytes": bytes(view)}
-    return attributes_of(value)
-
-
-def has_buffer(value: Any) -> bool:
-    """Whether it has memory that others may look at, in which its values are."""
-    try:
-        memoryview(value)
-    except (TypeError, ValueError, BufferError):
-        return False
-    return True
-
-
-def attributes_of(value: Any) -> dict[Any, Any] | None:
-    attributes = {name: getattr(value, name) for name in _slots_of(type(value)) if hasattr(value, name)}
-    attributes.update(getattr(value, "__dict__", {}))
-    return attributes or None
-
-
-def is_closed(value: Any) -> bool:
-    """Whether it is only told apart from others."""
-    return isinstance(value, _CLOSED)
-
-
-_SLOTS: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
-"""By class: what ``_slots_of`` has found, asked for each value of each step."""
-
-
-def _slots_of(cls: type) -> tuple[str, ...]:
-    """The names of its slots, and of the classes that it is made of. Python looks at ``__slots__`` once, too."""
-    if (known := _SLOTS.get(cls)) is None:
-        names: dict[str, None] = {}
-        for base in cls.__mro__:
-            slots = vars(base).get("__slots__", ())
-            private_to = f"_{base.__name__.lstrip('_')}"  # as Python names those that begin with two underscores
-            for name in (slots,) if isinstance(slots, str) else tuple(slots):
-                if name not in ("__dict__", "__weakref__"):
-                    names[f"{private_to}{name}" if name.startswith("__") and not name.endswith("__") else name] = None
-        known = _SLOTS[cls] = tuple(names)
-    return known
 
 
 def _is_small(tensor: torch.Tensor, most: int = MOST) -> bool:

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from instep._optim.belongings import Found, mappings_of
+from instep._optim.belongings import BelongingsGuard, mappings_of
 from instep._optim.beside import Beside
 from instep._optim.kinds import STEPPED_WHOLE
 from instep._optim.parameters import AttachedParameter, AttachedParameters
@@ -60,18 +60,18 @@ class Arrivals:
 
     def __init__(self, stepper: Stepper) -> None:
         optimizer = stepper.optimizer()
-        self._found = Found([*mappings_of(optimizer), optimizer.state])
+        self._belongings = BelongingsGuard(stepper.name, [*mappings_of(optimizer), optimizer.state])
         self._tables = Tables(optimizer)
         self._beside = Beside(stepper.name)
         self._beside.begin(optimizer, GroupLayout(stepper.name, optimizer.param_groups))
 
     def come(self, parameters: Sequence[torch.Tensor]) -> None:
         """Their gradients have arrived."""
-        self._found.note(parameters)
+        self._belongings.note(parameters)
 
     def differ(self) -> str | None:
         """``step()`` is called. What it finds otherwise, in words; ``None``: nothing."""
-        what = self._found.changed() or self._beside.changed()
+        what = self._belongings.changed() or self._beside.changed()
         if what is None and (self._beside.wrote_unseen() or self._tables.have_changed()):
             what = "a module to which it refers"
         return None if what is None else f"{what} is written in backward, after gradients that arrive before"

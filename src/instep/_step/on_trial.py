@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from instep._gradients.scaling import LossScale, found_inf, is_power_of_two, kernel_scale, take_off_here, tells_kernel
 from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._optim.stepper import Stepper
-from instep._optim.undo import GradientOutcome, LentGradient, Undo, UndoCopies
+from instep._optim.undo import LentGradient, Undo, UndoCopies
 from instep._step.remedies import WRITE_LATER
 from instep._step.schedule import Schedule
 from instep._step.state import Event, gradient_of
@@ -40,7 +40,7 @@ class KeptGradients:
 
     def __init__(self) -> None:
         self._gradients: dict[int, tuple[torch.Tensor, int]] = {}
-        self.outcomes: dict[int, GradientOutcome] = {}
+        self.outcomes: dict[int, LentGradient] = {}
 
     def __bool__(self) -> bool:
         return bool(self._gradients)
@@ -392,8 +392,8 @@ class TrialWrites(Writes):
         finally:
             self.let_go_of_memory(parameters[0].device)
             for attached, gradient in lent.items():
-                if (outcome := gradient.outcome()) is not None:
-                    self._kept.outcomes[attached.spec.index] = outcome
+                if gradient.was_changed():
+                    self._kept.outcomes[attached.spec.index] = gradient
             _put_in_grad(parameters, gradients)
         return True
 

@@ -32,7 +32,7 @@ from instep._optim.reached import Tables, in_functions
 from instep._optim.shadow import parameters_of
 from instep._optim.stepper import Stepper
 from instep._optim.undo import BeforeUpdate, KeptByParameter
-from instep._optim.values import address_of, held_in, is_immutable, is_of_torch, reachable_values, values_differ
+from instep._optim.values import address_of, held_in, is_immutable, is_of_torch, reachable_values
 from instep._ranks.process_groups import count_of_collectives
 from instep._step.state import gradient_of
 from instep._torch.engine import count_of_runs, listen
@@ -217,7 +217,7 @@ class _Around:
         tensors = {id(t): t for t in (*beside.unseen, *in_functions(optimizer))}
         self._tensors: list[tuple[torch.Tensor, Kept]] = [(t, copy_of(t, host=False)) for t in tensors.values()]
         self._tables = Tables(optimizer)
-        self._by_parameter = KeptByParameter(optimizer)
+        self._by_parameter = KeptByParameter(mappings_of(optimizer))
         self._held = beside.digest()
 
     def put_back(self) -> str | None:
@@ -349,7 +349,7 @@ class PartsOfUpdate:
                 self._meet_compiler(is_warm)
             if self.reason is not None or not self.counts:
                 return
-        if self._generators.drawn() == "yes":  # a part has made one
+        if self._generators.drawn():  # a part has made one
             self.reason = _DRAWS
         if twice and self.reason is None:
             self._take_again()
@@ -483,7 +483,7 @@ class PartsOfUpdate:
         # Of a weight that is written with what it holds (clamped, say) autograd is told nevertheless.
         if self._own.wrote or self._look_at(part) != digests:
             self.reason = f"its step() changes parameters that have no gradient, or their state ({_names(part)})"
-        elif values_differ(nothing, returned):
+        elif digest_of_value(nothing) != digest_of_value(returned):
             self.reason = "its step() returns a value that depends on what it updates"
 
     def _take_again(self) -> None:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from instep._arguments import require_model
-from instep._optim.values import same
+from instep._optim.contents import digest_of_value
 from instep._torch.hooks import UntracedHook
 from instep.attachment import attached_parameters
 from instep.errors import AttachError, UnsupportedOptimizerError
@@ -286,7 +286,7 @@ def _moved_by_fully_shard(parameter: torch.Tensor, sharded: torch.Tensor) -> Non
     for optimizer, kwargs in zip(getattr(parameter, OPTIMIZERS), parameter._optimizer_kwargs, strict=True):  # type: ignore[attr-defined]
         kind = type(optimizer)
         # A new optimizer of its class has the state that this one had before its first step.
-        if not same(dict(optimizer.state), dict(kind([parameter], **kwargs).state)):
+        if digest_of_value(optimizer.state) != digest_of_value(kind([parameter], **kwargs).state):
             raise AttachError(
                 f"the {kind.__name__} of a parameter of shape {tuple(parameter.shape)} has already stepped it, and its "
                 "state cannot be sharded. Call fully_shard before training"
