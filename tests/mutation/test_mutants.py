@@ -2488,17 +2488,19 @@ MUTANTS = [
         "Beside.end_step",
         "self._groups, self._others = [], []",
     ),
-    Mutant("an evaluation is taken for a step", "_WatchedStage.backward", " and stage.has_backward", ""),
+    Mutant(
+        "an evaluation is taken for a step", "PipelineSource._backward", " and self._pipeline.has_backward(place)", ""
+    ),
     Mutant(
         "a weight of two stages is stepped with the first of them", "PipelineSource._end", "self._left for", "() for"
     ),
     Mutant(
         "a stage is stepped in each of several runs",
-        "PipelineSource.stage_is_through",
+        "PipelineSource._is_through",
         "if self._accumulation.is_in_hold:",
         "if False:",
     ),
-    Mutant("stages are left to step()", "PipelineSource.stage_is_through", "in_run(stages=False)", "in_run()"),
+    Mutant("stages are left to step()", "PipelineSource._is_through", "in_run(stages=False)", "in_run()"),
     Mutant(
         "each rank clips by the norm of its own stages",
         "norm_over_stages",
@@ -2520,15 +2522,15 @@ MUTANTS = [
     ),
     Mutant(
         "a run waits for a rank whose step has failed",
-        "PipelineSource.is_about_to_meet",
+        "PipelineSource._meet",
         "self._steps.hear_of_last_step()",
     ),
     Mutant(
         "a run that raises leaves what its other stages have written",
-        "PipelineSource.run",
+        "PipelineSource._run",
         "self._steps.run_failed()  # what the stages before the error have written is put back, or torn",
     ),
-    Mutant("the error of a stage's update is lost", "PipelineSource.run", "self._sink.raise_failure()"),
+    Mutant("the error of a stage's update is lost", "PipelineSource._run", "self._sink.raise_failure()"),
     Mutant("ranks of a pipeline do not step together", "neighbours_of", "groups[stages] = None"),
     Mutant("the stages of FSDP only add up, as far as it says", "build", "groups and pipeline is None", "groups"),
     Mutant(
