@@ -653,9 +653,9 @@ MUTANTS = [
     Mutant("step a group where backward ends", "Together._run_one", "parts.sharding.reduces_once()", "pass"),
     Mutant(
         "reduce what the loop does not",
-        "FSDP1Sync.no_sync",
-        "for module, value in before:\n                self._set(module, value)",
-        "for module, value in before:\n                self._set(module, True)",
+        "FSDPSync.no_sync",
+        "for module, value in before:\n                set_reduces(module, value)",
+        "for module, value in before:\n                set_reduces(module, True)",
     ),
     Mutant("look for unused parameters in the last forward alone", "look_from", "ddp.find_unused_parameters", "False"),
     Mutant("refuse what only torch can step", "left_to_torch", "if options.takes_any_loop:", "if False:"),

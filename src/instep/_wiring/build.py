@@ -63,7 +63,7 @@ from instep.options import BY_ENVIRONMENT, Options
 from instep.sources import Source
 from instep.sources.ddp.source import DDPSource
 from instep.sources.fsdp.fsdp1 import FSDP1Source
-from instep.sources.fsdp.modules import FSDP1Sync, FSDP2Sync, ReplicaSums, fsdp2_reading_streams
+from instep.sources.fsdp.modules import FSDPSync, ReplicaSums, fsdp2_reading_streams
 from instep.sources.fsdp.recovery import AfterErrors
 from instep.sources.local import ForwardCounts, LocalSource
 from instep.sources.pipeline import PipelineSource
@@ -327,7 +327,7 @@ def build(target: Target, options: Options) -> Parts:
         zero = Zero(target.ddps[0], votes, target.in_buckets)
     pipeline, fsdp = options.communication.pipeline, list[Syncing]()
     if target.groups and pipeline is None:  # whose stages say it to FSDP, each by itself
-        fsdp.append(FSDP1Sync(target.model) if target.fsdp1 else FSDP2Sync(target.model))
+        fsdp.append(FSDPSync(target.model))
     # What says whether the next backward reduces gradients: the living wrappers, and FSDP.
     synced = (lambda: [*refs.living_wrappers(), *fsdp]) if refs.wrapped or fsdp else tuple
     accumulation = Accumulation(options.accumulation_steps, synced, votes, is_sharded=bool(target.groups))
