@@ -137,7 +137,7 @@ class FSDPSync:
 
 
 def _reduces(module: Any) -> bool:
-    # FSDP1 has no public name for it but no_sync(), a context; FSDP2 has a public way to set it, and none to ask for it.
+    # FSDP1 has no public name for it but no_sync(), a context; FSDP2 a public way to set it, and none to ask for it.
     if not is_fsdp2(module):
         return bool(module._sync_gradients)
     return any(group.reduce_grads for group in fsdp2_groups(module._get_fsdp_state()))

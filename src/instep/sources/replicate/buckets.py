@@ -39,46 +39,41 @@ IN_FLIGHT = 2
 class TransientBucket(LaunchedBucket):
     """A bucket in flight, whose memory is freed with the last of its gradients.
 
-    Args:
-        work: of which ``communication`` is the future; ``None``: of a sparse gradient.
-
     Attributes:
+        communication: a work; the future of a sparse gradient. NCCL's work keeps the bucket's memory until the work
+            itself was waited for, not its future alone.
+        flat: the bucket's memory; ``None``: of a sparse gradient.
         numbers: of its parameters.
         unused: the numbers of those that this rank has no new gradient for.
     """
 
-    __slots__ = ("_sparse", "_work", "numbers", "unused")
+    __slots__ = ("flat", "numbers", "unused")
 
     def __init__(
         self,
         members: Sequence[torch.Tensor],
-        communication: torch.futures.Future[Any],
-        work: dist.Work | None,
+        communication: Any,
+        flat: torch.Tensor | None,
         numbers: tuple[int, ...],
         unused: frozenset[int],
     ) -> None:
         super().__init__(members, communication)
-        self._work = work
-        self._sparse = work is None
+        self.flat = flat
         self.numbers = numbers
         self.unused = unused
-
-    def wait(self) -> None:
-        super().wait()
-        # NCCL's work keeps the bucket's memory until the work itself was waited for, not its future alone.
-        work, self._work = self._work, None
-        if work is not None:
-            work.wait()
 
     def put_means(self, used: Set[int]) -> None:
         """The bucket has arrived: put the mean into ``.grad`` of the members with these numbers, and let go of the
         bucket. From now on ``.grad`` alone keeps its memory."""
-        result, dtype = self.communication.value(), self.members[0].dtype
-        means = [result.to(dtype)] if self._sparse else slices_of(result[0].to(dtype.to_real()), self.members)
+        dtype = self.members[0].dtype
+        if self.flat is None:
+            means = [self.communication.value().to(dtype)]
+        else:
+            means = slices_of(self.flat.to(dtype.to_real()), self.members)
         for number, parameter, mean in zip(self.numbers, self.members, means, strict=True):
             if number in used:
                 parameter.grad = mean
-        self.communication = torch.futures.Future()
+        self.communication = self.flat = None
 
 
 class _BackwardProgress:
@@ -93,7 +88,6 @@ class _BackwardProgress:
         in_flight: the buckets that were sent and not waited for, in the order of sending.
         held: the buckets that have arrived, and have parameters that this rank has not used: whether another rank has
             used them is known at the end of backward.
-        unused: the numbers of all such parameters.
     """
 
     def __init__(self, buckets: Sequence[tuple[int, ...]]) -> None:
@@ -104,7 +98,6 @@ class _BackwardProgress:
         self.sent = 0
         self.in_flight: deque[TransientBucket] = deque()
         self.held: list[TransientBucket] = []
-        self.unused: set[int] = set()
 
 
 class TransientBuckets:
@@ -256,17 +249,16 @@ class TransientBuckets:
         # On the stream of the gradient that came last: the others may have been made on other streams.
         self._producers.gather(members[0].device)
         with torch.no_grad():
-            work = None if numbers[0] in self._sparse else self._reduce(numbers, unused)
-            future = self._reduce_sparse(numbers[0], unused) if work is None else _future_of(work)
-        backward.in_flight.append(TransientBucket(members, future, work, numbers, unused))
-        backward.unused |= unused
+            reduce = self._reduce_sparse if numbers[0] in self._sparse else self._reduce
+            communication, future, flat = reduce(numbers, unused)
+        backward.in_flight.append(TransientBucket(members, communication, flat, numbers, unused))
         if self.receiver is not None:
             self.receiver.launched(members, future)
         backward.sent += 1
 
-    def _reduce(self, members: Sequence[int], unused: frozenset[int]) -> dist.Work | None:
-        """Fill a bucket, and start its all-reduce. Gradients are multiplied by 1/W before the sum, as DDP's reducer
-        does (``mark_variable_ready_dense``)."""
+    def _reduce(self, members: Sequence[int], unused: frozenset[int]) -> tuple[Any, Any, torch.Tensor | None]:
+        """Fill a bucket, and start its all-reduce. Returns the work, its future, and the bucket. Gradients are
+        multiplied by 1/W before the sum, as DDP's reducer does (``mark_variable_ready_dense``)."""
         parameters = [self._parameters[number] for number in members]
         factor = 1.0 / dist.get_world_size(self.group)
         own = parameters[0].dtype.to_real()
@@ -290,10 +282,11 @@ class TransientBuckets:
                 parameter.grad = None
         if dtype != own:
             flat = flat.to(dtype).mul_(factor)
-        work: dist.Work | None = dist.all_reduce(flat, group=self.group, async_op=True)
-        return work
+        work: Any = dist.all_reduce(flat, group=self.group, async_op=True)
+        return work, work.get_future(), flat
 
-    def _reduce_sparse(self, number: int, unused: frozenset[int]) -> torch.futures.Future[Any]:
+    def _reduce_sparse(self, members: Sequence[int], unused: frozenset[int]) -> tuple[Any, Any, torch.Tensor | None]:
+        (number,) = members
         parameter = self._parameters[number]
         gradient = _gradient(parameter)
         if gradient is None:
@@ -310,7 +303,8 @@ class TransientBuckets:
         else:
             parameter.grad = None
         gradient = gradient.to((self.receiver and self.receiver.reduce_dtype) or gradient.dtype)
-        return mean_allreduce(gradient, self.group, dist.get_world_size(self.group))
+        future = mean_allreduce(gradient, self.group, dist.get_world_size(self.group))
+        return future, future, None
 
     def _deliver(self, backward: _BackwardProgress, bucket: TransientBucket) -> None:
         with communicating(self.group):
@@ -337,12 +331,17 @@ class TransientBuckets:
                 self._send(backward)
             # Ask how many ranks have a new gradient of each parameter, by number. Read only by ranks that lack one.
             used = torch.ones(len(self._parameters), dtype=torch.int32, device=self._parameters[0].device)
-            if backward.unused:
-                used[sorted(backward.unused)] = 0
-            use_counts = _future_of(dist.all_reduce(used, group=self.group, async_op=True))
+            unused = [number for bucket in (*backward.held, *backward.in_flight) for number in bucket.unused]
+            if unused:
+                used[unused] = 0
+            use_counts: Any = dist.all_reduce(used, group=self.group, async_op=True)
             while backward.in_flight:
                 self._deliver(backward, backward.in_flight.popleft())
-            self._hand_over_held(backward, use_counts)
+            with communicating(self.group):
+                use_counts.wait()
+            somewhere = used.tolist() if backward.held else ()
+            for bucket in backward.held:
+                self._hand_over(bucket, [number for number in bucket.numbers if somewhere[number]])
             if tuple(sorted(backward.bucket_of)) not in self._agreed:
                 self._agree_on_order(backward)
         except BaseException as error:
@@ -351,14 +350,6 @@ class TransientBuckets:
         self._backward = None
         if self.receiver is not None:
             self.receiver.ended()
-
-    def _hand_over_held(self, backward: _BackwardProgress, use_counts: torch.futures.Future[Any]) -> None:
-        with communicating(self.group):
-            use_counts.wait()
-        if backward.held:
-            somewhere = use_counts.value()[0].tolist()
-            for bucket in backward.held:
-                self._hand_over(bucket, [number for number in bucket.numbers if somewhere[number]])
 
     def _agree_on_order(self, backward: _BackwardProgress) -> None:
         """The first backward with these parameters ends: from now on all ranks fill buckets in the order in which
@@ -390,9 +381,3 @@ class TransientBuckets:
 def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     gradient = parameter.grad
     return None if isinstance(gradient, Placeholder) else gradient
-
-
-def _future_of(work: dist.Work | None) -> torch.futures.Future[Any]:
-    assert work is not None, "this rank is in the group"
-    future: torch.futures.Future[Any] = work.get_future()
-    return future
