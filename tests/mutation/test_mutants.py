@@ -936,8 +936,8 @@ MUTANTS = [
     Mutant(
         "replicate: a backward begins before its end was asked for",
         "TransientBuckets._begin",
-        "backward = _BackwardProgress(self._layouts[self._trainable])",
-        "backward = self._backward = _BackwardProgress(self._layout)",
+        "backward = _BackwardProgress(",
+        "backward = self._backward = _BackwardProgress(",
     ),
     Mutant(
         "an end of backward that was interrupted has noted what it was to note",
@@ -1289,8 +1289,8 @@ MUTANTS = [
     Mutant(
         "average what nobody has touched since",
         "TransientBuckets._send",
-        "if i not in self._fresh or _gradient",
-        "if _gradient",
+        "if number not in self._fresh or g is None",
+        "if g is None",
     ),
     Mutant(
         "wait for a gradient before backward is told of",
@@ -1306,8 +1306,8 @@ MUTANTS = [
     Mutant(
         "send a bucket before it is full",
         "TransientBuckets._accumulated",
-        "backward.missing[backward.sent] == 0",
-        "backward.missing[backward.sent] <= 1",
+        "backward.waiting[0].missing == 0",
+        "backward.waiting[0].missing <= 1",
     ),
     Mutant("keep a bucket for one gradient that stays", "_keep_alone", "parameter.grad = parameter.grad.clone()"),
     Mutant(

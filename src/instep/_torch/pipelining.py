@@ -42,7 +42,6 @@ class Pipeline:
         kind: the class of the schedule.
         group: the process group of the stages' ranks; ``None``: the default one.
         count: how many stages the pipeline has, on all ranks.
-        places: of this rank's stages in the pipeline, the first stage first.
         micro_batches: how many one run has.
     """
 
@@ -51,7 +50,6 @@ class Pipeline:
         self.kind = type(schedule).__name__
         self.group: Any = stages[0].group
         self.count: int = stages[0].num_stages
-        self.places: tuple[int, ...] = tuple(int(stage.stage_index) for stage in stages)
         self.micro_batches: int = schedule._n_microbatches
         self._schedule = weakref.ref(schedule)
 

@@ -37,30 +37,27 @@ IN_FLIGHT = 2
 
 
 class TransientBucket(LaunchedBucket):
-    """A bucket in flight, whose memory is freed with the last of its gradients.
+    """A bucket of one backward. It has memory from when it is sent until the last of its gradients is freed.
 
     Attributes:
         communication: a work; the future of a sparse gradient. NCCL's work keeps the bucket's memory until the work
             itself was waited for, not its future alone.
         flat: the bucket's memory; ``None``: of a sparse gradient.
         numbers: of its parameters.
-        unused: the numbers of those that this rank has no new gradient for.
+        missing: how many gradients it still waits for.
+        is_sent: whether it is on its way, or has arrived.
+        unused: once it is sent, the numbers of the parameters that this rank has no new gradient for.
     """
 
-    __slots__ = ("flat", "numbers", "unused")
+    __slots__ = ("flat", "is_sent", "missing", "numbers", "unused")
 
-    def __init__(
-        self,
-        members: Sequence[torch.Tensor],
-        communication: Any,
-        flat: torch.Tensor | None,
-        numbers: tuple[int, ...],
-        unused: frozenset[int],
-    ) -> None:
-        super().__init__(members, communication)
-        self.flat = flat
+    def __init__(self, numbers: Sequence[int], members: Sequence[torch.Tensor]) -> None:
+        super().__init__(members, None)
+        self.flat: torch.Tensor | None = None
         self.numbers = numbers
-        self.unused = unused
+        self.missing = len(numbers)
+        self.is_sent = False
+        self.unused: Set[int] = frozenset()
 
     def put_means(self, used: Set[int]) -> None:
         """The bucket has arrived: put the mean into ``.grad`` of the members with these numbers, and let go of the
@@ -80,22 +77,18 @@ class _BackwardProgress:
     """How far each bucket has come in one backward that reduces.
 
     Attributes:
-        buckets: the numbers of the parameters in each, in the order of sending.
-        bucket_of: the number of the bucket of each parameter, by the parameter's number.
+        bucket_of: the bucket of each parameter, by the parameter's number.
         arrived: the numbers of the parameters whose gradients were accumulated, in that order.
-        missing: how many gradients each bucket still waits for.
-        sent: how many buckets were sent.
+        waiting: the buckets that are still to be sent, in that order.
         in_flight: the buckets that were sent and not waited for, in the order of sending.
         held: the buckets that have arrived, and have parameters that this rank has not used: whether another rank has
             used them is known at the end of backward.
     """
 
-    def __init__(self, buckets: Sequence[tuple[int, ...]]) -> None:
-        self.buckets = buckets
-        self.bucket_of = {number: place for place, members in enumerate(buckets) for number in members}
+    def __init__(self, buckets: Sequence[TransientBucket]) -> None:
+        self.bucket_of = {number: bucket for bucket in buckets for number in bucket.numbers}
         self.arrived: dict[int, None] = {}
-        self.missing = [len(members) for members in buckets]
-        self.sent = 0
+        self.waiting = deque(buckets)
         self.in_flight: deque[TransientBucket] = deque()
         self.held: list[TransientBucket] = []
 
@@ -200,7 +193,8 @@ class TransientBuckets:
             return any(runs(get_gradient_edge(p).node) for p in own) or not leads_to(inputs, set(map(id, own)))
 
     def _begin(self) -> None:
-        backward = _BackwardProgress(self._layouts[self._trainable])
+        layout = self._layouts[self._trainable]
+        backward = _BackwardProgress([TransientBucket(ns, [self._parameters[n] for n in ns]) for ns in layout])
         current().at(Phase.BEFORE_DDP, partial(self._end, backward), partial(self._raised, backward))
         self._backward = backward  # after that: Ctrl-C in between would leave it to the next backward
 
@@ -215,13 +209,13 @@ class TransientBuckets:
             self._begin()  # the parameter is used outside of the model's forward as well
         backward = self._backward
         assert backward is not None
-        place = backward.bucket_of.get(number)
-        if place is None:
+        bucket = backward.bucket_of.get(number)
+        if bucket is None:
             raise InstepError(
                 f"{self._names[number]!r} got a gradient, and was frozen when the last forward ended: it is in no "
                 "bucket. Freeze and thaw parameters before the forward"
             )
-        if place < backward.sent:
+        if bucket.is_sent:
             raise AccumulationError(
                 f"a second gradient for {self._names[number]!r} arrived in one backward, when the first was on its way "
                 "to the other ranks. A parameter that reentrant checkpointing visits twice needs use_reentrant=False"
@@ -229,9 +223,9 @@ class TransientBuckets:
         if number in backward.arrived:
             return
         backward.arrived[number] = None
-        backward.missing[place] -= 1
+        bucket.missing -= 1
         try:
-            while backward.sent < len(backward.missing) and backward.missing[backward.sent] == 0:
+            while backward.waiting and backward.waiting[0].missing == 0:
                 self._send(backward)
         except BaseException as error:
             self._fail(error)
@@ -243,29 +237,28 @@ class TransientBuckets:
         """Send the next bucket, with zeros in the place of gradients that this rank does not have."""
         while len(backward.in_flight) >= IN_FLIGHT:
             self._deliver(backward, backward.in_flight.popleft())
-        numbers = backward.buckets[backward.sent]
-        members = [self._parameters[number] for number in numbers]
-        unused = frozenset(i for i in numbers if i not in self._fresh or _gradient(self._parameters[i]) is None)
+        bucket = backward.waiting.popleft()
+        bucket.is_sent = True
+        with_gradient = zip(bucket.numbers, map(_gradient, bucket.members), strict=True)
+        bucket.unused = {number for number, g in with_gradient if number not in self._fresh or g is None}
         # On the stream of the gradient that came last: the others may have been made on other streams.
-        self._producers.gather(members[0].device)
+        self._producers.gather(bucket.members[0].device)
         with torch.no_grad():
-            reduce = self._reduce_sparse if numbers[0] in self._sparse else self._reduce
-            communication, future, flat = reduce(numbers, unused)
-        backward.in_flight.append(TransientBucket(members, communication, flat, numbers, unused))
+            future = self._reduce_sparse(bucket) if bucket.numbers[0] in self._sparse else self._reduce(bucket)
+        backward.in_flight.append(bucket)
         if self.receiver is not None:
-            self.receiver.launched(members, future)
-        backward.sent += 1
+            self.receiver.launched(bucket.members, future)
 
-    def _reduce(self, members: Sequence[int], unused: frozenset[int]) -> tuple[Any, Any, torch.Tensor | None]:
-        """Fill a bucket, and start its all-reduce. Returns the work, its future, and the bucket. Gradients are
-        multiplied by 1/W before the sum, as DDP's reducer does (``mark_variable_ready_dense``)."""
-        parameters = [self._parameters[number] for number in members]
+    def _reduce(self, bucket: TransientBucket) -> torch.futures.Future[Any]:
+        """Fill ``bucket``, and start its all-reduce. Gradients are multiplied by 1/W before the sum, as DDP's reducer
+        does (``mark_variable_ready_dense``)."""
+        parameters = bucket.members
         factor = 1.0 / dist.get_world_size(self.group)
         own = parameters[0].dtype.to_real()
         dtype = (self.receiver and self.receiver.reduce_dtype) or own
         size = sum(p.numel() * (2 if p.is_complex() else 1) for p in parameters)
         flat = torch.empty(size, dtype=own, device=parameters[0].device)
-        for number, parameter, part in zip(members, parameters, slices_of(flat, parameters), strict=True):
+        for number, parameter, part in zip(bucket.numbers, parameters, slices_of(flat, parameters), strict=True):
             gradient = _gradient(parameter)
             if gradient is None:
                 part.zero_()
@@ -278,16 +271,17 @@ class TransientBuckets:
                 torch.mul(gradient, factor, out=part)
             else:
                 part.copy_(gradient)
-            if number not in unused:
+            if number not in bucket.unused:
                 parameter.grad = None
         if dtype != own:
             flat = flat.to(dtype).mul_(factor)
-        work: Any = dist.all_reduce(flat, group=self.group, async_op=True)
-        return work, work.get_future(), flat
+        bucket.flat = flat
+        bucket.communication = dist.all_reduce(flat, group=self.group, async_op=True)
+        future: torch.futures.Future[Any] = bucket.communication.get_future()
+        return future
 
-    def _reduce_sparse(self, members: Sequence[int], unused: frozenset[int]) -> tuple[Any, Any, torch.Tensor | None]:
-        (number,) = members
-        parameter = self._parameters[number]
+    def _reduce_sparse(self, bucket: TransientBucket) -> torch.futures.Future[Any]:
+        (number,), (parameter,) = bucket.numbers, bucket.members
         gradient = _gradient(parameter)
         if gradient is None:
             rows, *rest = parameter.shape
@@ -298,13 +292,13 @@ class TransientBuckets:
                 f"the gradient of {self._names[number]!r} is dense, though it is the weight of an embedding with "
                 "sparse=True: something else uses it too. Build the embedding with sparse=False"
             )
-        elif number in unused:
+        elif number in bucket.unused:
             gradient = gradient.clone()
         else:
             parameter.grad = None
         gradient = gradient.to((self.receiver and self.receiver.reduce_dtype) or gradient.dtype)
-        future = mean_allreduce(gradient, self.group, dist.get_world_size(self.group))
-        return future, future, None
+        bucket.communication = future = mean_allreduce(gradient, self.group, dist.get_world_size(self.group))
+        return future
 
     def _deliver(self, backward: _BackwardProgress, bucket: TransientBucket) -> None:
         with communicating(self.group):
@@ -327,7 +321,7 @@ class TransientBuckets:
         if self._backward is not backward:
             return
         try:
-            while backward.sent < len(backward.buckets):
+            while backward.waiting:
                 self._send(backward)
             # Ask how many ranks have a new gradient of each parameter, by number. Read only by ranks that lack one.
             used = torch.ones(len(self._parameters), dtype=torch.int32, device=self._parameters[0].device)
