@@ -1500,7 +1500,12 @@ MUTANTS = [
         "while isinstance(before, StandIn) and before._call is None:",
         "while False:",
     ),
-    Mutant("miss that FSDP was not rebuilt to the end", "AfterErrors._begin", "elif self._running is not None", "elif False"),
+    Mutant(
+        "miss that FSDP was not rebuilt to the end",
+        "AfterErrors._begin",
+        "elif self._running is not None",
+        "elif False",
+    ),
     Mutant(
         "take FSDP for rebuilt where that begins",
         "AfterErrors._rebuild",

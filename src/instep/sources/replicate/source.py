@@ -269,10 +269,9 @@ class ReplicatedSource(Source):
 
     def failed(self, error: BaseException) -> None:
         """A communication failed: nothing more is delivered, and ``backward()`` raises ``error``."""
-        self._delivered = False
-        self._waiting.clear()
         self._sink.fail(error)
-        self._sink.backward_raised()
+        self._delivered = True
+        self.raised()
 
     def raised(self) -> None:
         """Backward raises, for whatever reason: nothing more is delivered."""
