@@ -212,8 +212,10 @@ def make_sources(
         members = [a for a in rest if id(a.get()) in target.reduced[wrapper]]
         rest = [a for a in rest if id(a.get()) not in target.reduced[wrapper]]
         if members and zero is not None and isinstance(wrapper, DistributedDataParallel):
+            from instep.sources.zero.source import ZeroSource  # with ``Zero``, which is there
+
             in_rows = [a for a in members if a.shard is not None]
-            sources.append(zero.source(sink, in_rows, wrapper, accumulation, dtype))
+            sources.append(ZeroSource(sink, in_rows, wrapper, zero.shards, accumulation, dtype))
         elif members and (chosen.tells_all or hook is not None or dtype is not None):
             if isinstance(wrapper, Replicated):
                 sources.append(ReplicatedSource(sink, members, wrapper, dtype))

@@ -20,7 +20,7 @@ from instep._torch.lifetime import weakly
 from instep._torch.pipelining import BACKWARDS, FINISHES, MEETS, Pipeline, StageCall
 from instep.buckets import Bucket, fill_buckets
 from instep.errors import InstepError
-from instep.sources import ErrorsKept, Sink, Source
+from instep.sources import ErrorsKept, Sink, Source, as_bucket
 
 
 class PipelineSource(Source):
@@ -78,11 +78,8 @@ class PipelineSource(Source):
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """The last stage's first, which is through first."""
-        return tuple(
-            Bucket("pipeline", tuple(attached.spec for attached in members))
-            for buckets in reversed(self._members.values())
-            for members in buckets
-        )
+        stages = reversed(self._members.values())
+        return tuple(as_bucket("pipeline", members) for buckets in stages for members in buckets)
 
     def connect(self) -> None:
         tells = dict.fromkeys(MEETS, self._meet) | dict.fromkeys(BACKWARDS, self._backward)

@@ -40,7 +40,7 @@ _logger = logging.getLogger("instep")
 
 
 class Zero:
-    """``shard_state=True`` for one attachment: the source of its gradients, and its optimizers, whose state is divided.
+    """``shard_state=True`` for one attachment: its optimizers, whose state is divided.
 
     Attributes:
         reduced: by ``id``: the parameters that are in DDP's buckets. Others are stepped whole on each rank.
@@ -52,16 +52,6 @@ class Zero:
         self._votes = votes
         self.reduced = reduced
         self._connected: list[tuple[weakref.ref[Optimizer], Callable[[], Iterable[AttachedParameter]]]] = []
-
-    def source(
-        self,
-        sink: Sink,
-        parameters: Sequence[AttachedParameter],
-        ddp: DistributedDataParallel,
-        accumulation: Accumulation,
-        reduce_dtype: torch.dtype | None,
-    ) -> "ZeroSource":
-        return ZeroSource(sink, parameters, ddp, self.shards, accumulation, reduce_dtype)
 
     def connect(
         self, optimizer: Optimizer, parameters: Callable[[], Iterable[AttachedParameter]]
