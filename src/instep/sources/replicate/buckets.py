@@ -8,7 +8,7 @@ accumulated.
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -119,10 +119,9 @@ class TransientBuckets:
         self._sparse = sparse
         self._bucket_cap_mb = bucket_cap_mb
         self._handles: dict[int, RemovableHandle] = {}
-        # By the parameters that are trainable: the numbers of those in each bucket, in the order in which buckets are
-        # sent. ``_agreed``: where that is the order in which gradients arrived on the first rank.
-        self._layouts: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-        self._agreed: set[tuple[int, ...]] = set()
+        # By the parameters that are trainable: the numbers of those in each bucket, in the order in which gradients
+        # arrived on the first rank.
+        self._agreed: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         self._trainable: tuple[int, ...] = ()
         self._reduces = False
         self._backward: _BackwardProgress | None = None
@@ -135,9 +134,12 @@ class TransientBuckets:
         weakref.finalize(self, lambda of: list(map(RemovableHandle.remove, of.values())), self._handles).atexit = False
 
     @property
-    def buckets(self) -> Iterator[list[nn.Parameter]]:
-        """The parameters of each bucket, as they are now."""
-        return ([self._parameters[number] for number in members] for members in self._layouts[self._trainable])
+    def buckets(self) -> list[TransientBucket]:
+        """As they are now, in the order in which they are to be sent. Before all ranks have agreed, that is the model's
+        order backwards, as DDP's with ``find_unused_parameters`` before any backward."""
+        agreed = self._agreed.get(self._trainable)
+        layout = agreed or sorted(self._layout(self._trainable), key=min, reverse=True)
+        return [TransientBucket(numbers, [self._parameters[n] for n in numbers]) for numbers in layout]
 
     def _layout(self, order: Sequence[int]) -> list[tuple[int, ...]]:
         """Fill buckets with the parameters numbered ``order``, by DDP's own rule, so that ranks add up in the same
@@ -173,9 +175,6 @@ class TransientBuckets:
                 hook = WeakHook(self._accumulated, number)
                 self._handles[number] = self._parameters[number].register_post_accumulate_grad_hook(hook)
         self._trainable = trainable
-        if trainable not in self._layouts:
-            # The model's order backwards, as DDP's with ``find_unused_parameters`` before any backward.
-            self._layouts[trainable] = sorted(self._layout(trainable), key=min, reverse=True)
 
     # In backward: what autograd calls.
 
@@ -193,8 +192,7 @@ class TransientBuckets:
             return any(runs(get_gradient_edge(p).node) for p in own) or not leads_to(inputs, set(map(id, own)))
 
     def _begin(self) -> None:
-        layout = self._layouts[self._trainable]
-        backward = _BackwardProgress([TransientBucket(ns, [self._parameters[n] for n in ns]) for ns in layout])
+        backward = _BackwardProgress(self.buckets)
         current().at(Phase.BEFORE_DDP, partial(self._end, backward), partial(self._raised, backward))
         self._backward = backward  # after that: Ctrl-C in between would leave it to the next backward
 
@@ -354,8 +352,7 @@ class TransientBuckets:
         order = torch.tensor([*backward.arrived, *rest], device=self._parameters[0].device)
         with communicating(self.group):
             broadcast([order], self.group)
-        self._layouts[tuple(members)] = self._layout(order.tolist())
-        self._agreed.add(tuple(members))
+        self._agreed[tuple(members)] = self._layout(order.tolist())
 
     def _raised(self, backward: _BackwardProgress) -> None:
         # Buckets in flight are not waited for: another rank that raised too may never send its part.

@@ -214,7 +214,7 @@ class ReplicatedSource(Source):
     def buckets(self) -> tuple[Bucket, ...]:
         replicated = self._replicated()
         buckets = () if replicated is None else replicated._buckets.buckets
-        own = (as_bucket("replicated", self._parameters.among(members)) for members in buckets)
+        own = (as_bucket("replicated", self._parameters.among(bucket.members)) for bucket in buckets)
         return tuple(bucket for bucket in own if bucket.parameters)
 
     def connect(self) -> None:
