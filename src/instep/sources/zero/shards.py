@@ -327,25 +327,24 @@ class GatheredShards:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._works: list[Any] = []
-        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._expected: list[tuple[Any, Sequence[tuple[torch.Tensor, torch.Tensor]]]] = []
 
-    def expect(self, work: Any, pairs: "_Pairs") -> None:
-        """A work, and pairs: once all is done, the second of each goes into the first."""
-        self._works.append(work)
-        self._pairs += pairs
+    def expect(self, work: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """A work, and pairs of one dtype: once the work is done, the second of each goes into the first."""
+        self._expected.append((work, pairs))
 
     def wait(self) -> None:
         """Return when all have arrived, for the current stream. Nothing is written: one that does not arrive must not
         leave parameters with the parts of some ranks."""
         with communicating(self._group):
-            for work in self._works:
+            for work, _ in self._expected:
                 work.wait()
 
     @torch.no_grad()
     def write(self) -> None:
-        if self._pairs:
-            _copy(self._pairs)
+        for _, pairs in self._expected:
+            if pairs:
+                _copy(pairs)
 
 
 # How parts lie in one flat tensor of a communication.
