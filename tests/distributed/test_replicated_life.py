@@ -325,23 +325,24 @@ def body_communication_fails(way: str | None, failing: int) -> tuple[bool, bool]
     train(model, optimizer, range(2))
     if overlap is not None:
         overlap.synchronize()
-    before, real = weights(model), transient._future_of
-    calls: list[torch.futures.Future[Any]] = []
+    before, real = weights(model), dist.all_reduce
+    calls: list[Any] = []
 
-    def lost(future: torch.futures.Future[Any]) -> Any:
-        future.value()
-        raise ConnectionError("the peer is gone")
+    class Lost:
+        def __init__(self, work: Any) -> None:
+            self.get_future, self._work = work.get_future, work
 
-    def late(future: torch.futures.Future[Any]) -> Any:
-        time.sleep(0.01)
-        return future.value()
+        def wait(self) -> None:
+            self._work.wait()
+            raise ConnectionError("the peer is gone")
 
-    def failing_future(work: Any) -> torch.futures.Future[Any]:
-        calls.append(real(work).then(lost if len(calls) == failing else late))
+    def all_reduce(*args: Any, **options: Any) -> Any:
+        work = real(*args, **options)
+        calls.append(Lost(work) if len(calls) == failing else work)
         return calls[-1]
 
     loss = loss_of(model, 2)
-    with patch.object(transient, "_future_of", failing_future), pytest.raises(RuntimeError, match="the peer is gone"):
+    with patch.object(dist, "all_reduce", all_reduce), pytest.raises(ConnectionError, match="the peer is gone"):
         loss.backward()
     assert len(calls) > failing
     untouched = equal(weights(model), before)

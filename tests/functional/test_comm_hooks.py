@@ -230,3 +230,10 @@ def test_upcast_needs_one_policy(two_ranks: RankPool) -> None:
     for neither, both in two_ranks.run(policies_missing_or_twice):
         assert "neither has one" in neither
         assert "both have one" in both
+
+
+def test_upcast_needs_a_ddp_instance() -> None:
+    plain = Blocks()
+    for wrong in (plain, weakref.ref(plain)):
+        with pytest.raises(AttachError, match=r"must be weakref\.ref\(ddp\)"):
+            instep.AllreduceUpcastHookState(wrong, None)

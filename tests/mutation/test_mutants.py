@@ -678,9 +678,9 @@ MUTANTS = [
     Mutant("step a group where backward ends", "Together._run_one", "parts.sharding.reduces_once()", "pass"),
     Mutant(
         "reduce what the loop does not",
-        "FSDP1Sync.no_sync",
-        "for module, value in before:\n                self._set(module, value)",
-        "for module, value in before:\n                self._set(module, True)",
+        "FSDPSync.no_sync",
+        "for module, value in before:\n                set_reduces(module, value)",
+        "for module, value in before:\n                set_reduces(module, True)",
     ),
     Mutant("look for unused parameters in the last forward alone", "look_from", "ddp.find_unused_parameters", "False"),
     Mutant("refuse what only torch can step", "left_to_torch", "if options.takes_any_loop:", "if False:"),
@@ -966,8 +966,8 @@ MUTANTS = [
     Mutant(
         "replicate: a backward begins before its end was asked for",
         "TransientBuckets._begin",
-        "backward = _BackwardProgress(self._layouts[self._trainable])",
-        "backward = self._backward = _BackwardProgress(self._layout)",
+        "backward = _BackwardProgress(",
+        "backward = self._backward = _BackwardProgress(",
     ),
     Mutant(
         "an end of backward that was interrupted has noted what it was to note",
@@ -1289,17 +1289,17 @@ MUTANTS = [
         "hold on to a bucket that was handed over",
         "TransientBuckets._hand_over",
         "bucket.put_means(set(used))",
-        "self.last = [*getattr(self, 'last', []), bucket.communication]\n        bucket.put_means(set(used))",
+        "self.last = [*getattr(self, 'last', []), bucket.flat]\n        bucket.put_means(set(used))",
     ),
     Mutant(
         "take what was not used here for used by nobody",
-        "TransientBuckets._hand_over_held",
+        "TransientBuckets._end",
         "if somewhere[number]]",
         "if number not in bucket.unused]",
     ),
     Mutant(
         "take what was not used here for used elsewhere",
-        "TransientBuckets._hand_over_held",
+        "TransientBuckets._end",
         "if somewhere[number]]",
         "]",
     ),
@@ -1312,8 +1312,8 @@ MUTANTS = [
     Mutant(
         "average what nobody has touched since",
         "TransientBuckets._send",
-        "if i not in self._fresh or _gradient",
-        "if _gradient",
+        "if number not in self._fresh or g is None",
+        "if g is None",
     ),
     Mutant(
         "wait for a gradient before backward is told of",
@@ -1329,8 +1329,8 @@ MUTANTS = [
     Mutant(
         "send a bucket before it is full",
         "TransientBuckets._accumulated",
-        "backward.missing[backward.sent] == 0",
-        "backward.missing[backward.sent] <= 1",
+        "backward.waiting[0].missing == 0",
+        "backward.waiting[0].missing <= 1",
     ),
     Mutant("keep a bucket for one gradient that stays", "_keep_alone", "parameter.grad = parameter.grad.clone()"),
     Mutant(
@@ -1367,8 +1367,8 @@ MUTANTS = [
     Mutant(
         "sum where the mean is asked for",
         "StateShards.scatter",
-        "sent.mul_(1.0 / divisor)\n            received",
-        "received",
+        "sent.mul_(1.0 / divisor)",
+        "pass",
     ),
     Mutant("keep what was sent", "ScatteredGradients.wait", "self._works, self._sent = [], []"),
     Mutant("scatter what is only to be added to", "ZeroSource.communicate", "self._accumulation.is_in_hold", "False"),
@@ -1380,15 +1380,15 @@ MUTANTS = [
     ),
     Mutant(
         "leave the other ranks' rows as they are",
-        "StateShards._gather_rows",
-        "_in_rows(received, members)]",
-        "_in_rows(received, members[:-1])]",
+        "StateShards.gather",
+        "_places(received, members) if",
+        "_places(received, members[:-1]) if",
     ),
     Mutant(
         "leave the parameters of other ranks as they are",
-        "StateShards._gather_whole",
-        "tensors if owner != self._rank else []",
-        "[]",
+        "StateShards.gather",
+        "if owner != self._rank]",
+        "if owner is None]",
     ),
     Mutant("step whole parameters on every rank", "OwnedParameter.__init__", "mesh.get_local_rank() == owner", "True"),
     Mutant("save the rows of one rank as the whole state", "RowShard.give", "v.full_tensor()", "v.to_local()"),
@@ -1523,7 +1523,12 @@ MUTANTS = [
         "while isinstance(before, StandIn) and before._call is None:",
         "while False:",
     ),
-    Mutant("miss that FSDP was not rebuilt to the end", "AfterErrors._begin", "elif running is not None", "elif False"),
+    Mutant(
+        "miss that FSDP was not rebuilt to the end",
+        "AfterErrors._begin",
+        "elif self._running is not None",
+        "elif False",
+    ),
     Mutant(
         "take FSDP for rebuilt where that begins",
         "AfterErrors._rebuild",
@@ -2509,17 +2514,19 @@ MUTANTS = [
         "Beside.end_step",
         "self._values, self._records = {}, {}",
     ),
-    Mutant("an evaluation is taken for a step", "_WatchedStage.backward", " and stage.has_backward", ""),
+    Mutant(
+        "an evaluation is taken for a step", "PipelineSource._backward", " and self._pipeline.has_backward(place)", ""
+    ),
     Mutant(
         "a weight of two stages is stepped with the first of them", "PipelineSource._end", "self._left for", "() for"
     ),
     Mutant(
         "a stage is stepped in each of several runs",
-        "PipelineSource.stage_is_through",
+        "PipelineSource._is_through",
         "if self._accumulation.is_in_hold:",
         "if False:",
     ),
-    Mutant("stages are left to step()", "PipelineSource.stage_is_through", "in_run(stages=False)", "in_run()"),
+    Mutant("stages are left to step()", "PipelineSource._is_through", "in_run(stages=False)", "in_run()"),
     Mutant(
         "each rank clips by the norm of its own stages",
         "norm_over_stages",
@@ -2541,15 +2548,15 @@ MUTANTS = [
     ),
     Mutant(
         "a run waits for a rank whose step has failed",
-        "PipelineSource.is_about_to_meet",
+        "PipelineSource._meet",
         "self._steps.hear_of_last_step()",
     ),
     Mutant(
         "a run that raises leaves what its other stages have written",
-        "PipelineSource.run",
+        "PipelineSource._run",
         "self._steps.run_failed()  # what the stages before the error have written is put back, or torn",
     ),
-    Mutant("the error of a stage's update is lost", "PipelineSource.run", "self._sink.raise_failure()"),
+    Mutant("the error of a stage's update is lost", "PipelineSource._run", "self._sink.raise_failure()"),
     Mutant("ranks of a pipeline do not step together", "neighbours_of", "groups[stages] = None"),
     Mutant("the stages of FSDP only add up, as far as it says", "build", "groups and pipeline is None", "groups"),
     Mutant(

@@ -124,7 +124,7 @@ MUTANTS = [
     _mutant(
         "replicated: a bucket is filled on the stream of its last gradient",
         "TransientBuckets._send",
-        "self._producers.gather(members[0].device)",
+        "self._producers.gather(bucket.members[0].device)",
     ),
     _mutant(
         "pinned state is copied while the device writes it",

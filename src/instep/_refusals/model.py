@@ -47,7 +47,7 @@ def sharded_among_several(target: Target, options: Options) -> None:
 def other_than_the_stages(target: Target, options: Options) -> None:
     if (pipeline := options.communication.pipeline) is None:
         return
-    stages = pipeline.modules
+    stages = list(pipeline.stages.values())
     stranger = next((called for called in target.called if not any(called is stage for stage in stages)), None)
     if stranger is not None or len(target.called) < len(stages):
         why = f"model is {len(target.called)}" if stranger is None else f"{type(stranger).__name__} is none of them"

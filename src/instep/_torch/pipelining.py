@@ -14,7 +14,7 @@ The names of these methods, ``_stage``, ``_stages``, ``_compute_loss`` and ``_n_
 import copy
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,6 @@ class Pipeline:
         kind: the class of the schedule.
         group: the process group of the stages' ranks; ``None``: the default one.
         count: how many stages the pipeline has, on all ranks.
-        places: of this rank's stages in the pipeline, the first stage first.
         micro_batches: how many one run has.
     """
 
@@ -51,7 +50,6 @@ class Pipeline:
         self.kind = type(schedule).__name__
         self.group: Any = stages[0].group
         self.count: int = stages[0].num_stages
-        self.places: tuple[int, ...] = tuple(int(stage.stage_index) for stage in stages)
         self.micro_batches: int = schedule._n_microbatches
         self._schedule = weakref.ref(schedule)
 
@@ -65,32 +63,25 @@ class Pipeline:
         schedule = self._schedule()
         return {} if schedule is None else {int(stage.stage_index): stage.submod for stage in _stages_of(schedule)}
 
-    @property
-    def modules(self) -> list[nn.Module]:
-        """Those of this rank's stages, first stage first."""
-        return list(self.stages.values())
+    def has_backward(self, place: int) -> bool:
+        """Whether the stage at ``place`` runs backwards: not in ``schedule.eval(…)``, in which torch makes the same
+        calls."""
+        schedule = self._schedule()
+        stages = () if schedule is None else _stages_of(schedule)
+        return any(stage.has_backward for stage in stages if stage.stage_index == place)
 
-    def watch(self, runs: Any) -> "list[StageCall]":
-        """Have ``runs`` (a ``PipelineSource``) told of each run, until what is returned is removed."""
-        schedule, ref = self._schedule(), weakref.ref(runs)
-        assert schedule is not None, "it was just attached"
-        calls = [StageCall(schedule, "step", lambda call, _: call() if (runs := ref()) is None else runs.run(call))]
-        for number, stage in enumerate(_stages_of(schedule)):
-            watched = _WatchedStage(ref, number, stage)
-            calls += [StageCall(stage, name, watched.meet) for name in MEETS]
-            calls += [StageCall(stage, name, watched.backward) for name in BACKWARDS]
-            calls += [StageCall(stage, name, watched.finish) for name in FINISHES if hasattr(stage, name)]
-        return calls
-
-    def around(self, run: "Around", compute: "Callable[[int, str], Around]") -> "list[StageCall]":
-        """Put ``run`` around each run, and around each computation in it what ``compute`` makes of the place of its
-        stage and the name of its method (of ``COMPUTES``, or ``LOSS``), until what is returned is removed."""
+    def around(self, run: "Around", names: Iterable[str], make: "Callable[[int, str], Around]") -> "list[StageCall]":
+        """Put ``run`` around each run, and around each method of these ``names`` what ``make`` makes of the place of
+        its stage and its name, until what is returned is removed. The ``LOSS`` is that of the last stage."""
         schedule = self._schedule()
         if schedule is None:
             return []
-        calls = [StageCall(schedule, "step", run), StageCall(schedule, LOSS, compute(self.count - 1, LOSS))]
+        calls = [StageCall(schedule, "step", run)]
+        calls += [StageCall(schedule, LOSS, make(self.count - 1, LOSS)) for name in names if name == LOSS]
         for stage in _stages_of(schedule):
-            calls += [StageCall(stage, name, compute(int(stage.stage_index), name)) for name in COMPUTES]
+            finishes = hasattr(stage, FINISHES[0])
+            own = [name for name in names if hasattr(stage, name) and (finishes or name not in FINISHES)]
+            calls += [StageCall(stage, name, make(int(stage.stage_index), name)) for name in own]
         return calls
 
 
@@ -114,41 +105,6 @@ def _stages_of(schedule: Any) -> Sequence[Any]:
     """This rank's, by their place in the pipeline."""
     stages = getattr(schedule, "_stages", None) or [schedule._stage]
     return sorted(stages, key=lambda stage: int(stage.stage_index))
-
-
-class _WatchedStage:
-    """One stage in its runs. ``runs`` is referred to weakly: the stage is the model's, and must not keep parameters."""
-
-    def __init__(self, runs: "weakref.ref[Any]", number: int, stage: Any) -> None:
-        self._runs = runs
-        self._number = number
-        self._stage = weakref.ref(stage)
-        self._ends_with_run = not hasattr(stage, FINISHES[0])
-        self.has_ended = False  # whether the last backward of the run has been
-
-    def meet(self, call: Callable[[], Any], options: object) -> Any:
-        result, runs = call(), self._runs()
-        if result and runs is not None:
-            runs.is_about_to_meet()
-        return result
-
-    def backward(self, call: Callable[[], Any], options: Mapping[str, Any]) -> Any:
-        result, runs, stage = call(), self._runs(), self._stage()
-        # Without a backward, as in ``schedule.eval(…)``, torch makes the same calls.
-        is_last = bool(options.get("last_backward")) and stage is not None and stage.has_backward
-        self.has_ended = is_last and not self._ends_with_run
-        if is_last and self._ends_with_run and runs is not None:
-            runs.stage_ends_with_run(self._number)
-        return result
-
-    def finish(self, call: Callable[[], Any], options: object) -> Any:
-        """One of these calls another, which is the last that it does."""
-        result = call()
-        runs = self._runs()
-        if self.has_ended and runs is not None:
-            self.has_ended = False
-            runs.stage_is_through(self._number)
-        return result
 
 
 Around = Callable[["partial[Any]", Mapping[str, Any]], Any]

@@ -63,7 +63,7 @@ from instep.options import BY_ENVIRONMENT, Options
 from instep.sources import Source
 from instep.sources.ddp.source import DDPSource
 from instep.sources.fsdp.fsdp1 import FSDP1Source
-from instep.sources.fsdp.modules import FSDP1Sync, FSDP2Sync, ReplicaSums, fsdp2_reading_streams
+from instep.sources.fsdp.modules import FSDPSync, ReplicaSums, fsdp2_reading_streams
 from instep.sources.fsdp.recovery import AfterErrors
 from instep.sources.local import ForwardCounts, LocalSource
 from instep.sources.pipeline import PipelineSource
@@ -212,8 +212,10 @@ def make_sources(
         members = [a for a in rest if id(a.get()) in target.reduced[wrapper]]
         rest = [a for a in rest if id(a.get()) not in target.reduced[wrapper]]
         if members and zero is not None and isinstance(wrapper, DistributedDataParallel):
+            from instep.sources.zero.source import ZeroSource  # with ``Zero``, which is there
+
             in_rows = [a for a in members if a.shard is not None]
-            sources.append(zero.source(sink, in_rows, wrapper, accumulation, dtype))
+            sources.append(ZeroSource(sink, in_rows, wrapper, zero.shards, accumulation, dtype))
         elif members and (chosen.tells_all or hook is not None or dtype is not None):
             if isinstance(wrapper, Replicated):
                 sources.append(ReplicatedSource(sink, members, wrapper, dtype))
@@ -327,7 +329,7 @@ def build(target: Target, options: Options) -> Parts:
         zero = Zero(target.ddps[0], votes, target.in_buckets)
     pipeline, fsdp = options.communication.pipeline, list[Syncing]()
     if target.groups and pipeline is None:  # whose stages say it to FSDP, each by itself
-        fsdp.append(FSDP1Sync(target.model) if target.fsdp1 else FSDP2Sync(target.model))
+        fsdp.append(FSDPSync(target.model))
     # What says whether the next backward reduces gradients: the living wrappers, and FSDP.
     synced = (lambda: [*refs.living_wrappers(), *fsdp]) if refs.wrapped or fsdp else tuple
     accumulation = Accumulation(options.accumulation_steps, synced, votes, is_sharded=bool(target.groups))

@@ -45,7 +45,7 @@ from instep.errors import (
 )
 from instep.sources import Source
 from instep.sources.ddp.source import DDPSource
-from instep.sources.fsdp.modules import BeforeFSDP1Gathers, ShardedGroup, put_shards_in_place
+from instep.sources.fsdp.modules import ShardedGroup, before_fsdp1_gathers, put_shards_in_place
 from instep.sources.fsdp.recovery import AfterErrors
 from instep.sources.local import ForwardCounts
 from instep.target import Names, name_parameters
@@ -668,7 +668,7 @@ class WaitingReaders(Readers):
 
     def watch_fsdp1(self, wrapper: nn.Module, parameters: Sequence[AttachedParameter], handles: Handles) -> None:
         before_read = BoundHook(functools.partial(self._schedule.before_read, parameters))
-        handles.append(BeforeFSDP1Gathers(wrapper, before_read))
+        handles.extend(before_fsdp1_gathers(wrapper, before_read))
 
 
 def _compiled_in(model: nn.Module) -> list[nn.Module]:

@@ -25,7 +25,7 @@ from instep._step.state import Listener, Recorder
 from instep._torch.engine import Backward, Phase, current
 from instep._torch.hooks import BoundHook, PlainPickles, is_called_by_step, nodes_of, tensors_in
 from instep._torch.lifetime import weakly
-from instep._torch.pipelining import LOSS, Around, Pipeline
+from instep._torch.pipelining import COMPUTES, LOSS, Around, Pipeline
 from instep.naming import modules_of
 from instep.target import called_in, name_parameters
 
@@ -244,7 +244,7 @@ class StageClock:
         self.stage_of = {
             places[0].name: stage_of[key] for key, (_, places) in name_parameters(model).items() if key in stage_of
         }
-        self._calls = pipeline.around(self._run, self._around)
+        self._calls = pipeline.around(self._run, (LOSS, *COMPUTES), self._around)
 
     def stop(self) -> None:
         for call in self._calls:

@@ -1,8 +1,8 @@
 """DDP communication hooks that step what they have reduced, and the step of one parameter within backward.
 
-A hook starts the communication of each bucket, and hands its future to a ``StepAfterReduction``. Where backward ends,
-before DDP's own end, that waits for bucket after bucket and steps the parameters one by one. After DDP's own end it
-steps the parameters that only other ranks used, drops the gradients, and raises what went wrong.
+A hook is a ``StepAfterReduction``, and starts the communication of each bucket. Where backward ends, before DDP's own
+end, it waits for bucket after bucket and steps the parameters one by one. After DDP's own end it steps the parameters
+that only other ranks used, drops the gradients, and raises what went wrong.
 """
 
 import weakref
@@ -110,19 +110,14 @@ def hook_then_optimizer(hook: Hook, optimizer_state: OptimizerHookState) -> Hook
         with _as_a_step(parameter):
             optimizer.step_param(parameter, gradient)
 
-    after = StepAfterReduction(lambda parameter: chosen is None or parameter in chosen, step)
-
-    def then_optimizer(hook_state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        future = hook(hook_state, bucket)
-        after.launched(bucket, future)
-        return future
-
-    return _Hook(then_optimizer, "hook_then_optimizer")
+    wanted = lambda parameter: chosen is None or parameter in chosen  # noqa: E731
+    return StepAfterReduction("hook_then_optimizer", hook, wanted, step)
 
 
 @dataclass
 class OptimInBackwardHookState:
-    """The state of a hook that ``apply_optim_in_backward_hook`` has made.
+    """What torch's hook of the name ``apply_optim_in_backward_hook`` keeps, for code that names it. instep's hook keeps
+    its stream itself.
 
     Attributes:
         optim_stream: the stream on which optimizers run on its device. ``None`` where there is no accelerator.
@@ -132,7 +127,7 @@ class OptimInBackwardHookState:
 
     Example:
         ```python
-        # As apply_optim_in_backward_hook makes it where there is no accelerator.
+        # As torch makes it where there is no accelerator.
         state = instep.OptimInBackwardHookState(optim_stream=None, wait_for_optim_stream_enqueued=False)
         ```
     """
@@ -178,15 +173,7 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool, *, comm_hook: Co
     require_flag("gradient_is_bucket_view", gradient_is_bucket_view, AttachError)
     if comm_hook is not None and not (isinstance(comm_hook, tuple) and len(comm_hook) == 2 and callable(comm_hook[1])):
         raise AttachError(f"comm_hook must be a tuple (state, hook), not {comm_hook!r}")
-    # A build for an accelerator that is not there cannot make one.
-    stream = torch.Stream() if torch.accelerator.is_available() else None
-    state = OptimInBackwardHookState(stream, False)
     divisor = Divisor()
-
-    def settled() -> None:
-        state.wait_for_optim_stream_enqueued = False
-
-    after = StepAfterReduction(has_in_backward_optimizers, step_with, StepStreams(state.optim_stream), settled)
 
     def reduce(hook_state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         ddp = hook_state() if isinstance(hook_state, weakref.ref) else None
@@ -197,13 +184,10 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool, *, comm_hook: Co
             )
         refuse_manual_finalization(ddp)
         if comm_hook is None:
-            future = mean_allreduce(bucket.buffer(), ddp.process_group, divisor(ddp, bucket))
-        else:
-            future = comm_hook[1](comm_hook[0], bucket)
-        state.wait_for_optim_stream_enqueued = after.launched(bucket, future)
-        return future
+            return mean_allreduce(bucket.buffer(), ddp.process_group, divisor(ddp, bucket))
+        return comm_hook[1](comm_hook[0], bucket)
 
-    made = _Hook(reduce, "apply_optim_in_backward_hook")
+    made = StepAfterReduction("apply_optim_in_backward_hook", reduce, has_in_backward_optimizers, step_with)
     stepping_hooks.add(made)
     return made
 
@@ -219,24 +203,16 @@ class NotCopied:
         return type(None), ()
 
 
-class _Hook(NotCopied):
-    """A communication hook."""
-
-    def __init__(self, call: Hook, name: str) -> None:
-        self._call = call
-        self.__name__ = self.__qualname__ = name  # DDP logs a hook by these
-
-    def __call__(self, hook_state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        return self._call(hook_state, bucket)
-
-
-class StepAfterReduction:
-    """Steps the parameters of DDP's buckets one by one, where backward ends, in the order in which buckets were sent.
+class StepAfterReduction(NotCopied):
+    """A communication hook that steps the parameters of DDP's buckets one by one, where backward ends, in the order in
+    which buckets were sent.
 
     Unlike ``DDPSource`` this has no ``Sink``: every backward is a step, of parameters that need not be attached, and is
     not taken back. Gradients are dropped after it, since no loop calls ``zero_grad()``.
 
     Args:
+        name: of the hook, which DDP logs.
+        reduce: the hook that reduces.
         wanted: whether to step a parameter. The gradients of others are left alone.
         step: steps one parameter: ``step(parameter, gradient)``.
         streams: has the stream that parameters are stepped on.
@@ -245,11 +221,15 @@ class StepAfterReduction:
 
     def __init__(
         self,
+        name: str,
+        reduce: Hook,
         wanted: Callable[[torch.Tensor], bool],
         step: Callable[[torch.Tensor, torch.Tensor], None],
         streams: StepStreams | None = None,
         settled: Callable[[], None] = lambda: None,
     ) -> None:
+        self.__name__ = self.__qualname__ = name
+        self._reduce = reduce
         self._wanted = wanted
         self._step_one = step
         self._streams = streams or StepStreams()
@@ -257,9 +237,10 @@ class StepAfterReduction:
         self._failure = FirstError()
         self._reductions = Reductions(self._step, self._settle, self._raised)
 
-    def launched(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> bool:
-        """As ``Reductions.launched``."""
-        return self._reductions.launched(bucket, Reduction(bucket, future))
+    def __call__(self, hook_state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future = self._reduce(hook_state, bucket)
+        self._reductions.launched(bucket, Reduction(bucket, future))
+        return future
 
     def _step(self, reductions: Sequence[Reduction]) -> None:
         """Backward's own work is done, and DDP's own end is next. An error raised here would leave the DDP instance
@@ -268,10 +249,8 @@ class StepAfterReduction:
         try:
             for reduction in reductions:
                 with self._streams.on(reduction.members[0].device):
-                    gradients = (
-                        reduction.gradients()
-                    )  # where none is wanted, too: if it fails, none after it is stepped
-                    self._step_all(zip(reduction.parameters, gradients, strict=True))
+                    # Where none is wanted, too: if it fails, none after it is stepped.
+                    self._step_all(zip(reduction.parameters, reduction.gradients(), strict=True))
         except BaseException as error:
             self._failure.keep(error)
         # DDP's own end of backward is next, on the loop's stream. It copies from the buckets, which an update on the

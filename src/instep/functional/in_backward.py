@@ -9,6 +9,7 @@ for a function of each (``_install``).
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -294,16 +295,10 @@ def _moved_by_fully_shard(parameter: torch.Tensor, sharded: torch.Tensor) -> Non
         apply_optimizer_in_backward(kind, [sharded], kwargs, _registered(parameter))
 
 
-_installed = False
-
-
+@cache
 def _install() -> None:
     """Stand in for the two functions, once. Both do what torch's own do, unless a parameter is instep's.
     ``tests/functional/test_names.py`` fails clearly when torch changes them."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
     _started_ddps.update(ddp for ddp in instances_of(DistributedDataParallel) if ddp._lazy_init_ran)
     torchs_set_up: Any = DistributedDataParallel._setup_in_backward_optimizers
 

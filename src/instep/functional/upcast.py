@@ -11,7 +11,7 @@ takes the gradients off as buckets come (``_UpcastBucket``), and all the rest wa
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -80,21 +80,13 @@ class AllreduceUpcastHookState(NotCopied):
     upcast_stream: torch.Stream | None
     wait_for_stream_enqueued: bool = False
     mixed_precision: "MixedPrecisionPolicy | None" = None
-    _streams: StepStreams = field(init=False, repr=False, compare=False)
-    _after: StepAfterReduction = field(init=False, repr=False, compare=False)
-    _divisor: Divisor = field(default_factory=Divisor, init=False, repr=False, compare=False)
-    _buckets: "Reductions[_UpcastBucket]" = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.ddp_weakref, weakref.ref) or not isinstance(self._ddp(), DistributedDataParallel):
+        ddp = self.ddp_weakref() if isinstance(self.ddp_weakref, weakref.ref) else None
+        if not isinstance(ddp, DistributedDataParallel):
             raise AttachError(
                 f"ddp_weakref must be weakref.ref(ddp) of a DistributedDataParallel: {self.ddp_weakref!r}"
             )
-        self._streams = StepStreams(self.upcast_stream)
-        self._after = StepAfterReduction(has_in_backward_optimizers, step_with, self._streams, self._settled)
-        # Nothing is stepped before DDP's own end: which parameters other ranks have used is known once that has been.
-        self._buckets = Reductions(None, self._after_ddp_ended, self._raised)
-        ddp = self._ddp()
         if (ddp.mixed_precision is None) == (self.mixed_precision is None):
             which = "neither has" if self.mixed_precision is None else "both have"
             raise AttachError(
@@ -103,6 +95,15 @@ class AllreduceUpcastHookState(NotCopied):
                 "mixed_precision=MixedPrecisionPolicy(…)) for a DDP without; on an accelerator with torch.Stream() in "
                 "place of None"
             )
+        self._divisor = Divisor()
+        self._streams = StepStreams(self.upcast_stream)
+        # Of a DDP instance without a policy of its own.
+        self._after = StepAfterReduction(
+            "upcast", _reduce, has_in_backward_optimizers, step_with, self._streams, self._settled
+        )
+        # Of one with: nothing is stepped before DDP's own end, since which parameters other ranks have used is known
+        # once that has been.
+        self._buckets: Reductions[_UpcastBucket] = Reductions(None, self._after_ddp_ended, self._raised)
         if self.mixed_precision is not None:
             cast = LowPrecision(ddp, self.mixed_precision)
             weakref.finalize(self, cast.remove)  # of a state that was made and never registered
@@ -123,9 +124,10 @@ class AllreduceUpcastHookState(NotCopied):
     def _settled(self) -> None:
         self.wait_for_stream_enqueued = False
 
-    def _reduce_low(self, ddp: DistributedDataParallel, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _reduce_low(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Reduce a bucket of a DDP instance with its own ``mixed_precision``, whose parameters are low-precision copies
         of themselves."""
+        ddp = self._ddp()
         precision = ddp.mixed_precision
         assert precision is not None, "only DDP instances with mixed_precision register this hook"
         dtype = precision.reduce_dtype or precision.param_dtype or bucket.buffer().dtype
@@ -208,18 +210,21 @@ def reducer_allreduce_and_upcast_hook(
         ddp(batch).backward()  # reduces in the policy's dtype, and steps in float32
         ```
     """
-    ddp = hook_state._ddp()
-    policy = hook_state.mixed_precision
-    if policy is None:
-        return hook_state._reduce_low(ddp, bucket)
-    # Gradients have come through the casts: they are in full precision already.
-    dtype = policy.reduce_dtype or policy.param_dtype
-    future = cast_mean_allreduce(bucket.buffer(), ddp.process_group, hook_state._divisor(ddp, bucket), dtype)
-    hook_state.wait_for_stream_enqueued = hook_state._after.launched(bucket, future)
-    return future
+    if hook_state.mixed_precision is None:
+        return hook_state._reduce_low(bucket)
+    return hook_state._after(hook_state, bucket)
 
 
 stepping_hooks.add(reducer_allreduce_and_upcast_hook)
+
+
+def _reduce(hook_state: AllreduceUpcastHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Reduce a bucket whose gradients have come through the casts: they are in full precision already."""
+    ddp, policy = hook_state._ddp(), hook_state.mixed_precision
+    assert policy is not None
+    hook_state.wait_for_stream_enqueued = graph_task() is not None
+    dtype = policy.reduce_dtype or policy.param_dtype
+    return cast_mean_allreduce(bucket.buffer(), ddp.process_group, hook_state._divisor(ddp, bucket), dtype)
 
 
 class _UpcastBucket(LaunchedBucket):

@@ -11,7 +11,7 @@ clearly when torch changes one.
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -224,26 +224,23 @@ def _require_one_reduction(
             )
 
 
-class WideGradient:
+class WideGradient(NamedTuple):
     """A gradient that FSDP2 adds up over micro-batches in another dtype than its parameter's: with mixed precision.
 
-    Args:
-        parameter: FSDP2's own notes of it.
-
     Attributes:
+        parameter: FSDP2's own notes of it.
         dtype: of the sum.
     """
 
-    def __init__(self, parameter: Any, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self._parameter = parameter
+    parameter: Any
+    dtype: torch.dtype
 
     def keep(self, total: torch.Tensor) -> None:
         """Put the sum where FSDP2 reduces it from."""
-        if _has_grad_dtype(self._parameter):
-            self._parameter._unsharded_param.grad = total
+        if _has_grad_dtype(self.parameter):
+            self.parameter._unsharded_param.grad = total
         else:  # beside .grad, which has the parameter's dtype
-            self._parameter.unsharded_accumulated_grad = total
+            self.parameter.unsharded_accumulated_grad = total
 
 
 def _has_grad_dtype(parameter: Any) -> bool:

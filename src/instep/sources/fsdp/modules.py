@@ -99,70 +99,56 @@ def put_shards_in_place(model: nn.Module) -> None:
         cast(Any, module).reshard()
 
 
-class FSDP1Sync:
+class FSDPSync:
     """Whether the next backward of a model reduces gradients, in the terms of ``DistributedDataParallel``.
 
     Attributes:
-        asks_in_backward: whether that is asked in backward alone, and a forward may be outside of ``no_sync``.
+        asks_in_backward: whether that is asked in backward alone (FSDP2), and a forward may be outside of ``no_sync``.
     """
-
-    asks_in_backward = False
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
+        self.asks_in_backward = bool(fsdp2_in(model))
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        reduces = map(self._reduces, self._modules())
+        reduces = map(_reduces, self._modules())
         return any(reduces) if self.asks_in_backward else all(reduces)
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
         for module in self._modules():
-            self._set(module, value)
+            set_reduces(module, value)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """The loop may have set it for each module by itself."""
-        before = [(module, self._reduces(module)) for module in self._modules()]
+        before = [(module, _reduces(module)) for module in self._modules()]
         try:
             self.require_backward_grad_sync = False
             yield
         finally:
             for module, value in before:
-                self._set(module, value)
+                set_reduces(module, value)
 
     def _modules(self) -> Sequence[Any]:
         model = self._model()
-        return [] if model is None else fsdp1_in(model)
-
-    def _reduces(self, module: Any) -> bool:
-        return bool(module._sync_gradients)  # which has no public name but no_sync(), a context
-
-    def _set(self, module: Any, value: bool) -> None:
-        module._sync_gradients = value
+        return [] if model is None else [*fsdp2_in(model), *fsdp1_in(model)]
 
 
-class FSDP2Sync(FSDP1Sync):
-    """Whether the next backward of an FSDP2 model reduces gradients."""
-
-    asks_in_backward = True
-
-    def _modules(self) -> Sequence[Any]:
-        model = self._model()
-        return [] if model is None else fsdp2_in(model)
-
-    def _reduces(self, module: Any) -> bool:
-        # FSDP2 has a public way to set it, and none to ask for it.
-        return any(group.reduce_grads for group in fsdp2_groups(module._get_fsdp_state()))
-
-    def _set(self, module: Any, value: bool) -> None:
-        set_reduces(module, value)
+def _reduces(module: Any) -> bool:
+    # FSDP1 has no public name for it but no_sync(), a context; FSDP2 a public way to set it, and none to ask for it.
+    if not is_fsdp2(module):
+        return bool(module._sync_gradients)
+    return any(group.reduce_grads for group in fsdp2_groups(module._get_fsdp_state()))
 
 
 def set_reduces(module: Any, value: bool) -> None:
-    """Set whether the module's groups reduce their gradients. Whether over HSDP's replicas, too, stays what it is:
+    """Set whether a module reduces its gradients. Whether over HSDP's replicas, too, stays what it is:
     ``set_requires_gradient_sync`` alone sets both."""
+    if not is_fsdp2(module):
+        module._sync_gradients = value
+        return
     over_replicas = all(group.all_reduce_grads for group in fsdp2_groups(module._get_fsdp_state()))
     module.set_requires_gradient_sync(value, recurse=False)
     module.set_requires_all_reduce(over_replicas, recurse=False)
@@ -240,8 +226,9 @@ def fsdp2_reading_streams(model: Callable[[], nn.Module | None]) -> Iterator[tor
             yield stream
 
 
-class BeforeFSDP1Gathers:
-    """Calls ``call`` before the weights of one ``FullyShardedDataParallel`` are gathered, until ``remove``.
+def before_fsdp1_gathers(wrapper: Any, call: Callable[[], None]) -> list[StageCall]:
+    """Have ``call`` made before the weights of one ``FullyShardedDataParallel`` are gathered, until what is returned is
+    removed.
 
     FSDP1 has no hook for this, and gathers for many reasons: before a forward, ahead of one, in ``state_dict()`` and in
     ``summon_full_params()``. All go through ``pre_unshard`` and then ``unshard`` of its ``FlatParamHandle``
@@ -249,15 +236,9 @@ class BeforeFSDP1Gathers:
     both.
     """
 
-    def __init__(self, wrapper: Any, call: Callable[[], None]) -> None:
-        def first(gather: Callable[[], Any], options: object) -> Any:
-            call()
-            return gather()
+    def first(gather: Callable[[], Any], options: object) -> Any:
+        call()
+        return gather()
 
-        handle = wrapper._handle
-        names = () if handle is None else ("pre_unshard", "unshard")
-        self._calls = [StageCall(handle, name, first) for name in names]
-
-    def remove(self) -> None:
-        for gathering in self._calls:
-            gathering.remove()
+    handle = wrapper._handle
+    return [] if handle is None else [StageCall(handle, name, first) for name in ("pre_unshard", "unshard")]

@@ -12,7 +12,7 @@ failed. ``tests/distributed/test_fsdp_errors.py`` compares all state that FSDP2 
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, cast
@@ -41,7 +41,11 @@ class AfterErrors:
         self._model = weakref.ref(model)
         self._sharded: list[weakref.ref[nn.Module]] = []
         self._drain_failed: Callable[[], None] = lambda: None
-        self._running: _Forward | None = None  # of the outermost module with FSDP inside
+        # The running call of the outermost module with FSDP inside; whether it was left by an exception, and FSDP's
+        # state is to be rebuilt; and, where it makes no graph, FSDP2's notes of the forwards before it.
+        self._running: object | None = None
+        self._has_failed = False
+        self._noted: Sequence[tuple[Any, int]] = ()
         self._is_broken = False
 
     def connect(self, drain_failed: Callable[[], None]) -> Iterator[GuardedCall]:
@@ -63,22 +67,21 @@ class AfterErrors:
         # Inside a backward this is a checkpointed segment run again.
         if graph_task() is not None:
             return None
-        forward = _Forward(module)
-        return Around(partial(self._begin, forward), partial(self._end, forward), partial(self._failed, forward))
+        call = object()
+        return Around(partial(self._begin, call, module), partial(self._end, call), partial(self._failed, call))
 
-    def _begin(self, forward: "_Forward") -> None:
-        module, running = forward.module(), self._running
-        if module is not None and is_fsdp2(module) and _state_of(module)._is_root is None:
+    def _begin(self, call: object, module: nn.Module) -> None:
+        if is_fsdp2(module) and _state_of(module)._is_root is None:
             # FSDP2 makes much in the first forward, and takes it for made once it has begun: Ctrl-C waits.
             with held(heard()):
                 _state_of(module)._lazy_init()
-        if running is not None and not running.failed and self._contains(running.module(), module):
+        if self._running is not None and not self._has_failed:
             return  # a part of the forward that runs
         self._drain_failed()
         sharded = [m for ref in self._sharded if (m := ref()) is not None]
         if any(map(_is_in_backward, sharded)):
             self._rebuild(gradients=True)  # a backward was left, and nobody has told of it
-        elif running is not None:
+        elif self._running is not None:
             self._rebuild(gradients=False)  # a forward was left, and its rebuilding has raised
         if self._is_broken:
             raise InstepError(
@@ -86,23 +89,17 @@ class AfterErrors:
                 "on: build and attach the model anew, and load a checkpoint. With torch 2.13 or newer, fully_shard "
                 "(FSDP2) goes on after an exception"
             )
-        if not torch.is_grad_enabled():
-            forward.noted = noted_forwards(map(_state_of, filter(is_fsdp2, sharded)))
-        self._running = forward
+        states = () if torch.is_grad_enabled() else map(_state_of, filter(is_fsdp2, sharded))
+        self._noted, self._has_failed, self._running = noted_forwards(states), False, call
 
-    def _contains(self, outer: nn.Module | None, module: nn.Module | None) -> bool:
-        if outer is None or module is None:
-            return False
-        return outer is self._model() or any(module is inner for inner in outer.modules())
-
-    def _end(self, forward: "_Forward") -> None:
-        if self._running is forward:
-            forget_forwards(forward.noted)
+    def _end(self, call: object) -> None:
+        if self._running is call:
+            forget_forwards(self._noted)
             self._running = None
 
-    def _failed(self, forward: "_Forward") -> None:
-        if self._running is forward:
-            forward.failed = True
+    def _failed(self, call: object) -> None:
+        if self._running is call:
+            self._has_failed = True
             self._rebuild(gradients=False)
 
     def backward_failed(self) -> None:
@@ -114,21 +111,6 @@ class AfterErrors:
             self._is_broken |= any(m.training_state.name != "IDLE" or _is_in_backward(m) for m in fsdp1_in(model))
             self._is_broken |= not rebuild_fsdp2(model, gradients=gradients)
         self._running = None  # last: what raises here is done again before the next forward
-
-
-class _Forward:
-    """One running forward that FSDP takes part in.
-
-    Attributes:
-        module: the module that the loop has called.
-        noted: FSDP2's notes of earlier forwards.
-        failed: whether it was left by an exception, and FSDP's state is to be rebuilt.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = weakref.ref(module)
-        self.noted: list[tuple[Any, int]] = []
-        self.failed = False
 
 
 def _is_in_backward(module: Any) -> bool:

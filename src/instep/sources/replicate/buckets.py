@@ -8,7 +8,7 @@ accumulated.
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -37,74 +37,60 @@ IN_FLIGHT = 2
 
 
 class TransientBucket(LaunchedBucket):
-    """A bucket in flight, whose memory is freed with the last of its gradients.
-
-    Args:
-        work: of which ``communication`` is the future; ``None``: of a sparse gradient.
+    """A bucket of one backward. It has memory from when it is sent until the last of its gradients is freed.
 
     Attributes:
+        communication: a work; the future of a sparse gradient. NCCL's work keeps the bucket's memory until the work
+            itself was waited for, not its future alone.
+        flat: the bucket's memory; ``None``: of a sparse gradient.
         numbers: of its parameters.
-        unused: the numbers of those that this rank has no new gradient for.
+        missing: how many gradients it still waits for.
+        is_sent: whether it is on its way, or has arrived.
+        unused: once it is sent, the numbers of the parameters that this rank has no new gradient for.
     """
 
-    __slots__ = ("_sparse", "_work", "numbers", "unused")
+    __slots__ = ("flat", "is_sent", "missing", "numbers", "unused")
 
-    def __init__(
-        self,
-        members: Sequence[torch.Tensor],
-        communication: torch.futures.Future[Any],
-        work: dist.Work | None,
-        numbers: tuple[int, ...],
-        unused: frozenset[int],
-    ) -> None:
-        super().__init__(members, communication)
-        self._work = work
-        self._sparse = work is None
+    def __init__(self, numbers: Sequence[int], members: Sequence[torch.Tensor]) -> None:
+        super().__init__(members, None)
+        self.flat: torch.Tensor | None = None
         self.numbers = numbers
-        self.unused = unused
-
-    def wait(self) -> None:
-        super().wait()
-        # NCCL's work keeps the bucket's memory until the work itself was waited for, not its future alone.
-        work, self._work = self._work, None
-        if work is not None:
-            work.wait()
+        self.missing = len(numbers)
+        self.is_sent = False
+        self.unused: Set[int] = frozenset()
 
     def put_means(self, used: Set[int]) -> None:
         """The bucket has arrived: put the mean into ``.grad`` of the members with these numbers, and let go of the
         bucket. From now on ``.grad`` alone keeps its memory."""
-        result, dtype = self.communication.value(), self.members[0].dtype
-        means = [result.to(dtype)] if self._sparse else slices_of(result[0].to(dtype.to_real()), self.members)
+        dtype = self.members[0].dtype
+        if self.flat is None:
+            means = [self.communication.value().to(dtype)]
+        else:
+            means = slices_of(self.flat.to(dtype.to_real()), self.members)
         for number, parameter, mean in zip(self.numbers, self.members, means, strict=True):
             if number in used:
                 parameter.grad = mean
-        self.communication = torch.futures.Future()
+        self.communication = self.flat = None
 
 
 class _BackwardProgress:
     """How far each bucket has come in one backward that reduces.
 
     Attributes:
-        buckets: the numbers of the parameters in each, in the order of sending.
-        bucket_of: the number of the bucket of each parameter, by the parameter's number.
+        bucket_of: the bucket of each parameter, by the parameter's number.
         arrived: the numbers of the parameters whose gradients were accumulated, in that order.
-        missing: how many gradients each bucket still waits for.
-        sent: how many buckets were sent.
+        waiting: the buckets that are still to be sent, in that order.
         in_flight: the buckets that were sent and not waited for, in the order of sending.
         held: the buckets that have arrived, and have parameters that this rank has not used: whether another rank has
             used them is known at the end of backward.
-        unused: the numbers of all such parameters.
     """
 
-    def __init__(self, buckets: Sequence[tuple[int, ...]]) -> None:
-        self.buckets = buckets
-        self.bucket_of = {number: place for place, members in enumerate(buckets) for number in members}
+    def __init__(self, buckets: Sequence[TransientBucket]) -> None:
+        self.bucket_of = {number: bucket for bucket in buckets for number in bucket.numbers}
         self.arrived: dict[int, None] = {}
-        self.missing = [len(members) for members in buckets]
-        self.sent = 0
+        self.waiting = deque(buckets)
         self.in_flight: deque[TransientBucket] = deque()
         self.held: list[TransientBucket] = []
-        self.unused: set[int] = set()
 
 
 class TransientBuckets:
@@ -133,10 +119,9 @@ class TransientBuckets:
         self._sparse = sparse
         self._bucket_cap_mb = bucket_cap_mb
         self._handles: dict[int, RemovableHandle] = {}
-        # By the parameters that are trainable: the numbers of those in each bucket, in the order in which buckets are
-        # sent. ``_agreed``: where that is the order in which gradients arrived on the first rank.
-        self._layouts: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-        self._agreed: set[tuple[int, ...]] = set()
+        # By the parameters that are trainable: the numbers of those in each bucket, in the order in which gradients
+        # arrived on the first rank.
+        self._agreed: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         self._trainable: tuple[int, ...] = ()
         self._reduces = False
         self._backward: _BackwardProgress | None = None
@@ -149,9 +134,12 @@ class TransientBuckets:
         weakref.finalize(self, lambda of: list(map(RemovableHandle.remove, of.values())), self._handles).atexit = False
 
     @property
-    def buckets(self) -> Iterator[list[nn.Parameter]]:
-        """The parameters of each bucket, as they are now."""
-        return ([self._parameters[number] for number in members] for members in self._layouts[self._trainable])
+    def buckets(self) -> list[TransientBucket]:
+        """As they are now, in the order in which they are to be sent. Before all ranks have agreed, that is the model's
+        order backwards, as DDP's with ``find_unused_parameters`` before any backward."""
+        agreed = self._agreed.get(self._trainable)
+        layout = agreed or sorted(self._layout(self._trainable), key=min, reverse=True)
+        return [TransientBucket(numbers, [self._parameters[n] for n in numbers]) for numbers in layout]
 
     def _layout(self, order: Sequence[int]) -> list[tuple[int, ...]]:
         """Fill buckets with the parameters numbered ``order``, by DDP's own rule, so that ranks add up in the same
@@ -187,9 +175,6 @@ class TransientBuckets:
                 hook = WeakHook(self._accumulated, number)
                 self._handles[number] = self._parameters[number].register_post_accumulate_grad_hook(hook)
         self._trainable = trainable
-        if trainable not in self._layouts:
-            # The model's order backwards, as DDP's with ``find_unused_parameters`` before any backward.
-            self._layouts[trainable] = sorted(self._layout(trainable), key=min, reverse=True)
 
     # In backward: what autograd calls.
 
@@ -207,7 +192,7 @@ class TransientBuckets:
             return any(runs(get_gradient_edge(p).node) for p in own) or not leads_to(inputs, set(map(id, own)))
 
     def _begin(self) -> None:
-        backward = _BackwardProgress(self._layouts[self._trainable])
+        backward = _BackwardProgress(self.buckets)
         current().at(Phase.BEFORE_DDP, partial(self._end, backward), partial(self._raised, backward))
         self._backward = backward  # after that: Ctrl-C in between would leave it to the next backward
 
@@ -222,13 +207,13 @@ class TransientBuckets:
             self._begin()  # the parameter is used outside of the model's forward as well
         backward = self._backward
         assert backward is not None
-        place = backward.bucket_of.get(number)
-        if place is None:
+        bucket = backward.bucket_of.get(number)
+        if bucket is None:
             raise InstepError(
                 f"{self._names[number]!r} got a gradient, and was frozen when the last forward ended: it is in no "
                 "bucket. Freeze and thaw parameters before the forward"
             )
-        if place < backward.sent:
+        if bucket.is_sent:
             raise AccumulationError(
                 f"a second gradient for {self._names[number]!r} arrived in one backward, when the first was on its way "
                 "to the other ranks. A parameter that reentrant checkpointing visits twice needs use_reentrant=False"
@@ -236,9 +221,9 @@ class TransientBuckets:
         if number in backward.arrived:
             return
         backward.arrived[number] = None
-        backward.missing[place] -= 1
+        bucket.missing -= 1
         try:
-            while backward.sent < len(backward.missing) and backward.missing[backward.sent] == 0:
+            while backward.waiting and backward.waiting[0].missing == 0:
                 self._send(backward)
         except BaseException as error:
             self._fail(error)
@@ -250,30 +235,28 @@ class TransientBuckets:
         """Send the next bucket, with zeros in the place of gradients that this rank does not have."""
         while len(backward.in_flight) >= IN_FLIGHT:
             self._deliver(backward, backward.in_flight.popleft())
-        numbers = backward.buckets[backward.sent]
-        members = [self._parameters[number] for number in numbers]
-        unused = frozenset(i for i in numbers if i not in self._fresh or _gradient(self._parameters[i]) is None)
+        bucket = backward.waiting.popleft()
+        bucket.is_sent = True
+        with_gradient = zip(bucket.numbers, map(_gradient, bucket.members), strict=True)
+        bucket.unused = {number for number, g in with_gradient if number not in self._fresh or g is None}
         # On the stream of the gradient that came last: the others may have been made on other streams.
-        self._producers.gather(members[0].device)
+        self._producers.gather(bucket.members[0].device)
         with torch.no_grad():
-            work = None if numbers[0] in self._sparse else self._reduce(numbers, unused)
-            future = self._reduce_sparse(numbers[0], unused) if work is None else _future_of(work)
-        backward.in_flight.append(TransientBucket(members, future, work, numbers, unused))
-        backward.unused |= unused
+            future = self._reduce_sparse(bucket) if bucket.numbers[0] in self._sparse else self._reduce(bucket)
+        backward.in_flight.append(bucket)
         if self.receiver is not None:
-            self.receiver.launched(members, future)
-        backward.sent += 1
+            self.receiver.launched(bucket.members, future)
 
-    def _reduce(self, members: Sequence[int], unused: frozenset[int]) -> dist.Work | None:
-        """Fill a bucket, and start its all-reduce. Gradients are multiplied by 1/W before the sum, as DDP's reducer
+    def _reduce(self, bucket: TransientBucket) -> torch.futures.Future[Any]:
+        """Fill ``bucket``, and start its all-reduce. Gradients are multiplied by 1/W before the sum, as DDP's reducer
         does (``mark_variable_ready_dense``)."""
-        parameters = [self._parameters[number] for number in members]
+        parameters = bucket.members
         factor = 1.0 / dist.get_world_size(self.group)
         own = parameters[0].dtype.to_real()
         dtype = (self.receiver and self.receiver.reduce_dtype) or own
         size = sum(p.numel() * (2 if p.is_complex() else 1) for p in parameters)
         flat = torch.empty(size, dtype=own, device=parameters[0].device)
-        for number, parameter, part in zip(members, parameters, slices_of(flat, parameters), strict=True):
+        for number, parameter, part in zip(bucket.numbers, parameters, slices_of(flat, parameters), strict=True):
             gradient = _gradient(parameter)
             if gradient is None:
                 part.zero_()
@@ -286,15 +269,17 @@ class TransientBuckets:
                 torch.mul(gradient, factor, out=part)
             else:
                 part.copy_(gradient)
-            if number not in unused:
+            if number not in bucket.unused:
                 parameter.grad = None
         if dtype != own:
             flat = flat.to(dtype).mul_(factor)
-        work: dist.Work | None = dist.all_reduce(flat, group=self.group, async_op=True)
-        return work
+        bucket.flat = flat
+        bucket.communication = dist.all_reduce(flat, group=self.group, async_op=True)
+        future: torch.futures.Future[Any] = bucket.communication.get_future()
+        return future
 
-    def _reduce_sparse(self, number: int, unused: frozenset[int]) -> torch.futures.Future[Any]:
-        parameter = self._parameters[number]
+    def _reduce_sparse(self, bucket: TransientBucket) -> torch.futures.Future[Any]:
+        (number,), (parameter,) = bucket.numbers, bucket.members
         gradient = _gradient(parameter)
         if gradient is None:
             rows, *rest = parameter.shape
@@ -305,12 +290,13 @@ class TransientBuckets:
                 f"the gradient of {self._names[number]!r} is dense, though it is the weight of an embedding with "
                 "sparse=True: something else uses it too. Build the embedding with sparse=False"
             )
-        elif number in unused:
+        elif number in bucket.unused:
             gradient = gradient.clone()
         else:
             parameter.grad = None
         gradient = gradient.to((self.receiver and self.receiver.reduce_dtype) or gradient.dtype)
-        return mean_allreduce(gradient, self.group, dist.get_world_size(self.group))
+        bucket.communication = future = mean_allreduce(gradient, self.group, dist.get_world_size(self.group))
+        return future
 
     def _deliver(self, backward: _BackwardProgress, bucket: TransientBucket) -> None:
         with communicating(self.group):
@@ -333,16 +319,21 @@ class TransientBuckets:
         if self._backward is not backward:
             return
         try:
-            while backward.sent < len(backward.buckets):
+            while backward.waiting:
                 self._send(backward)
             # Ask how many ranks have a new gradient of each parameter, by number. Read only by ranks that lack one.
             used = torch.ones(len(self._parameters), dtype=torch.int32, device=self._parameters[0].device)
-            if backward.unused:
-                used[sorted(backward.unused)] = 0
-            use_counts = _future_of(dist.all_reduce(used, group=self.group, async_op=True))
+            unused = [number for bucket in (*backward.held, *backward.in_flight) for number in bucket.unused]
+            if unused:
+                used[unused] = 0
+            use_counts: Any = dist.all_reduce(used, group=self.group, async_op=True)
             while backward.in_flight:
                 self._deliver(backward, backward.in_flight.popleft())
-            self._hand_over_held(backward, use_counts)
+            with communicating(self.group):
+                use_counts.wait()
+            somewhere = used.tolist() if backward.held else ()
+            for bucket in backward.held:
+                self._hand_over(bucket, [number for number in bucket.numbers if somewhere[number]])
             if tuple(sorted(backward.bucket_of)) not in self._agreed:
                 self._agree_on_order(backward)
         except BaseException as error:
@@ -351,14 +342,6 @@ class TransientBuckets:
         self._backward = None
         if self.receiver is not None:
             self.receiver.ended()
-
-    def _hand_over_held(self, backward: _BackwardProgress, use_counts: torch.futures.Future[Any]) -> None:
-        with communicating(self.group):
-            use_counts.wait()
-        if backward.held:
-            somewhere = use_counts.value()[0].tolist()
-            for bucket in backward.held:
-                self._hand_over(bucket, [number for number in bucket.numbers if somewhere[number]])
 
     def _agree_on_order(self, backward: _BackwardProgress) -> None:
         """The first backward with these parameters ends: from now on all ranks fill buckets in the order in which
@@ -369,8 +352,7 @@ class TransientBuckets:
         order = torch.tensor([*backward.arrived, *rest], device=self._parameters[0].device)
         with communicating(self.group):
             broadcast([order], self.group)
-        self._layouts[tuple(members)] = self._layout(order.tolist())
-        self._agreed.add(tuple(members))
+        self._agreed[tuple(members)] = self._layout(order.tolist())
 
     def _raised(self, backward: _BackwardProgress) -> None:
         # Buckets in flight are not waited for: another rank that raised too may never send its part.
@@ -390,9 +372,3 @@ class TransientBuckets:
 def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     gradient = parameter.grad
     return None if isinstance(gradient, Placeholder) else gradient
-
-
-def _future_of(work: dist.Work | None) -> torch.futures.Future[Any]:
-    assert work is not None, "this rank is in the group"
-    future: torch.futures.Future[Any] = work.get_future()
-    return future

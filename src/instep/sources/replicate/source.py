@@ -214,7 +214,7 @@ class ReplicatedSource(Source):
     def buckets(self) -> tuple[Bucket, ...]:
         replicated = self._replicated()
         buckets = () if replicated is None else replicated._buckets.buckets
-        own = (as_bucket("replicated", self._parameters.among(members)) for members in buckets)
+        own = (as_bucket("replicated", self._parameters.among(bucket.members)) for bucket in buckets)
         return tuple(bucket for bucket in own if bucket.parameters)
 
     def connect(self) -> None:
@@ -269,10 +269,9 @@ class ReplicatedSource(Source):
 
     def failed(self, error: BaseException) -> None:
         """A communication failed: nothing more is delivered, and ``backward()`` raises ``error``."""
-        self._delivered = False
-        self._waiting.clear()
         self._sink.fail(error)
-        self._sink.backward_raised()
+        self._delivered = True
+        self.raised()
 
     def raised(self) -> None:
         """Backward raises, for whatever reason: nothing more is delivered."""

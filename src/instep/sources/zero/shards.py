@@ -7,12 +7,11 @@ stepped parts to all (``GatheredShards``).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd import grad_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -44,78 +43,64 @@ class RowShard(_Part):
     """This rank's rows of one parameter. A parameter without dimensions is not divided: every rank steps it.
 
     Attributes:
-        size: how many rows each rank has, as long as there are enough.
-        numel: how many elements these are: each rank's place in a communication has room for them.
+        own: the shape of these rows.
+        numel: how many elements each rank's place in a communication has room for.
         is_empty: whether this rank has no row.
         is_shared: whether other ranks have rows of the same parameter.
     """
 
     is_owner = True
+    owner = None
 
     def __init__(self, parameter: torch.Tensor, mesh: DeviceMesh) -> None:
         self._mesh = mesh
         self._rank = mesh.get_local_rank()
         self._ranks = mesh.size()
-        self.shape = parameter.shape
+        self._shape, self._stride = parameter.shape, parameter.stride()
         self._divided = parameter.dim() > 0
-        whole = _with_rows(parameter.detach())
-        self._stride = whole.stride() if self._divided else ()
-        self._whole = whole.shape
-        self.size = -(-whole.shape[0] // self._ranks)
-        self.numel = self.size * (whole[:1].numel())
-        start, stop = self.range(self._rank)
-        self.is_empty = stop == start
-        self.is_shared = stop - start < self._whole[0]
-
-    def range(self, rank: int) -> tuple[int, int]:
-        """The number of the first row of ``rank``, and of the first one after its rows."""
-        rows = self._whole[0]
-        if not self._divided:
-            return 0, 1
-        return min(rank * self.size, rows), min((rank + 1) * self.size, rows)
+        # Rows of each rank, as long as there are enough.
+        self._size = -(-parameter.shape[0] // self._ranks) if self._divided else 1
+        self.numel = self.rows(parameter, 0).numel()
+        self.own = self.rows(parameter, self._rank).shape
+        self.is_empty = self._divided and self.own[0] == 0
+        self.is_shared = self.own != self._shape
 
     def rows(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """The rows of ``rank`` of a plain tensor, in the same memory."""
-        start, stop = self.range(rank)
-        return _with_rows(tensor.detach())[start:stop]
+        return tensor.detach()[rank * self._size : (rank + 1) * self._size] if self._divided else tensor.detach()
 
     def pairs(self, by_rank: torch.Tensor, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """All ranks' rows in ``by_rank`` (ranks, numel), each beside the same ones of a plain tensor, as views."""
-        if self._divided and self._whole[0] == self._ranks * self.size:
-            shape = (self._ranks, self.size, *self._whole[1:])
+        if self._divided and self._shape[0] == self._ranks * self._size:
+            shape = (self._ranks, self._size, *self._shape[1:])
             yield by_rank.view(shape), tensor.detach().view(shape)
             return
         for rank, flat in enumerate(by_rank):
             rows = self.rows(tensor, rank)
             yield flat[: rows.numel()].view(rows.shape), rows
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        if isinstance(tensor, DTensor):
-            return tensor._local_tensor
-        return self.rows(tensor, self._rank) if self._divided else tensor.detach()
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor._local_tensor if isinstance(tensor, DTensor) else self.rows(tensor, self._rank)
 
     def of_state(self, value: Any) -> Any:
         return value._local_tensor if isinstance(value, DTensor) else value
 
     def as_state(self, value: Any) -> Any:
-        start, stop = self.range(self._rank)
-        if not isinstance(value, torch.Tensor) or value.shape != (stop - start, *self._whole[1:]):
-            return value
-        return self.spread(value)
+        is_divided = self._divided and isinstance(value, torch.Tensor) and value.shape == self.own
+        return self.spread(value) if is_divided else value
 
     def spread(self, rows: torch.Tensor) -> DTensor:
         """This rank's rows as a part of the whole."""
+        placements = [Shard(0) if self._divided else Replicate()]
         with torch.no_grad():
-            if not self._divided:
-                return DTensor.from_local(rows.view(()), self._mesh, [Replicate()], run_check=False)
             return DTensor.from_local(
-                rows, self._mesh, [Shard(0)], run_check=False, shape=self.shape, stride=self._stride
+                rows, self._mesh, placements, run_check=False, shape=self._shape, stride=self._stride
             )
 
     def take(self, entry: dict[Any, Any]) -> None:
         """Keep of the plain optimizer's entry what belongs to these rows."""
         for key, value in entry.items():
-            if self._divided and type(value) is torch.Tensor and value.shape == self.shape:
+            if self._divided and type(value) is torch.Tensor and value.shape == self._shape:
                 entry[key] = self.spread(self.rows(value, self._rank).clone())
 
     def give(self, entry: Mapping[Any, Any] | None) -> dict[Any, Any] | None:
@@ -133,16 +118,22 @@ class OwnedParameter(_Part):
 
     Attributes:
         owner: the rank that steps it.
+        own: its shape.
         is_owner: whether that is this rank.
     """
 
-    def __init__(self, owner: int, mesh: DeviceMesh) -> None:
+    def __init__(self, parameter: torch.Tensor, owner: int, mesh: DeviceMesh) -> None:
         self._mesh = mesh
         self.owner = owner
+        self.own, self.numel = parameter.shape, parameter.numel()
         self.is_owner = mesh.get_local_rank() == owner
         self.is_shared = self.is_empty = not self.is_owner
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def pairs(self, flat: torch.Tensor, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The place of a plain tensor in ``flat``, beside it."""
+        yield flat.view(self.own), tensor.detach()
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
     def spread(self, gradient: torch.Tensor) -> DTensor:
@@ -194,7 +185,7 @@ class StateShards:
             return RowShard(parameter, self.mesh)
         owner = self._owned.index(min(self._owned))
         self._owned[owner] += parameter.numel()
-        return OwnedParameter(owner, self.mesh)
+        return OwnedParameter(parameter, owner, self.mesh)
 
     def scatter(
         self,
@@ -209,30 +200,31 @@ class StateShards:
         Args:
             room: where rows may be received: the memory of ``gradients``, if it is not needed afterwards.
         """
-        device = gradients[0].device
-        scattered = ScatteredGradients(parts, self._rank)
-        for owner, owned in _by_owner(gradients, parts):
-            sent = torch.empty(sum(g.numel() for g in owned), dtype=dtype, device=device)
-            _copy(_in_line(sent, owned))
+        scattered = ScatteredGradients(parts, room)
+        for owner, members in _together(gradients, parts):
+            numel = sum(part.numel for _, part in members)
+            shape = (self.world_size, numel) if owner is None else (numel,)
+            sent = torch.empty(shape, dtype=dtype, device=members[0][0].device)
+            _copy(_places(sent, members))
             sent.mul_(1.0 / divisor)  # before the sum, as DDP's reducer does
-            work: Any = dist.reduce(sent, self._global(owner), group=self.group, async_op=True)
-            scattered.expect(work, sent)
-            if owner == self._rank:
-                scattered.whole = sent
-        rows = [(g, part) for g, part in zip(gradients, parts, strict=True) if isinstance(part, RowShard)]
-        if rows:  # after the others: rows may be received where the gradients are
-            sent = torch.empty(self.world_size, sum(part.numel for _, part in rows), dtype=dtype, device=device)
-            _copy(_in_rows(sent, rows))
-            sent.mul_(1.0 / divisor)
-            received = _in_room(room, sent, sent.shape if self._is_gloo else sent.shape[1:])
-            if self._is_gloo:
-                work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+            if owner is None:
+                scattered.expect(self._scatter_rows(scattered, sent, members), sent)
             else:
-                reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-                work = reduce_scatter(received, sent, group=self.group, async_op=True)
-            scattered.expect(work, sent)
-            scattered.rows = received
+                work: Any = dist.reduce(sent, self._global(owner), group=self.group, async_op=True)
+                scattered.expect(work, sent)
+                if owner == self._rank:
+                    scattered.own.update(_own_places(sent, members))
         return scattered
+
+    def _scatter_rows(self, scattered: "ScatteredGradients", sent: torch.Tensor, members: "_Members") -> Any:
+        if self._is_gloo:
+            received = scattered.to_add_up = _in_room(scattered.room, sent, sent.shape)
+            scattered.own.update(_own_places(received[0], members))
+            return dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        received = _in_room(scattered.room, sent, sent.shape[1:])
+        scattered.own.update(_own_places(received, members))
+        reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return reduce_scatter(received, sent, group=self.group, async_op=True)
 
     def gather(self, parameters: Sequence[AttachedParameter], room: torch.Tensor | None = None) -> "GatheredShards":
         """Send this rank's parts of ``parameters``, which were stepped, to all others. All ranks must call this with
@@ -244,47 +236,32 @@ class StateShards:
         Returns:
             The communication. Nothing is written before it is told to.
         """
-        kinds: dict[tuple[torch.device, torch.dtype], list[tuple[torch.Tensor, Any]]] = {}
-        for attached in parameters:
-            parameter = attached.get()
-            kinds.setdefault((parameter.device, parameter.dtype), []).append((parameter.detach(), attached.shard))
+        # Not ``detach()``: the step has counted as a write of the parameter already, and ``.data`` counts none.
+        tensors = [attached.get().data for attached in parameters]
+        parts: list[Any] = [attached.shard for attached in parameters]
         gathered = GatheredShards(self.group)
         with torch.no_grad():
-            for members in kinds.values():
-                rows = [(tensor, part) for tensor, part in members if isinstance(part, RowShard)]
-                if rows:
-                    gathered.expect(*self._gather_rows(rows, room))
-                    room = None
-                for owner, owned in _by_owner(*zip(*members, strict=True)):
-                    gathered.expect(*self._gather_whole(owner, owned))
+            for owner, members in _together(tensors, parts):
+                numel = sum(part.numel for _, part in members)
+                shape = torch.Size([self.world_size, numel] if owner is None else [numel])
+                received = _in_room(room if owner is None else None, members[0][0], shape)
+                own = received[self._rank] if owner is None else received
+                if owner in (None, self._rank):
+                    places = _own_places(own, members)
+                    _copy((places[part], part.of(tensor)) for tensor, part in members)
+                if owner is None:
+                    work, room = self._gather_rows(received, own), None
+                else:
+                    work = dist.broadcast(own, self._global(owner), group=self.group, async_op=True)
+                arrive = [(tensor, place) for place, tensor in _places(received, members) if owner != self._rank]
+                gathered.expect(work, arrive)
         return gathered
 
-    def _gather_rows(self, members: Sequence[tuple[torch.Tensor, RowShard]], room: torch.Tensor | None) -> "_Arriving":
-        tensors = [tensor for tensor, _ in members]
-        numel = sum(part.numel for _, part in members)
-        received = _in_room(room, tensors[0], torch.Size([self.world_size, numel]))
-        sent = received[self._rank]
-        own, offset = [], 0
-        for tensor, part in members:
-            rows = part.rows(tensor, self._rank)
-            own.append((sent[offset : offset + rows.numel()].view(rows.shape), rows))
-            offset += part.numel
-        _copy(own)
+    def _gather_rows(self, received: torch.Tensor, own: torch.Tensor) -> Any:
         if self._is_gloo:
-            work: Any = dist.all_gather(list(received), sent, group=self.group, async_op=True)
-        else:
-            gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            work = gather(received, sent, group=self.group, async_op=True)
-
-        return work, tensors, [(rows, flat) for flat, rows in _in_rows(received, members)]
-
-    def _gather_whole(self, owner: int, tensors: Sequence[torch.Tensor]) -> "_Arriving":
-        sent = torch.empty(sum(t.numel() for t in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
-        if owner == self._rank:
-            _copy(_in_line(sent, tensors))
-        work: Any = dist.broadcast(sent, self._global(owner), group=self.group, async_op=True)
-
-        return work, tensors if owner != self._rank else [], [(own, flat) for flat, own in _in_line(sent, tensors)]
+            return dist.all_gather(list(received), own, group=self.group, async_op=True)
+        gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return gather(received, own, group=self.group, async_op=True)
 
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self.group, rank)
@@ -295,18 +272,18 @@ class ScatteredGradients:
     communication hook's future.
 
     Attributes:
-        rows: will hold this rank's rows of all divided parameters: one line for each rank, if these are still to be
-            added up.
-        whole: will hold the gradients of the parameters that are this rank's own.
+        room: memory in which rows are received.
+        own: where the gradient of each of this rank's parts will be.
+        to_add_up: one line for each rank, if these are still to be added up into the first.
     """
 
-    def __init__(self, parts: Sequence[ZeroShard], rank: int) -> None:
+    def __init__(self, parts: Sequence[ZeroShard], room: torch.Tensor | None) -> None:
+        self.room = room
+        self.own: dict[ZeroShard, torch.Tensor] = {}
+        self.to_add_up: torch.Tensor | None = None
         self._parts = parts
-        self._rank = rank
         self._works: list[Any] = []
         self._sent: list[torch.Tensor] = []  # alive until they have been sent
-        self.rows: torch.Tensor | None = None
-        self.whole: torch.Tensor | None = None
 
     def expect(self, work: Any, sent: torch.Tensor) -> None:
         self._works.append(work)
@@ -331,25 +308,17 @@ class ScatteredGradients:
 
     def gradients(self, parameters: Sequence[torch.Tensor]) -> list[DTensor]:
         """This rank's parts of the gradients of ``parameters``, once the communication is done."""
-        rows = self.rows
-        if rows is not None and rows.dim() == 2:  # of gloo: not added up yet
-            rows, *others = rows
+        if self.to_add_up is not None:
+            total, *others = self.to_add_up
+            self.to_add_up = None
             for other in others:
-                rows += other
-            self.rows = rows
-        gradients, next_row, next_whole = [], 0, 0
+                total += other
+        gradients = []
         for parameter, part in zip(parameters, self._parts, strict=True):
-            if isinstance(part, RowShard):
-                assert rows is not None
-                shape = part.rows(parameter, self._rank).shape
-                gradients.append(part.spread(rows[next_row : next_row + shape.numel()].view(shape)))
-                next_row += part.numel
-            elif self.whole is not None and part.is_owner:
-                end = next_whole + parameter.numel()
-                gradients.append(part.spread(self.whole[next_whole:end].view(parameter.shape)))
-                next_whole = end
-            else:
-                gradients.append(part.spread(torch.zeros_like(parameter, memory_format=torch.contiguous_format)))
+            own = self.own.get(part)
+            if own is None:  # another rank's
+                own = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+            gradients.append(part.spread(own))
         return gradients
 
 
@@ -358,58 +327,57 @@ class GatheredShards:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._expected: list[_Arriving] = []
+        self._expected: list[tuple[Any, Sequence[tuple[torch.Tensor, torch.Tensor]]]] = []
 
-    def expect(self, work: Any, tensors: Sequence[torch.Tensor], pairs: "_Pairs") -> None:
-        """A work, the tensors that it is for, and pairs: once it is done, the second of each goes into the first."""
-        self._expected.append((work, tensors, pairs))
+    def expect(self, work: Any, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """A work, and pairs of one dtype: once the work is done, the second of each goes into the first."""
+        self._expected.append((work, pairs))
 
     def wait(self) -> None:
         """Return when all have arrived, for the current stream. Nothing is written: one that does not arrive must not
         leave parameters with the parts of some ranks."""
         with communicating(self._group):
-            for work, *_ in self._expected:
+            for work, _ in self._expected:
                 work.wait()
 
     @torch.no_grad()
     def write(self) -> None:
-        for _, tensors, pairs in self._expected:
-            if tensors:
-                # The step has counted as a write of the parameter already.
-                with _uncounted(tensors):
-                    _copy(pairs)
+        for _, pairs in self._expected:
+            if pairs:
+                _copy(pairs)
 
 
 # How parts lie in one flat tensor of a communication.
 
 
+_Members = Sequence[tuple[torch.Tensor, Any]]  # with their parts
 _Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]]
-_Arriving = tuple[Any, Sequence[torch.Tensor], _Pairs]
 
 
-def _in_rows(by_rank: torch.Tensor, members: Iterable[tuple[torch.Tensor, RowShard]]) -> _Pairs:
-    """The rows of every rank in ``by_rank`` (ranks, numel), each beside the same ones of their tensor."""
+def _together(tensors: Sequence[torch.Tensor], parts: Sequence[ZeroShard]) -> list[tuple[int | None, _Members]]:
+    """What one communication sends: for each rank those that it owns, and with ``None`` those that are divided. These
+    come last: rows may be received where the others are read."""
+    kinds: dict[tuple[int | None, torch.device, torch.dtype], list[tuple[torch.Tensor, Any]]] = {}
+    for tensor, part in zip(tensors, parts, strict=True):
+        kinds.setdefault((part.owner, tensor.device, tensor.dtype), []).append((tensor, part))
+    return sorted(((kind[0], members) for kind, members in kinds.items()), key=lambda kind: kind[0] is None)
+
+
+def _places(flat: torch.Tensor, members: _Members) -> _Pairs:
+    """The place of each tensor in ``flat``, beside the tensor. Of what is divided ``flat`` has a line for each rank."""
     offset = 0
     for tensor, part in members:
-        yield from part.pairs(by_rank[:, offset : offset + part.numel], tensor)
+        yield from part.pairs(flat[..., offset : offset + part.numel], tensor)
         offset += part.numel
 
 
-def _in_line(flat: torch.Tensor, tensors: Iterable[torch.Tensor]) -> _Pairs:
-    """Each tensor's place in ``flat``, beside the tensor."""
-    offset = 0
-    for tensor in tensors:
-        yield flat[offset : offset + tensor.numel()].view(tensor.shape), tensor.detach()
-        offset += tensor.numel()
-
-
-def _by_owner(tensors: Sequence[torch.Tensor], parts: Sequence[ZeroShard]) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    """The tensors that one rank updates, for each such rank in order."""
-    by_owner: dict[int, list[torch.Tensor]] = {}
-    for tensor, part in zip(tensors, parts, strict=True):
-        if isinstance(part, OwnedParameter):
-            by_owner.setdefault(part.owner, []).append(tensor)
-    yield from sorted(by_owner.items())
+def _own_places(line: torch.Tensor, members: _Members) -> dict[ZeroShard, torch.Tensor]:
+    """The place of each part of this rank in its ``line``."""
+    places, offset = dict[ZeroShard, torch.Tensor](), 0
+    for _, part in members:
+        places[part] = line[offset : offset + part.own.numel()].view(part.own)
+        offset += part.numel
+    return places
 
 
 def _in_room(room: torch.Tensor | None, like: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -419,21 +387,7 @@ def _in_room(room: torch.Tensor | None, like: torch.Tensor, shape: torch.Size) -
     return room.detach()[: shape.numel()].view(shape)
 
 
-def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """A view with a first dimension: of a tensor without dimensions, one row."""
-    return tensor.view(1) if tensor.dim() == 0 else tensor
-
-
 def _copy(pairs: _Pairs) -> None:
     """Copy into the first of each pair. One call costs less than one each."""
     into, source = zip(*pairs, strict=True)
     torch._foreach_copy_(into, source)
-
-
-def _uncounted(tensors: Iterable[torch.Tensor]) -> ExitStack:
-    """Inside of this context autograd does not count writes to ``tensors``. They are given one by one: torch 2.6 takes
-    one tensor in a call."""
-    stack = ExitStack()
-    for tensor in tensors:
-        stack.enter_context(grad_mode._unsafe_preserve_version_counter(tensor))
-    return stack

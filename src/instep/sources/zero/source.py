@@ -40,7 +40,7 @@ _logger = logging.getLogger("instep")
 
 
 class Zero:
-    """``shard_state=True`` for one attachment: the source of its gradients, and its optimizers, whose state is divided.
+    """``shard_state=True`` for one attachment: its optimizers, whose state is divided.
 
     Attributes:
         reduced: by ``id``: the parameters that are in DDP's buckets. Others are stepped whole on each rank.
@@ -52,16 +52,6 @@ class Zero:
         self._votes = votes
         self.reduced = reduced
         self._connected: list[tuple[weakref.ref[Optimizer], Callable[[], Iterable[AttachedParameter]]]] = []
-
-    def source(
-        self,
-        sink: Sink,
-        parameters: Sequence[AttachedParameter],
-        ddp: DistributedDataParallel,
-        accumulation: Accumulation,
-        reduce_dtype: torch.dtype | None,
-    ) -> "ZeroSource":
-        return ZeroSource(sink, parameters, ddp, self.shards, accumulation, reduce_dtype)
 
     def connect(
         self, optimizer: Optimizer, parameters: Callable[[], Iterable[AttachedParameter]]
@@ -238,8 +228,6 @@ class ZeroSource(DDPSource):
         if reduction.index == 0:
             self._sent = _Sent(self._shards.group)
         self._show(reduction)
-        if room is not None:
-            self._sent.rooms[reduction.index] = room
         self._sent.scattered = [sent for sent in [*self._sent.scattered, scattered] if not sent.free_if_done()]
         # The bucket still holds this rank's own gradients. DDP copies them into .grad, and there they are replaced.
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -282,7 +270,7 @@ class ZeroSource(DDPSource):
         for reduction in reductions:
             members = AttachedParameters(self._parameters[parameter] for parameter in reduction.members)
             with self._communicating(members):
-                gathered = self._shards.gather(members, self._sent.rooms.get(reduction.index))
+                gathered = self._shards.gather(members, reduction.communication.room)
                 self._sent.gathers.append((members, gathered))
 
     def _receive(self) -> None:
@@ -344,7 +332,6 @@ class _Sent:
     """What one backward has sent to the other ranks, and receives from them.
 
     Attributes:
-        rooms: memory in which parts are received, by the number of their bucket.
         scattered: gradients whose memory is not freed yet.
         gathers: parts that were stepped, in the order of sending.
         begun: whether this backward has come to sending stepped parts.
@@ -354,7 +341,6 @@ class _Sent:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self.rooms: dict[int, torch.Tensor] = {}
         self.scattered: list[ScatteredGradients] = []
         self.gathers: list[tuple[AttachedParameters, GatheredShards]] = []
         self.begun = False
