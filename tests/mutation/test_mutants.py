@@ -192,8 +192,8 @@ MUTANTS = [
     Mutant(
         "two passes: gradients may be hidden from the first",
         "BackwardSchedule.backward",
-        "passes.require_seen(loss)\n            self",
-        "self",
+        "raise\n                passes.require_seen(loss)",
+        "raise",
     ),
     Mutant(
         "two passes: the graph is not gone through where all are measured",

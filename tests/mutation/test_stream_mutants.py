@@ -106,20 +106,19 @@ MUTANTS = [
     ),
     _mutant(
         "two passes: norms are taken on the stream of a bucket's last gradient",
-        "BucketSink._measure",
-        "with streams.on(device):",
+        "Passes.measure",
+        "with self._streams.on(device):",
         "if True:",
     ),
     _mutant(
         "two passes: a measured gradient is not held",
-        "BucketSink._measure",
-        "streams.hold(self._step.passes.measure(of_device))",
-        "self._step.passes.measure(of_device)",
+        "Passes.measure",
+        "self._streams.hold(gradients)",
     ),
     _mutant(
         "two passes: the total is computed before the norms are there",
-        "BackwardSchedule.backward",
-        "self._step.streams.join()",
+        "Passes.measuring",
+        "self._streams.join()",
     ),
     _mutant(
         "replicated: a bucket is filled on the stream of its last gradient",

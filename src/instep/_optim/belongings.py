@@ -103,7 +103,7 @@ class BelongingsGuard(Stage):
 
     def note(self, parameters: Sequence[torch.Tensor]) -> None:
         """They were updated. What is kept of them now takes the place of what was noted before."""
-        mappings = _with_parameters(self.mappings or ())
+        mappings = _with_parameters(self.mappings) if self.mappings else []
         # As mostly there is nothing, and it is asked of each bucket, and in each step.
         kept = repeat(_NOTHING) if _keep_nothing(parameters, mappings) else (_look_at(p, mappings) for p in parameters)
         self._found.update(zip(map(id, parameters), zip(parameters, kept, strict=False), strict=False))

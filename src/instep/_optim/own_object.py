@@ -37,12 +37,10 @@ from instep._optim.proved import is_proved
 from instep._optim.random_numbers import Generators
 from instep._optim.reached import reached_by
 from instep._optim.shadow import CallUpdate, GroupLayout, Members, parameters_of, without_autocast
-from instep._optim.stages import Update
 from instep._optim.values import (
     ABSENT,
     address_of,
     held_in,
-    put_item,
 )
 from instep._torch.engine import AS_IT_IS
 from instep._torch.versions import memory_of, version_of, versions_of
@@ -134,6 +132,29 @@ class _Draws:
             self.generators = None
 
 
+_Lists = tuple[dict[str, Any], list[Any], "list[str] | None"]
+"""A group, with its parameters and, where it has them, their names."""
+
+
+class _Known(NamedTuple):
+    """What is known of the object for the length of a step.
+
+    Attributes:
+        instead: attributes that it has while it steps a bucket.
+        reached: parameters that it reaches in another way than by its groups.
+        whole: its groups, where each bucket finds them as they were; else empty.
+        is_on_cpu: whether nobody reads later what an update has given back.
+    """
+
+    instead: dict[str, Any]
+    reached: list[torch.Tensor]
+    whole: list[_Lists]
+    is_on_cpu: bool
+
+
+_NOTHING_KNOWN = _Known({}, [], [], False)
+
+
 class OwnObject:
     """Steps buckets of one foreign optimizer by the object itself.
 
@@ -156,8 +177,7 @@ class OwnObject:
         # Of an accelerator's backward each device has a thread, and two threads must not exchange the groups at once.
         self._lock = threading.RLock()
         self._draws = _Draws()
-        self._instead: dict[str, Any] = {}
-        self._reached: list[torch.Tensor] = []
+        self._known = _NOTHING_KNOWN
         self.beside = Beside(name)
         self.belongings = BelongingsGuard(name)
         self.notes = True
@@ -185,47 +205,62 @@ class OwnObject:
         self._draws.begin(optimizer, layout, self.beside, may_draw=may_draw)
         # No hooks, and methods that see all parameters. Made once a step: a bucket has little time.
         hooks: dict[str, Any] = {name: OrderedDict() for name in STEP_HOOKS if name in vars(optimizer)}
-        self._instead = hooks | {name: partial(self._of_all, optimizer, name) for name in _OF_ALL}
-        self._reached = [] if in_parts else reached_by(optimizer, layout)
+        methods = {name: partial(self._of_all, optimizer, name) for name in _OF_ALL}
+        if layout.is_on_cpu is None:
+            layout.is_on_cpu = {device.type for device in _devices_of(optimizer)} == {"cpu"}
+        self._known = _Known(
+            hooks | methods,
+            [] if in_parts else reached_by(optimizer, layout),
+            _lists_of(optimizer.param_groups) if self.beside.is_flat and not in_parts else [],
+            layout.is_on_cpu,
+        )
 
-    def step(self, update: Update, call: CallUpdate) -> None:
+    def step(
+        self,
+        optimizer: Optimizer,
+        members: Sequence[Members],
+        owned: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        call: CallUpdate,
+    ) -> None:
         """Update the bucket by the object's own ``step()``. What that has made of other values is noted, and taken
         back.
 
         Args:
+            members: where its parameters stand.
+            owned: these.
+            tensors: the same. With ``shard_state`` a rank steps whole parameters by aliases, whose gradients are its
+                own.
             call: calls the object's update.
 
         Raises:
             UnsupportedOptimizerError: another bucket has left other values, or random numbers were drawn.
         """
-        optimizer, tensors, state = update.optimizer, update.owned, update.optimizer.state
-        # With ``shard_state`` a rank steps whole parameters by aliases, whose gradients are its own.
-        aliases = () if update.tensors is tensors else zip(tensors, update.tensors, strict=True)
-        lent = [(p, p.grad, alias.grad) for p, alias in aliases if alias is not p]
-        # Of a CPU nobody reads later what was given back.
-        on_cpu = memory_of(tensors[0]).device.type == "cpu"
-        places = None if on_cpu else StorageAddresses(tensors, map(state.get, tensors))
+        lent: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
+        if tensors is not owned:
+            lent = [(p, p.grad, alias.grad) for p, alias in zip(owned, tensors, strict=True) if alias is not p]
+        places = None if self._known.is_on_cpu else StorageAddresses(owned, map(optimizer.state.get, owned))
         try:
             for parameter, _, gradient in lent:
                 parameter.grad = gradient
             with self._lock:  # and handlers of signals wait for that of the step, or of its calls
                 if not self.belongings.rests and not self.beside.is_as_found:
                     # By a hook of this backward, between two buckets: taken back after this one, it would be lost.
-                    self._settings.look(optimizer, numbers_of(update.members))
+                    self._settings.look(optimizer, numbers_of(members))
                     self.beside.require_unchanged(groups=True)
-                self._step(optimizer, update.members, tensors, call)
+                self._step(optimizer, members, owned, call)
         finally:
             for parameter, gradient, _ in lent:
                 parameter.grad = gradient
             if places is not None:
-                self.gave_back |= places.were_left(map(state.get, tensors))
+                self.gave_back |= places.were_left(map(optimizer.state.get, owned))
 
     def _step(self, optimizer: Optimizer, members: Sequence[Members], tensors: Sequence[Any], call: CallUpdate) -> None:
         draws, groups, state = self._draws.generators, Groups(optimizer), optimizer.state
-        entries = dict(state)
-        ids = set(map(id, tensors))
-        others = [p for p in self._reached if id(p) not in ids]
-        versions = [*map(version_of, others)]  # as mostly, there are none
+        entries, ids = dict(state), set(map(id, tensors))
+        # As mostly, there are none.
+        others = [p for p in self._known.reached if id(p) not in ids] if self._known.reached else []
+        versions = [*map(version_of, others)]
         if draws is not None:
             draws.begin()
         try:
@@ -264,11 +299,11 @@ class OwnObject:
         self.beside.end_step()
         self.belongings.end_step()
         self._draws.end_step()
-        self.returned, self.gave_back, self._instead, self._reached = None, False, {}, []
+        self.returned, self.gave_back, self._known = None, False, _NOTHING_KNOWN
 
     def _call(self, optimizer: Optimizer, members: Sequence[Members], tensors: Sequence[Any], call: CallUpdate) -> Any:
         attributes, groups = vars(optimizer), optimizer.param_groups
-        instead, whole = self._instead, _lists_of(groups)
+        instead, whole = self._known.instead, self._known.whole or _lists_of(groups)
         overrides = overrides_in_bucket(optimizer, (m.in_group for m in members)) if MANAGER in attributes else None
         if overrides is not None:
             instead = {**instead, MANAGER: overrides}
@@ -287,10 +322,14 @@ class OwnObject:
             self._runs_on = None
             _put(whole)
             for name, value in before:
-                put_item(attributes, name, value)
+                if value is ABSENT:
+                    attributes.pop(name, None)
+                else:
+                    attributes[name] = value
             # A hook that was registered while a bucket was stepped, on another thread, say, is the object's.
-            for name in STEP_HOOKS if any(map(self._instead.get, STEP_HOOKS)) else ():
-                if registered := self._instead.get(name):
+            hooks = self._known.instead.get
+            for name in STEP_HOOKS if any(map(hooks, STEP_HOOKS)) else ():
+                if registered := hooks(name):
                     attributes[name].update(registered)
                     registered.clear()
 
@@ -332,13 +371,8 @@ class ObjectCall(NamedTuple):
 
     def run(self, gradients: list[torch.Tensor]) -> None:
         """``gradients``: of the bucket. They are in ``.grad``, where the object finds them."""
-        update = Update(self.optimizer, self.tensors, self.owned, None, self.members)
-        self.own.step(update, self.call)
+        self.own.step(self.optimizer, self.members, self.owned, self.tensors, self.call)
         self.own.belongings.note(self.owned)
-
-
-_Lists = tuple[dict[str, Any], list[Any], "list[str] | None"]
-"""A group, with its parameters and, where it has them, their names."""
 
 
 def _devices_of(optimizer: Optimizer) -> set[torch.device]:
@@ -362,7 +396,7 @@ def _members_of(whole: Iterable[_Lists], members: Sequence[Members], tensors: Se
     for number, (group, params, names) in enumerate(whole):
         # A group that was added since the step began holds none of them.
         in_bucket, in_group = members[number] if number < len(members) else ((), ())
-        some = _Params([tensors[i] for i in in_bucket])
+        some = _Params(map(tensors.__getitem__, in_bucket))
         some.whole, some.names, some.thread = params, names, thread
         yield group, some, None if names is None else [names[place] for place in in_group]
 

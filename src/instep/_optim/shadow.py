@@ -46,10 +46,12 @@ class GroupLayout:
 
     Attributes:
         reached: see ``own_object.reached_by``; ``None``: nobody has asked.
+        is_on_cpu: whether all members are in the host's memory; ``None``: the same.
     """
 
     def __init__(self, name: str, groups: Groups) -> None:
         self.reached: list[weakref.ref[torch.Tensor]] | None = None
+        self.is_on_cpu: bool | None = None
         self._name = name
         self._ids = _ids_of(groups)
         self._position = {key: position for position, key in enumerate(chain.from_iterable(self._ids))}

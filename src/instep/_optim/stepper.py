@@ -364,7 +364,7 @@ class Stepper:
         if self.offloaded is not None and not running.is_known:
             update.entries = list(map(update.optimizer.state.get, update.owned))
         own = self.own_object
-        step = step_shadow if own is None or running.is_known else partial(own.step, call=self._kind.call)
+        step = step_shadow if own is None or running.is_known else partial(_step_object, own, self._kind.call)
         _through(iter(running.stages), update, partial(update.run, step, counts_writes=self._looks_back))
 
     def prepare(self, buckets: Sequence[InBucket]) -> list[PreparedUpdate | None]:
@@ -536,6 +536,10 @@ class Stepper:
         offloaded, self.offloaded = self.offloaded, None
         if offloaded is not None:
             offloaded.give_back()
+
+
+def _step_object(own: OwnObject, call: CallUpdate, update: Update) -> None:
+    own.step(update.optimizer, update.members, update.owned, update.tensors, call)
 
 
 def _kind_of(optimizer: Optimizer) -> _Kind:

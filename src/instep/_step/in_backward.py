@@ -101,7 +101,7 @@ class BucketSink(Schedule):
             if self._clips:
                 step.passes.require_running()
                 if step.passes.running == "measuring":
-                    self._measure(parameters)
+                    step.passes.measure(parameters)
                     return False
             if not step.members.offered:
                 self._open()
@@ -109,14 +109,6 @@ class BucketSink(Schedule):
             self._offer(parameters)
             seen = step.backwards.running is not None or step.accumulation.runs_stages is not None
             return self._writes.accepts_update(seen=seen)
-
-    def _measure(self, parameters: AttachedParameters) -> None:
-        """Take their norms on the side streams, which wait for all that have made gradients."""
-        streams = self._step.streams
-        for device in dict.fromkeys(parameters.devices):
-            of_device = [attached for attached in parameters if attached.spec.device == device]
-            with streams.on(device):
-                streams.hold(self._step.passes.measure(of_device))
 
     def _open(self) -> None:
         if self._clips and self._step.passes.running is None:
@@ -600,7 +592,6 @@ class BackwardSchedule(BucketSink):
                     passes.require_seen(loss)  # torch names inputs=, which the loop has not given
                     raise
                 passes.require_seen(loss)
-            self._step.streams.join()  # the norms are on the side streams
         with passes.measured():
             torch.autograd.backward(loss, gradient)
             try:

@@ -40,11 +40,12 @@ class Passes:
         buffers: of the model, which a checkpointed segment writes that is computed once more.
     """
 
-    def __init__(self, clipping: Clipping, members: StepMembers) -> None:
+    def __init__(self, clipping: Clipping, members: StepMembers, streams: StepStreams) -> None:
         self.buffers: Callable[[], Iterable[torch.Tensor]] = tuple
         self.clipping = clipping
         self.running: Literal["measuring", "stepping", "all"] | None = None
         self._members = members
+        self._streams = streams
         self._has_looked = False  # for segments of the graph that hide gradients from the first pass
         # The gradients that the second pass has left, with their version: until optimizer.step() has looked at them.
         self._measured: dict[int, tuple[torch.Tensor, int]] | None = None
@@ -88,6 +89,7 @@ class Passes:
             yield [a.get() for a in parameters]
             # Of those that have no hook: added or thawed since the forward, or before one that nobody has seen.
             self.measure([a for a in members if gradient_of(a) is not None])
+            self._streams.join()
         finally:
             self.running = None
             for handle in handles:
@@ -105,15 +107,18 @@ class Passes:
             )
         self.clipping.compute_total_norm(members, gradient_of)
 
-    def measure(self, parameters: Sequence[AttachedParameter]) -> list[torch.Tensor]:
-        """Take the norms of these gradients, which are final, on the current stream, and take them off. Returned, they
-        can be kept until it has come so far."""
-        pairs = [(a, gradient) for a in parameters if (gradient := gradient_of(a)) is not None]  # a hook may clear some
-        gradients = [gradient for _, gradient in pairs]
-        self.clipping.measure([a for a, _ in pairs], gradients)
-        for attached in parameters:
-            attached.get().grad = attached.spent
-        return gradients
+    def measure(self, parameters: Sequence[AttachedParameter]) -> None:
+        """Take the norms of these gradients, which are final, and let them go: on the side streams, which wait for all
+        that have made gradients, and for which these then wait with their memory."""
+        for device in dict.fromkeys(attached.spec.device for attached in parameters):
+            some = [attached for attached in parameters if attached.spec.device == device]
+            pairs = [(a, gradient) for a in some if (gradient := gradient_of(a)) is not None]  # a hook may clear some
+            gradients = [gradient for _, gradient in pairs]
+            with self._streams.on(device):
+                self.clipping.measure([a for a, _ in pairs], gradients)
+            for attached in some:
+                attached.get().grad = attached.spent
+            self._streams.hold(gradients)
 
     def require_seen(self, losses: Losses) -> None:
         """The first pass has run from ``losses``: raise if gradients may have been hidden from it, which the second one

@@ -61,9 +61,9 @@ class RunningStep:
         self.members = members
         self.ledger = Ledger(votes, nonfinite)
         self.round = Round()
-        self.passes = Passes(clipping, members)
-        self.accumulation = accumulation
         self.streams = StepStreams()
+        self.passes = Passes(clipping, members, self.streams)
+        self.accumulation = accumulation
         self.backwards = Backwards()
         self.judge = judge
         self.buckets: Callable[[], Iterable[Sequence[int]] | None] = tuple
