@@ -13,7 +13,18 @@ ZERO = "tests/distributed/test_zero.py"
 
 
 MUTANTS = [
-    Mutant("detach: what updates have left in attributes goes", "BackwardSchedule.close", "stepper.commit()"),
+    Mutant(
+        "detach: what updates have left in attributes goes",
+        "BackwardSchedule.close",
+        "stepper.commit(rest=[a.get() for a in left if gradient_of(a) is not None])",
+    ),
+    Mutant("detach: what step() moves without a gradient", "Beside._moves", "slot in self._moved_by_step", "False"),
+    Mutant(
+        "detach: what step() moves given the gradients that are left",
+        "Beside._moves",
+        "(slot[0] in rest if self._is_group(slot[0]) else bool(rest))",
+        "False",
+    ),
     Mutant(
         "replicate: what is sparse is listed of all parameters, frozen ones too",
         "TransientBuckets._layout",
@@ -2656,7 +2667,11 @@ MUTANTS = [
         "for slot in self._left_otherwise(n, changed)",
         "for slot in ()",
     ),
-    Mutant("own object: what buckets have left is not put in", "Stepper.commit", "self.own_object.beside.commit()"),
+    Mutant(
+        "own object: what buckets have left is not put in",
+        "Stepper.commit",
+        "self.own_object.beside.commit(rest=groups)",
+    ),
     Mutant(
         "own object: what step() has made without gradients stands",
         "Beside.commit",

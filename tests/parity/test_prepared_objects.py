@@ -3,7 +3,7 @@ changed between steps, and what one pass cannot tell is looked at in full."""
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -599,3 +599,58 @@ def test_nothing_of_a_step_is_kept_that_refers_to_the_model() -> None:
         assert overlap is not None
     finally:
         gc.enable()
+
+
+class Counts(torch.optim.Optimizer):
+    """In its attributes and groups: where it finds a gradient alone, or always."""
+
+    def __init__(self, params: Any, *, always: bool) -> None:
+        super().__init__(params, {"lr": 0.1, "count": 0})
+        self.count, self.always = 0, always
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.count += self.always or any(p.grad is not None for g in self.param_groups for p in g["params"])
+        for group in self.param_groups:
+            group["count"] += self.always or any(p.grad is not None for p in group["params"])
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / (group["count"] + self.count))
+
+
+@pytest.mark.parametrize("unused", [(), (0,), (0, 1, 2)], ids=["all stepped", "a part of a group", "a group"])
+@pytest.mark.parametrize("again", [False, True], ids=["detached", "attached again"])
+@pytest.mark.parametrize("always", [True, False])
+def test_a_count_where_the_loop_detaches_between_backward_and_step(
+    *, always: bool, again: bool, unused: Sequence[int]
+) -> None:
+    """``step()`` is still to come, and moves what it moves by itself. Of layers that are not used in the last backward
+    a gradient of another one is there: no bucket of theirs is full."""
+
+    def train(*, attached: bool) -> list[Any]:
+        torch.manual_seed(0)
+        layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(6))
+        optimizer = Counts([{"params": layers[:3].parameters()}, {"params": layers[3:].parameters()}], always=always)
+        options: Any = {"schedule": "backward", "bucket_bytes": 1}
+        overlap = instep.attach(layers, optimizer, **options) if attached else None
+        for i in range(5):
+            x = torch.rand(2, 4)
+            for number, layer in enumerate(layers):
+                x = x if i == 3 and number in unused else layer(x)
+            x.square().sum().backward()
+            if i == 3:
+                for number in unused:
+                    layers[number].get_parameter("weight").grad = torch.ones(4, 4)
+            if overlap is not None and i == 3:
+                overlap.detach()
+                overlap = instep.attach(layers, optimizer, **options) if again else None
+            optimizer.step()
+            optimizer.zero_grad()
+        if overlap is not None:
+            overlap.detach()
+        counts = [optimizer.count, *(group["count"] for group in optimizer.param_groups)]
+        return [*counts, *(p.detach() for p in layers.parameters())]
+
+    plain, ours = train(attached=False), train(attached=True)
+    assert ours[:3] == plain[:3]
+    assert all(map(torch.equal, plain[3:], ours[3:]))

@@ -239,6 +239,7 @@ class Beside:
         self._noted: dict[tuple[bool, ...], _Changes] = {}
         # By source, where a bucket was asked: what that has left of the values that it changes.
         self._left: dict[int, dict[Slot, AsItWas]] = {}
+        self._moved_by_step: set[Slot] = set()  # as buckets have left them, by the last step(), which found no gradient
         self.unseen: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._shared: list[tuple[Any, str, Any]] = []
@@ -443,10 +444,19 @@ class Beside:
         changed = self._changed()
         return next((self._in_words(slot) for n in self._left for slot in self._left_otherwise(n, changed)), None)
 
-    def commit(self) -> None:
-        """What buckets have left is what the step leaves. Where none was asked, what is there stands."""
+    def commit(self, *, rest: Sequence[int] | None = None) -> None:
+        """What buckets have left is what the step leaves. Where none was asked, what is there stands.
+
+        Args:
+            rest: the loop's own ``step()`` is still to come, and finds gradients in these groups: what it moves by
+                itself, such as a count, is left to it. ``None``: it has returned.
+        """
         left = {slot: record for records in self._left.values() for slot, record in records.items()}
         changed = self._changed() if self._left else []
+        if rest is None:
+            self._moved_by_step = {slot for slot in changed if slot in left and left[slot].is_in(self._value_at(slot))}
+        else:
+            left = {slot: record for slot, record in left.items() if not self._moves(slot, rest)}
         self._take_back([slot for slot in changed if slot[0] in self._left and slot not in left])
         for slot, record in left.items():
             value = record.put_back()
@@ -454,6 +464,10 @@ class Beside:
             if is_immutable(value):  # else the next step begins anew
                 self._values[slot] = value
                 self._records.pop(slot, None)  # of what was there
+
+    def _moves(self, slot: Slot, rest: Sequence[int]) -> bool:
+        """Whether ``step()`` moves it as each bucket has, given gradients in these groups."""
+        return slot in self._moved_by_step or (slot[0] in rest if self._is_group(slot[0]) else bool(rest))
 
     def end_step(self) -> None:
         # Attributes may refer to the model, which nothing here must keep.

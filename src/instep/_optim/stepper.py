@@ -489,18 +489,20 @@ class Stepper:
                 "but backward had already stepped parameters with what it was. Use undo=True or schedule='forward'"
             )
 
-    def commit(self, into: Optimizer | None = None) -> None:
+    def commit(self, into: Optimizer | None = None, *, rest: Sequence[torch.Tensor] | None = None) -> None:
         """End the step: a foreign optimizer holds what its buckets' updates have left beside the parameters' own state,
         and the entries that updates added are ordered as a plain ``step()`` orders them: by group, not by bucket.
 
         Args:
             into: the user's optimizer, where this one steps a copy of it.
+            rest: the loop's own ``step()`` is still to come, and finds gradients of these; ``None``: it has returned.
         """
         optimizer = into or self.optimizer()
         if self._running is not None:
             self.wait_for_state()
             if self.own_object is not None:
-                self.own_object.beside.commit()
+                groups = None if rest is None else numbers_of(self._layouts.groups.members_of(rest)) if rest else []
+                self.own_object.beside.commit(rest=groups)
             for key in self._layouts.groups.added_to(optimizer.state, self._running.size):
                 optimizer.state[key] = optimizer.state.pop(key)
         self._forget()

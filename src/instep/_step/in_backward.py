@@ -665,7 +665,9 @@ class BackwardSchedule(BucketSink):
             if self._step.ledger.torn is None and members.applied and graph_task() is None:
                 for stepper in members.steppers:
                     if stepper.groups and members.applied_by(stepper):  # else the optimizer is gone
-                        stepper.commit()  # what its updates have left in attributes stands, as parameters do
+                        # What its updates have left in attributes stands, as parameters do.
+                        left = members.left_by(stepper)
+                        stepper.commit(rest=[a.get() for a in left if gradient_of(a) is not None])
                 self._writes.clip_rest([a for a in members.all if not members.is_applied(a) and a.peek() is not None])
         finally:
             self.give_up(gradients=False)
