@@ -58,7 +58,7 @@ MUTANTS = [
     Mutant(
         "objects: what buckets leave is compared by where it is alone",
         "Beside.note",
-        "changes == self._noted.get(groups)",
+        "changes == self._left.at_once.get(groups)",
         "groups in self._noted",
     ),
     Mutant("objects: what buckets leave is equal in any type", "_AtOnce.changes", "[*map(type, values)]", "[]"),
@@ -761,8 +761,8 @@ MUTANTS = [
     Mutant(
         "forget what the update wrote into its groups",
         "Beside.commit",
-        "for records in self._left.values() for slot",
-        "for n, records in self._left.items() if not self._is_group(n) for slot",
+        "for records in self._left.records.values() for slot",
+        "for n, records in self._left.records.items() if not self._is_group(n) for slot",
     ),
     Mutant(
         "leave the state in the order of the buckets",
@@ -2670,12 +2670,12 @@ MUTANTS = [
     Mutant(
         "own object: what buckets have left is not put in",
         "Stepper.commit",
-        "self.own_object.beside.commit(rest=groups)",
+        "self.own_object.beside.commit(rest=None if rest is None else numbers_of(groups))",
     ),
     Mutant(
         "own object: what step() has made without gradients stands",
         "Beside.commit",
-        "self._take_back([slot for slot in changed if slot[0] in self._left and slot not in left])",
+        "self._take_back([slot for slot in changed if slot[0] in self._left.records and slot not in left])",
         "pass",
     ),
     Mutant("own object: what buckets have taken out stays", "put_item", "mapping.pop(key, None)"),

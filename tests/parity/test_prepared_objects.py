@@ -609,7 +609,7 @@ class Counts(torch.optim.Optimizer):
         self.count, self.always = 0, always
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         self.count += self.always or any(p.grad is not None for g in self.param_groups for p in g["params"])
         for group in self.param_groups:
             group["count"] += self.always or any(p.grad is not None for p in group["params"])

@@ -214,6 +214,18 @@ def _values_in(sources: Iterable[_Source]) -> dict[Slot, Any]:
     }
 
 
+class _Left(NamedTuple):
+    """What buckets of the running step have left.
+
+    Attributes:
+        at_once: what was changed by a bucket that was noted, by which groups had parameters in it.
+        records: by source, where a bucket was asked: what that has left of the values that it changes.
+    """
+
+    at_once: dict[tuple[bool, ...], _Changes]
+    records: dict[int, dict[Slot, AsItWas]]
+
+
 class Beside:
     """What a foreign optimizer holds beside parameters and their state, as a step begins with it.
 
@@ -235,10 +247,7 @@ class Beside:
         self._records: dict[Slot, AsItWas] = {}  # of values that can be changed in place
         self._apart: frozenset[int] = frozenset()
         self._at_once: _AtOnce | None = None
-        # What was changed by a bucket that was noted, by which groups had parameters in it.
-        self._noted: dict[tuple[bool, ...], _Changes] = {}
-        # By source, where a bucket was asked: what that has left of the values that it changes.
-        self._left: dict[int, dict[Slot, AsItWas]] = {}
+        self._left = _Left({}, {})
         self._moved_by_step: set[Slot] = set()  # as buckets have left them, by the last step(), which found no gradient
         self.unseen: list[torch.Tensor] = []
         self._versions: list[int] = []
@@ -313,7 +322,7 @@ class Beside:
         """A bucket was updated: what that has changed is noted, and taken back."""
         groups = tuple(map(bool, map(_IN_BUCKET, members)))
         changes = None if self._at_once is None else self._at_once.changes()
-        if self._at_once is not None and changes is not None and changes == self._noted.get(groups):
+        if self._at_once is not None and changes is not None and changes == self._left.at_once.get(groups):
             self._at_once.put_back(changes[0])
             return
         changed = self._changed()
@@ -321,9 +330,9 @@ class Beside:
         asked = [n for n in range(len(self._sources)) if not self._is_group(n) or (n < len(groups) and groups[n])]
         disagreement = next((slot for n in asked for slot in self._left_otherwise(n, changed)), None)
         for number in asked:
-            if number not in self._left:
+            if number not in self._left.records:
                 left = [slot for slot in changed if slot[0] == number]
-                self._left[number] = {slot: AsItWas(self._value_at(slot), self._apart) for slot in left}
+                self._left.records[number] = {slot: AsItWas(self._value_at(slot), self._apart) for slot in left}
         self._take_back(changed)
         if self.wrote_unseen():
             raise UnsupportedOptimizerError(
@@ -333,7 +342,7 @@ class Beside:
         if disagreement is not None:
             raise depends_on_buckets(self._name, self._in_words(disagreement))
         if changes is not None and all(map(is_immutable, changes[-1])):
-            self._noted[groups] = changes
+            self._left.at_once[groups] = changes
 
     def _changed(self) -> list[Slot]:
         """Where a value is not what it was."""
@@ -354,7 +363,7 @@ class Beside:
 
     def _left_otherwise(self, number: int, changed: Iterable[Slot]) -> Iterator[Slot]:
         """Where the values of a source are not as the first bucket that was asked has left them; these are changed."""
-        if (left := self._left.get(number)) is not None:
+        if (left := self._left.records.get(number)) is not None:
             yield from left.keys() ^ {slot for slot in changed if slot[0] == number}
             yield from (slot for slot, record in left.items() if not record.is_like(self._value_at(slot)))
 
@@ -368,7 +377,7 @@ class Beside:
 
     def reset_left(self) -> None:
         """The next bucket is the first."""
-        self._noted, self._left = {}, {}
+        self._left = _Left({}, {})
 
     def take_back(self) -> None:
         """The update has raised, or does not count."""
@@ -442,7 +451,8 @@ class Beside:
     def differs(self) -> str | None:
         """What ``step()`` has left otherwise than buckets have, in words; ``None``: nothing."""
         changed = self._changed()
-        return next((self._in_words(slot) for n in self._left for slot in self._left_otherwise(n, changed)), None)
+        otherwise = (slot for n in self._left.records for slot in self._left_otherwise(n, changed))
+        return next(map(self._in_words, otherwise), None)
 
     def commit(self, *, rest: Sequence[int] | None = None) -> None:
         """What buckets have left is what the step leaves. Where none was asked, what is there stands.
@@ -451,13 +461,13 @@ class Beside:
             rest: the loop's own ``step()`` is still to come, and finds gradients in these groups: what it moves by
                 itself, such as a count, is left to it. ``None``: it has returned.
         """
-        left = {slot: record for records in self._left.values() for slot, record in records.items()}
-        changed = self._changed() if self._left else []
+        left = {slot: record for records in self._left.records.values() for slot, record in records.items()}
+        changed = self._changed() if self._left.records else []
         if rest is None:
             self._moved_by_step = {slot for slot in changed if slot in left and left[slot].is_in(self._value_at(slot))}
         else:
             left = {slot: record for slot, record in left.items() if not self._moves(slot, rest)}
-        self._take_back([slot for slot in changed if slot[0] in self._left and slot not in left])
+        self._take_back([slot for slot in changed if slot[0] in self._left.records and slot not in left])
         for slot, record in left.items():
             value = record.put_back()
             self._put(slot, value)

@@ -491,7 +491,7 @@ class Stepper:
 
     def commit(self, into: Optimizer | None = None, *, rest: Sequence[torch.Tensor] | None = None) -> None:
         """End the step: a foreign optimizer holds what its buckets' updates have left beside the parameters' own state,
-        and the entries that updates added are ordered as a plain ``step()`` orders them: by group, not by bucket.
+        and entries that were added are ordered as a plain ``step()`` orders them: by group, not by bucket.
 
         Args:
             into: the user's optimizer, where this one steps a copy of it.
@@ -501,8 +501,8 @@ class Stepper:
         if self._running is not None:
             self.wait_for_state()
             if self.own_object is not None:
-                groups = None if rest is None else numbers_of(self._layouts.groups.members_of(rest)) if rest else []
-                self.own_object.beside.commit(rest=groups)
+                groups = self._layouts.groups.members_of(rest) if rest else ()
+                self.own_object.beside.commit(rest=None if rest is None else numbers_of(groups))
             for key in self._layouts.groups.added_to(optimizer.state, self._running.size):
                 optimizer.state[key] = optimizer.state.pop(key)
         self._forget()
