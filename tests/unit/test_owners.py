@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from instep._optim import owners
-from instep._optim.owners import are_kept, by_themselves, entries_are_kept, have_other_owners, state_is_kept
+from instep._optim.owners import BY_THEMSELVES, are_kept, entries_are_kept, have_other_owners, state_is_kept
 
 
 class Trained:
@@ -110,4 +110,4 @@ def test_torch_still_counts_the_owners_of_a_storage() -> None:
     assert owners._OWNERS(storage._cdata) == alone + 1
     del alias
     assert owners._OWNERS(storage._cdata) == alone
-    assert by_themselves(3) == 3
+    assert BY_THEMSELVES.of(3) == 3
