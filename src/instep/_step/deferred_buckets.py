@@ -1,5 +1,6 @@
 """``schedule="forward"``: the buckets that were handed over, until they are applied, and whoever waits for one."""
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.owners import are_kept
 from instep._optim.shadow import end_state, order_added
 from instep._step.schedule import Schedule
 from instep._step.state import without_frames
@@ -49,15 +49,22 @@ class StandIns:
     def take_back(self, parameters: Sequence[torch.Tensor]) -> None:
         """The gradients of ``parameters`` were applied, or never will be, and none of ``.grad`` is a stand-in."""
         lent = [self._lent.pop(id(parameter), None) for parameter in parameters]
-        for parameter, stand_in, is_kept in zip(parameters, lent, are_kept(lent), strict=True):
-            # Somebody else who has it, as a loop that has kept .grad in a variable, goes on to find this gradient.
-            if stand_in is not None and not is_kept and _COUNT is not None and _COUNT(stand_in) == 1:
+        for parameter, stand_in, count in zip(parameters, lent, _references_to(lent), strict=True):
+            # Somebody else who has it, in Python or in C++, goes on to find this gradient: as a loop that has kept
+            # .grad in a variable. Where torch does not tell, there may be one.
+            if stand_in is not None and count == _ALONE and _COUNT is not None and _COUNT(stand_in) == 1:
                 stand_in.let_go()
                 self._idle[id(parameter)] = stand_in
 
 
+def _references_to(objects: Sequence[object]) -> list[int]:
+    return list(map(sys.getrefcount, objects))
+
+
+# Of an object that only a list refers to. Versions of Python count temporaries in different ways, so it is measured.
+_ALONE = _references_to([object()])[0]
 # torch's own reference count of a tensor (torch/csrc/autograd/python_variable.cpp). All references of Python's count as
-# one, so more than one means that C++ holds the tensor, too. Where torch does not tell, it may.
+# one, so more than one means that C++ holds the tensor, too.
 _COUNT: Callable[[Any], int] | None = getattr(torch.Tensor, "_use_count", None)
 
 
