@@ -16,13 +16,12 @@ from instep._optim.stepper import Stepper
 from instep._ranks.vote import Vote, error_of
 from instep._step.deferrable import ReadHook, ReadOrder, can_wait, which_can_defer
 from instep._step.deferral import PUT_OFF, Deferring, Gains, Observed
-from instep._step.deferred_buckets import DeferredBuckets
 from instep._step.norms import MeasuringSink
 from instep._step.schedule import Schedule
 from instep._step.state import Event, State, gradient_of
 from instep._step.step import RunningStep, finds_gradient, gradients_in
 from instep._step.step_calls import StepCalls
-from instep._step.update import Outcome, PartOfStep, Update, gradients_of
+from instep._step.update import DeferredBuckets, Outcome, PartOfStep, Update, gradients_of
 from instep._step.writes import require_same_in_autocast
 from instep._torch.lifetime import weakly
 from instep._torch.placeholders import HeldGradient
@@ -189,7 +188,7 @@ class ForwardCalls(StepCalls):
 
     def _hide(self, parameters: AttachedParameters, gradients: Sequence[torch.Tensor]) -> None:
         """Until ``step()`` is over, whoever asks these parameters for their gradients is not to find them gone."""
-        self._deferred.watched.start(parameters.tensors())
+        self._deferred.watch_in_step.start(parameters.tensors())
         self._step.round.hide(list(zip(parameters, gradients, strict=True)))
 
     def _take(self, stepper: Stepper, with_gradient: AttachedParameters, clip: Clip | None, *, in_loop: bool) -> None:
@@ -202,7 +201,7 @@ class ForwardCalls(StepCalls):
             in_loop
             and deferring.puts_off
             and not self._takes_at_once
-            and can_wait(stepper, step.members.of(stepper), in_vain=deferring.puts_off_all)
+            and can_wait(stepper, step.members.of(stepper), in_vain=deferring.asked)
             and self._reading.is_alike()
         )
         waiting = dict.fromkeys(with_gradient, False)
@@ -220,7 +219,7 @@ class ForwardCalls(StepCalls):
                 clip(here.tensors())
         # A step that is not put off, and raises, leaves what the plain loop's leaves. Other ranks, which may put theirs
         # off, are told.
-        told = may_wait and not deferring.gives_up and step.ledger.votes.voting is not None
+        told = may_wait and deferring.asked and step.ledger.votes.voting is not None
         self._left_to_step = here.names if later or told else []
         if later:
             self._put_off(stepper, later, clip)
@@ -308,11 +307,6 @@ class ForwardCalls(StepCalls):
                 update.mark = deferred.finished(update)
 
     # After it.
-
-    def returned(self, stepper: Stepper) -> None:
-        super().returned(stepper)
-        if not self._step.round.steppers_left:
-            self._observed.step_returned()
 
     def _finish(self, stepper: Stepper) -> None:
         if self._step.judge is not None:
@@ -414,7 +408,7 @@ class ForwardSchedule(Schedule):
         self._readers_rest = False  # while nothing is due, nothing will be, and no step is torn
         self._step.ledger.when_torn = weakly(self._wake_readers)
         self._compiles = 0  # so often torch.compile has begun while an update was due
-        self.observed = Observed(self._step.members.living)
+        self.observed = Observed(step.members.living, step.times)
         self.calls: ForwardCalls = ForwardCalls(
             self._step, self._deferred, reading, deferring, self.observed, self.measuring
         )
@@ -442,7 +436,7 @@ class ForwardSchedule(Schedule):
     def lost(self, error: InstepError) -> None:
         """The loop does what a step that is put off cannot follow: no further one is, unless that was asked for."""
         try:
-            if self.calls.acts_in_each_step or not self._deferring.gives_up:
+            if self.calls.acts_in_each_step or self._deferring.asked:
                 if self._deferring.otherwise is not None and not self.calls.acts_in_each_step:
                     error.args = (f"{error}. {self._deferring.otherwise}",)
                 raise error
@@ -592,7 +586,7 @@ class ForwardSchedule(Schedule):
             deferred.wait(bucket)
         for parameter in step.members.living() if gradients else ():
             parameter.grad = None
-        deferred.watched.stop(p for attached, _ in step.round.hidden if (p := attached.peek()) is not None)
+        deferred.watch_in_step.stop(p for attached, _ in step.round.hidden if (p := attached.peek()) is not None)
         step.round.end_step()
         step.ledger.give_up()
         if step.judge is not None:
