@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from instep._optim.guards import DEFAULT_DTYPE, switched, switches
 from instep._optim.kernels import GRADIENT
 from instep._optim.kinds import can_be_put_off, runs_beside, steps_as_known
 from instep._optim.owners import (
@@ -77,7 +76,7 @@ class ReadHook(BoundHook):
 
 
 class ReadOrder:
-    """The order in which forwards read parameters, and the switches under which the last one ran.
+    """The order in which forwards read parameters.
 
     Args:
         bucket_bytes: the option; ``None``: a twentieth of what is put off, and ``most`` at most.
@@ -88,23 +87,14 @@ class ReadOrder:
         self._bucket_bytes = bucket_bytes
         self._most = most
         self._order: dict[int, int] = {}  # the place of each parameter's index, as forwards have come to them
-        self._switches: dict[str, Any] | None = None
         # The last answer of ``members_of_buckets``. The order only grows: its length tells whether it has changed.
         self._last_parameters = AttachedParameters()
         self._last_key = (0, False)
         self._members: list[AttachedParameters] = []
 
-    def forward_begins(self) -> None:
-        self._switches = switches()
-
     def reads(self, parameters: Iterable[AttachedParameter]) -> None:
         for attached in parameters:
             self._order.setdefault(attached.spec.index, len(self._order))
-
-    def is_alike(self) -> bool:
-        """Whether torch's global switches (mkldnn, matmul precision) are what they were in the last forward. A deferred
-        update would run under those of the next one."""
-        return self._switches is None or switched(self._switches, but=(DEFAULT_DTYPE,)) is None
 
     def place_of(self, parameters: AttachedParameters) -> int:
         """When the next forward comes to the first of them, as the last one did; those not read yet come last."""

@@ -202,7 +202,6 @@ class ForwardCalls(StepCalls):
             and deferring.puts_off
             and not self._takes_at_once
             and can_wait(stepper, step.members.of(stepper), in_vain=deferring.asked)
-            and self._reading.is_alike()
         )
         waiting = dict.fromkeys(with_gradient, False)
         if may_wait:
@@ -460,8 +459,6 @@ class ForwardSchedule(Schedule):
         step.backwards.drain_failed()
         self.observed.let_go()
         never = self._deferring.never  # and so for good
-        if not never:
-            self._reading.forward_begins()
         self.calls.end_unless_it_evaluates_again()
         self.before_read(())  # of no module yet: order this forward's stream, and raise if the last step is torn
         if never and not self._deferred and not self._readers_rest:
