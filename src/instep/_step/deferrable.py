@@ -28,7 +28,7 @@ from instep._step.update import gradients_of
 from instep._torch.engine import graph_task, is_captured
 from instep._torch.hooks import BoundHook
 from instep._torch.lifetime import WeakMethod
-from instep._torch.placeholders import HeldGradient, Placeholder
+from instep._torch.placeholders import Placeholder
 from instep._torch.versions import are_plain, memory_of
 from instep._torch.watch import plain_type
 from instep._torch.worker import ending
@@ -285,7 +285,7 @@ def _gradients_have_other_owners(
         return have_other_owners(gradients)
     # A bucket may have gradients of several optimizers.
     own = set(map(id, gradients))
-    real = (g for g in map(GRADIENT, everybody.tensors()) if not isinstance(g, (HeldGradient, Placeholder, NoneType)))
+    real = (g for g in map(GRADIENT, everybody.tensors()) if not isinstance(g, (Placeholder, NoneType)))
     others = [gradient for gradient in map(memory_of, real) if id(gradient) not in own]
     every = [*gradients, *filter(torch.Tensor._is_view, others)]
     return have_other_owners(every, in_views, list(map(torch.Tensor._is_view, every)))[: len(gradients)]

@@ -24,8 +24,7 @@ from instep._step.step_calls import StepCalls
 from instep._step.update import DeferredBuckets, Outcome, PartOfStep, Update, gradients_of
 from instep._step.writes import require_same_in_autocast
 from instep._torch.lifetime import weakly
-from instep._torch.placeholders import HeldGradient
-from instep._torch.watch import GET_GRAD, SET_GRAD
+from instep._torch.watch import GET_GRAD, SET_GRAD, plain_type
 from instep.buckets import Bucket
 from instep.errors import InstepError
 
@@ -311,16 +310,16 @@ class ForwardCalls(StepCalls):
         if self._step.judge is not None:
             self._step.judge.after_update(stepper)
         self._deferred.returned(self._step.number)
-        self._give_stand_ins()
+        self._show_gradients()
         stepper.commit()
         self._step.round.restore_settings()
 
-    def _give_stand_ins(self) -> None:
+    def _show_gradients(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             for attached, gradient in self._step.round.hidden:
                 parameter = attached.get()
                 if GET_GRAD(parameter) is None:  # the plain loop's is still there, until the user clears it
-                    SET_GRAD(parameter, self._deferred.stand_in_for(parameter, gradient))
+                    SET_GRAD(parameter, self._deferred.shown_for(parameter, gradient))
 
     def _settle(self, stepper: Stepper) -> None:
         round_ = self._step.round
@@ -359,7 +358,7 @@ class ForwardCalls(StepCalls):
         if stepper.draws is not None:
             stepper.draws.give_back()
         stepper.abort()
-        self._give_stand_ins()
+        self._show_gradients()
         round_.restore_settings()
         self._commit(stepper)
         if rest and ledger.torn is None:
@@ -367,6 +366,11 @@ class ForwardCalls(StepCalls):
             error = InstepError(f"{stepper.name}.step() raised")
             ledger.tear(ledger.step_count, handed_over, [], error, unsure=rest)
             ledger.votes.say_failed(ledger.step_count + 1)  # the last one was voted on before it was handed over
+
+
+def _is_plain(gradient: torch.Tensor | None) -> bool:
+    """Whether there is one, that is torch's own when nobody watches it."""
+    return gradient is not None and plain_type(gradient) is torch.Tensor
 
 
 def _with_gradient(parameters: AttachedParameters) -> AttachedParameters:
@@ -447,7 +451,7 @@ class ForwardSchedule(Schedule):
         """torch.compile is about to trace a function. Of parameters and gradients whose update is due it would make
         another one, or none, and compute with other kernels than in the plain loop. They are made plain before."""
         if self._deferred and not self._deferred.worker.is_here:
-            self._deferred.give_to_compiler()
+            self._deferred.finish(self._deferred.all())
             self._compiles += 1
             if self._compiles == COMPILES:
                 self._deferring.must_not("torch.compile traces a function again and again while updates are due")
@@ -468,8 +472,7 @@ class ForwardSchedule(Schedule):
         self.rests = self.may_rest and self._readers_rest and self._is_left_alone
         if step.accumulation.distributed:
             # DDP may lay out its buckets anew now, and copy the gradients that are in .grad.
-            held = (b for b in self._deferred.all() if any(isinstance(t.grad, HeldGradient) for t in b.tensors))
-            self._deferred.finish(held)
+            self._deferred.finish(u for u in self._deferred.all() if any(map(_is_plain, map(GRADIENT, u.tensors))))
 
     @property
     def _is_left_alone(self) -> bool:

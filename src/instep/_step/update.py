@@ -10,9 +10,8 @@
 An update refers to nothing of the attachment, which may be dropped while a thread runs it.
 """
 
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import repeat
@@ -45,8 +44,7 @@ from instep._step.state import Gather, Gathered, StepTimes, gradient_of, without
 from instep._step.step import RunningStep
 from instep._step.streams import Mark
 from instep._torch.engine import is_captured, listen, profiled
-from instep._torch.lifetime import WeakMethod, owe, settled
-from instep._torch.placeholders import BeforeUse, HeldGradient, become_real
+from instep._torch.lifetime import owe, settled
 from instep._torch.versions import VERSION, are_counted, memory_of
 from instep._torch.watch import StateWatch, Watch
 from instep._torch.worker import Task, Worker
@@ -455,50 +453,6 @@ _PLAIN = frozenset({torch.Tensor})
 # Those of a step that was put off, until they have run, and whoever waits for one of them.
 
 
-class StandIns:
-    """The tensors that stand in ``.grad`` for gradients that are still to be applied: one for each parameter, used
-    again step after step, since to make one takes as long as a small update."""
-
-    def __init__(self, before_use: Callable[[], BeforeUse | None]) -> None:
-        self._before_use = before_use
-        self._idle: dict[int, HeldGradient] = {}  # by the id of the parameter
-        self._lent: dict[int, HeldGradient] = {}
-
-    def lend(self, parameter: torch.Tensor, gradient: torch.Tensor) -> HeldGradient:
-        """The tensor to put into ``.grad`` of ``parameter`` until ``take_back``."""
-        key = id(parameter)
-        stand_in = self._idle.pop(key, None)
-        if stand_in is None or not stand_in.stand_for(gradient):
-            stand_in = HeldGradient(gradient, self._before_use)
-        self._lent[key] = stand_in
-        return stand_in
-
-    def lent(self) -> list[HeldGradient]:
-        """Those that stand in ``.grad`` now, or that somebody has."""
-        return list(self._lent.values())
-
-    def take_back(self, parameters: Sequence[torch.Tensor]) -> None:
-        """The gradients of ``parameters`` were applied, or never will be, and none of ``.grad`` is a stand-in."""
-        lent = [self._lent.pop(id(parameter), None) for parameter in parameters]
-        for parameter, stand_in, count in zip(parameters, lent, _references_to(lent), strict=True):
-            # Somebody else who has it, in Python or in C++, goes on to find this gradient: as a loop that has kept
-            # .grad in a variable. Where torch does not tell, there may be one.
-            if stand_in is not None and count == _ALONE and _COUNT is not None and _COUNT(stand_in) == 1:
-                stand_in.let_go()
-                self._idle[id(parameter)] = stand_in
-
-
-def _references_to(objects: Sequence[object]) -> list[int]:
-    return list(map(sys.getrefcount, objects))
-
-
-# Of an object that only a list refers to. Versions of Python count temporaries in different ways, so it is measured.
-_ALONE = _references_to([object()])[0]
-# torch's own reference count of a tensor (torch/csrc/autograd/python_variable.cpp). All references of Python's count as
-# one, so more than one means that C++ holds the tensor, too.
-_COUNT: Callable[[Any], int] | None = getattr(torch.Tensor, "_use_count", None)
-
-
 class DeferredBuckets:
     """The buckets that are put off and not applied yet, and everything that waits for one of them.
 
@@ -522,9 +476,10 @@ class DeferredBuckets:
         self._left: list[str] = []  # to the running step() itself
         self._watch = Watch(values=self._used)
         self.watch_in_step = Watch(values=self._used, gradient=self._used_in_step)
-        self._gradient_watch = Watch(values=self._used_spread_gradient)
+        self._gradient_watch = Watch(values=self._used_gradient)
         self.state_watch = StateWatch(self._used_state)
-        self._stand_ins = StandIns(WeakMethod(self._used_gradient))
+        # What stands in ``.grad`` until it has been applied, or that somebody has, by the parameter's id.
+        self._shown: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._due)
@@ -579,14 +534,15 @@ class DeferredBuckets:
         self._watch.take_from(self.watch_in_step, (p for p in parameters if id(p) in self._due))
         self.watch_in_step.stop(parameters)
 
-    def stand_in_for(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """The tensor to put into ``.grad`` until ``gradient`` has been applied."""
+    def shown_for(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """The tensor to put into ``.grad``: whoever uses it waits until ``gradient`` has been applied."""
         if id(parameter) not in self._due:
             return gradient
-        if type(gradient) is torch.Tensor:
-            return self._stand_ins.lend(parameter, gradient)
-        self._gradient_watch.start([gradient])  # a DTensor: its users ask for its class, and its own attributes
-        return gradient
+        # An alias: the update is given a gradient that nobody watches. That of a DTensor is its local tensor.
+        shown = gradient.detach() if type(gradient) is torch.Tensor else gradient
+        self._gradient_watch.start([shown])
+        self._shown[id(parameter)] = weakref.ref(shown)
+        return shown
 
     # Waiting.
 
@@ -651,13 +607,9 @@ class DeferredBuckets:
         self._watch.stop(bucket.tensors)
         for tensor in bucket.tensors:
             self._due.pop(id(tensor), None)
-            gradient = tensor.grad
-            if isinstance(gradient, HeldGradient):
-                tensor.grad = gradient.held  # nobody has cleared it: the plain loop's is still there
-            elif gradient is not None:
-                self._gradient_watch.stop([gradient])
-            gradient = None  # or it would seem to be in use
-        self._stand_ins.take_back(bucket.tensors)
+            shown = self._shown.pop(id(tensor), _nothing)()
+            if shown is not None:
+                self._gradient_watch.stop([shown])
         step = bucket.step
         step.outstanding = [other for other in step.outstanding if other is not bucket]
         if not step.outstanding:
@@ -739,20 +691,10 @@ class DeferredBuckets:
             return  # by the running step() itself, which has nothing to update
         self.finish(bucket for bucket in self.all() if bucket.step.optimizer() is optimizer)
 
-    def _used_gradient(self, operation: str, args: object) -> None:
+    def _used_gradient(self, gradient: torch.Tensor, func: object) -> None:
         """A gradient is about to be used that may not have been applied yet."""
         self.finish(self.all())
-
-    def _used_spread_gradient(self, gradient: torch.Tensor, func: object) -> None:
-        self.finish(self.all())
         self._gradient_watch.stop([gradient])
-
-    def give_to_compiler(self) -> None:
-        """Finish all, and make plain gradients of the stand-ins that somebody has: torch.compile may be given one."""
-        lent = self._stand_ins.lent()
-        self.finish(self.all())
-        for stand_in in lent:
-            become_real(stand_in)
 
     # Where the model, or the process, ends.
 
@@ -786,3 +728,6 @@ class DeferredBuckets:
         self.finish(self.all())
         self._settle_if_none()
         self.watch_in_step.stop(self._step.members.living())
+
+
+def _nothing() -> None: ...
