@@ -16,7 +16,7 @@ from instep._optim.stepper import Stepper
 from instep._step.deferrable import by_optimizer, can_run_beside
 from instep._step.deferral import BESIDE_BACKWARD, Deferring
 from instep._step.step import RunningStep
-from instep._step.update import Outcome, PartOfStep, Update, Wording
+from instep._step.update import Outcome, PartOfStep, Update
 from instep._torch.lifetime import WeakMethod
 from instep._torch.watch import StateWatch
 from instep._torch.worker import Worker
@@ -25,14 +25,6 @@ MOST = 2
 """Buckets that may be handed over and not updated yet. Their gradients are alive, beside those of the bucket that is
 being filled. With one alone the worker would wait for work wherever a bucket takes longer to fill than to update, and
 backward would wait for the worker at the next one."""
-
-
-BESIDE = Wording(
-    "Make such a change before backward() or after optimizer.step()",
-    "{what} was written in backward, through {through}, while its update was under way beside backward: the plain loop "
-    "would have updated what was written. Write before backward() or after optimizer.step(), or attach with "
-    "schedule='forward'",
-)
 
 
 class UpdatesBeside:
@@ -126,7 +118,7 @@ class UpdatesBeside:
             step = self._step
             # Not a copy: the groups stay, and ``optimizer.step()`` raises if they were changed since the first bucket.
             outcome, members = Outcome(step.number, None, {}), step.members.of(stepper)
-            beside = PartOfStep(stepper, members, outcome, step.times, copied=False, wording=BESIDE)
+            beside = PartOfStep(stepper, members, outcome, step.times, copied=False, wording=BESIDE_BACKWARD)
             self.steps[stepper] = beside
             self._state_watch.start(stepper.optimizer())
         return beside

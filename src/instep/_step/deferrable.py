@@ -189,16 +189,15 @@ def by_optimizer(bucket: AttachedParameters) -> Iterable[tuple[Stepper, Attached
     return zip(bucket.steppers, (part for part, _ in bucket.parts), strict=True)
 
 
-def which_can_defer(
+def which_cannot_wait(
     stepper: Stepper,
     parameters: AttachedParameters,
     everybody: AttachedParameters,
     unseen: Container[int],
     *,
     in_views: OwnerCount | None,
-) -> dict[AttachedParameter, bool]:
-    """Of each of ``parameters`` whether its update can wait. Those that somebody may read in a way that nobody sees are
-    stepped at once.
+) -> set[AttachedParameter]:
+    """Those of ``parameters`` that are stepped at once: somebody may read them in a way that nobody sees.
 
     Args:
         parameters: those of one optimizer with a gradient.
@@ -207,8 +206,8 @@ def which_can_defer(
     """
     seen = _reachable_by_others(stepper.optimizer(), parameters, everybody, in_views=in_views)
     if not unseen and are_usual(parameters):
-        return {**dict.fromkeys(parameters, True), **dict.fromkeys(seen, False)}
-    return {a: a not in seen and _can_wait_alone(a, unseen) for a in parameters}
+        return seen
+    return {a for a in parameters if a in seen or not _can_wait_alone(a, unseen)}
 
 
 _LAYOUT = attrgetter("layout")

@@ -174,19 +174,36 @@ class OtherRanks(Protocol):
 
 
 class Wording(NamedTuple):
-    """What is said of the two ways that a trial compares, after "the step is".
+    """What is said of updates that run apart.
 
     Attributes:
-        later: of the one that is tried.
-        otherwise: of the other one.
+        later: after "the step is", where they do.
+        otherwise: the same, where they do not.
+        remedy: what a loop does before it changes what an update reads.
+        written: that somebody has written ``{what}``, which an update reads or writes, ``{through}`` something.
     """
 
     later: str
     otherwise: str
+    remedy: str
+    written: str
 
 
-PUT_OFF = Wording("put off", "taken at once")
-BESIDE_BACKWARD = Wording("taken beside backward", "taken in backward")
+PUT_OFF = Wording(
+    "put off",
+    "taken at once",
+    "Call overlap.synchronize() before such a change",
+    "{what} was written after optimizer.step(), through {through}, while the update was due: in the plain loop it had "
+    "been applied by then. Call overlap.synchronize() before such a write",
+)
+BESIDE_BACKWARD = Wording(
+    "taken beside backward",
+    "taken in backward",
+    "Make such a change before backward() or after optimizer.step()",
+    "{what} was written in backward, through {through}, while its update was under way beside backward: the plain loop "
+    "would have updated what was written. Write before backward() or after optimizer.step(), or attach with "
+    "schedule='forward'",
+)
 
 
 class Deferring:

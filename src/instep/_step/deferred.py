@@ -14,7 +14,7 @@ from instep._optim.parameters import AttachedParameter, AttachedParameters, all_
 from instep._optim.shadow import begin_state
 from instep._optim.stepper import Stepper
 from instep._ranks.vote import Vote, error_of
-from instep._step.deferrable import ReadHook, ReadOrder, can_wait, which_can_defer
+from instep._step.deferrable import ReadHook, ReadOrder, can_wait, which_cannot_wait
 from instep._step.deferral import PUT_OFF, Deferring, Gains, Observed
 from instep._step.norms import MeasuringSink
 from instep._step.schedule import Schedule
@@ -202,14 +202,14 @@ class ForwardCalls(StepCalls):
             and not self._takes_at_once
             and can_wait(stepper, step.members.of(stepper), in_vain=deferring.asked)
         )
-        waiting = dict.fromkeys(with_gradient, False)
+        at_once = set(with_gradient)
         if may_wait:
             unseen, in_views = self._reading.unseen(), self.owners_in_views
-            waiting = which_can_defer(stepper, with_gradient, step.members.all, unseen, in_views=in_views)
+            at_once = which_cannot_wait(stepper, with_gradient, step.members.all, unseen, in_views=in_views)
         later, here = with_gradient, AttachedParameters()
-        if not all(waiting.values()):
-            later = AttachedParameters(a for a, wait in waiting.items() if wait or a.is_divided)
-            here = AttachedParameters(a for a, wait in waiting.items() if not (wait or a.is_divided))
+        if at_once:
+            later = AttachedParameters(a for a in with_gradient if a not in at_once or a.is_divided)
+            here = AttachedParameters(a for a in with_gradient if a in at_once and not a.is_divided)
         self._deferred.leave(step.number, here.names)
         if here:
             self._require_agreement()
@@ -221,9 +221,8 @@ class ForwardCalls(StepCalls):
         self._left_to_step = here.names if later or told else []
         if later:
             self._put_off(stepper, later, clip)
-            if later is not with_gradient:
-                at_once = [a for a, wait in waiting.items() if not wait]
-                self._deferred.finish([self._deferred.of(attached.get()) for attached in at_once])
+            if at_once:
+                self._deferred.finish([self._deferred.of(attached.get()) for attached in later if attached in at_once])
         else:
             step.round.begins(stepper, step.ledger)
         if stepper.steps_every_parameter:

@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import repeat
 from time import perf_counter
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -39,6 +39,7 @@ from instep._optim.shadow import end_state, order_added, snapshot_of
 from instep._optim.stepper import Stepper
 from instep._ranks.vote import Vote, error_of
 from instep._ranks.votes import StepVotes
+from instep._step.deferral import PUT_OFF, Wording
 from instep._step.schedule import Schedule
 from instep._step.state import Gather, Gathered, StepTimes, gradient_of, without_frames
 from instep._step.step import RunningStep
@@ -122,25 +123,6 @@ class Outcome:
             self._wait_for(vote)
 
 
-class Wording(NamedTuple):
-    """How messages name a change that an update cannot follow.
-
-    Attributes:
-        remedy: what a loop does before it changes what the update reads.
-        written: that somebody has written ``{what}``, which an update reads or writes, ``{through}`` something.
-    """
-
-    remedy: str
-    written: str
-
-
-LATER = Wording(
-    "Call overlap.synchronize() before such a change",
-    "{what} was written after optimizer.step(), through {through}, while the update was due: in the plain loop it had "
-    "been applied by then. Call overlap.synchronize() before such a write",
-)
-
-
 class _SwitchesAtStep:
     """torch's switches as they were when ``step()`` was called, and which of them the update reads.
 
@@ -192,7 +174,7 @@ class PartOfStep:
         times: StepTimes,
         *,
         copied: bool = True,
-        wording: Wording = LATER,
+        wording: Wording = PUT_OFF,
     ) -> None:
         optimizer = stepper.optimizer()
         self.optimizer = weakref.ref(optimizer)
@@ -622,8 +604,9 @@ class DeferredBuckets:
         if step.outcome.failure is None:  # all of it was updated
             step.stepper.commit(optimizer)
             if optimizer is not None:
-                here = (a.peek() for a in step.parameters if a.shard is None or a.shard.is_owner)
-                end_state(optimizer, [parameter for parameter in here if parameter is not None])
+                if not step.entries_before:  # some were begun
+                    here = (a.peek() for a in step.parameters if a.shard is None or a.shard.is_owner)
+                    end_state(optimizer, [parameter for parameter in here if parameter is not None])
                 order_added(optimizer, step.entries_before)
         self._settle_if_none()
 
