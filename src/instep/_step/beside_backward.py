@@ -118,7 +118,7 @@ class UpdatesBeside:
             step = self._step
             # Not a copy: the groups stay, and ``optimizer.step()`` raises if they were changed since the first bucket.
             outcome, members = Outcome(step.number, None, {}), step.members.of(stepper)
-            beside = PartOfStep(stepper, members, outcome, step.times, copied=False, wording=BESIDE_BACKWARD)
+            beside = PartOfStep(stepper, members, outcome, step.times, put_off=False, wording=BESIDE_BACKWARD)
             self.steps[stepper] = beside
             self._state_watch.start(stepper.optimizer())
         return beside

@@ -318,7 +318,8 @@ class ForwardCalls(StepCalls):
             for attached, gradient in self._step.round.hidden:
                 parameter = attached.get()
                 if GET_GRAD(parameter) is None:  # the plain loop's is still there, until the user clears it
-                    SET_GRAD(parameter, self._deferred.shown_for(parameter, gradient))
+                    SET_GRAD(parameter, gradient)
+                    self._deferred.show(parameter, gradient)
 
     def _settle(self, stepper: Stepper) -> None:
         round_ = self._step.round

@@ -153,11 +153,9 @@ class _SwitchesAtStep:
 class PartOfStep:
     """One optimizer's part of a step, as it was when its updates were prepared.
 
-    Args:
-        copied: whether updates step with a copy, for the loop may change groups before they run. A foreign optimizer,
-            which is waited for in ``step()``, steps itself.
-
     Attributes:
+        put_off: whether ``step()`` returns before the updates have run. They step with a copy, for the loop may change
+            groups before: but a foreign optimizer, which is waited for in ``step()``, steps itself.
         optimizer: the user's, weakly.
         entries_before: how many entries its state had.
         stepper: of what updates step with.
@@ -173,7 +171,7 @@ class PartOfStep:
         outcome: Outcome,
         times: StepTimes,
         *,
-        copied: bool = True,
+        put_off: bool = True,
         wording: Wording = PUT_OFF,
     ) -> None:
         optimizer = stepper.optimizer()
@@ -181,7 +179,8 @@ class PartOfStep:
         self.entries_before = len(optimizer.state)
         self.is_known = not stepper.is_foreign
         self.stepper, self._stepped_with = stepper, optimizer
-        if copied and self.is_known:
+        self.put_off = put_off
+        if put_off and self.is_known:
             self._stepped_with = snapshot_of(optimizer)  # held here, since a stepper holds its optimizer weakly
             self.stepper = stepper.of_copy(self._stepped_with)
         self.state: Mapping[Any, Any] = self._stepped_with.state
@@ -266,8 +265,12 @@ class Update:
         self._gathered: Gathered | None = None  # the parts that other ranks update, on their way
         self._clip = clip
         self._place = place
+        applied = self.gradients
+        if step.put_off:
+            # Aliases, too: the gradients are put back into .grad, where whoever uses one is noticed.
+            applied = [g.detach() if type(g) is torch.Tensor else g for g in applied]
         # Aliases: the parameters' own .grad, flags and attributes are the user's, to be read and changed meanwhile.
-        self._calls = calls_of(members, self.gradients, alias=step.is_known)
+        self._calls = calls_of(members, applied, alias=step.is_known)
         if step.switches.counts_writes:
             # From here on a graph that has saved the old weights refuses to run, as after the plain loop's step.
             torch.autograd.graph.increment_version(self.tensors)
@@ -460,7 +463,7 @@ class DeferredBuckets:
         self.watch_in_step = Watch(values=self._used, gradient=self._used_in_step)
         self._gradient_watch = Watch(values=self._used_gradient)
         self.state_watch = StateWatch(self._used_state)
-        # What stands in ``.grad`` until it has been applied, or that somebody has, by the parameter's id.
+        # The gradients that are in ``.grad`` again, or that somebody has, by the parameter's id.
         self._shown: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def __bool__(self) -> bool:
@@ -516,15 +519,11 @@ class DeferredBuckets:
         self._watch.take_from(self.watch_in_step, (p for p in parameters if id(p) in self._due))
         self.watch_in_step.stop(parameters)
 
-    def shown_for(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """The tensor to put into ``.grad``: whoever uses it waits until ``gradient`` has been applied."""
-        if id(parameter) not in self._due:
-            return gradient
-        # An alias: the update is given a gradient that nobody watches. That of a DTensor is its local tensor.
-        shown = gradient.detach() if type(gradient) is torch.Tensor else gradient
-        self._gradient_watch.start([shown])
-        self._shown[id(parameter)] = weakref.ref(shown)
-        return shown
+    def show(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """``gradient`` is in ``.grad`` again: whoever uses it waits until it has been applied."""
+        if id(parameter) in self._due:
+            self._gradient_watch.start([gradient])
+            self._shown[id(parameter)] = weakref.ref(gradient)
 
     # Waiting.
 
