@@ -518,12 +518,6 @@ MUTANTS = [
         "[False] * len(tensors),\n            _gradients",
     ),
     Mutant(
-        "put off the update from a gradient that the loop has kept",
-        "_reachable_by_others",
-        "are_kept(list(map(GRADIENT, tensors))),",
-        "[False] * len(tensors),",
-    ),
-    Mutant(
         "put off the update from a gradient of which the loop has an alias",
         "_reachable_by_others",
         "_gradients_have_other_owners(tensors, everybody, in_views=in_views),",

@@ -89,12 +89,6 @@ def have_other_owners(
     ]
 
 
-def are_kept(tensors: Sequence[object]) -> list[bool]:
-    """Of each tensor that C++ holds, such as a gradient: whether Python refers to it beside ``tensors``."""
-    usual = _known().in_list
-    return [count != usual for count in map(sys.getrefcount, tensors)]
-
-
 def state_is_kept(optimizer: Optimizer) -> bool:
     """Whether anybody refers to the mapping that ``optimizer`` has as its ``state``."""
     return _references_to_state(optimizer) != _known().state

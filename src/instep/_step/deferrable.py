@@ -15,7 +15,6 @@ from instep._optim.kinds import can_be_put_off, runs_beside, steps_as_known
 from instep._optim.owners import (
     IN_SHARDS_OF_FSDP2,
     OwnerCount,
-    are_kept,
     entries_are_kept,
     have_other_owners,
     state_is_kept,
@@ -245,9 +244,9 @@ def _reachable_by_others(
     *,
     in_views: OwnerCount | None,
 ) -> set[AttachedParameter]:
-    """Those of ``parameters`` whose values, gradient or state others have got hold of, who may read or write them after
-    ``step()``; all of an optimizer that raises at such gradients as can wait. Called before anything else refers to the
-    gradients."""
+    """Those of ``parameters`` whose memory, that of their gradients, or whose state others have got hold of, who may
+    read or write it after ``step()``, and are not noticed; all of an optimizer that raises at such gradients as can
+    wait."""
     # The step() of SparseAdam raises at a gradient that is not sparse.
     if state_is_kept(optimizer) or isinstance(optimizer, torch.optim.SparseAdam):
         return set(parameters)
@@ -257,7 +256,6 @@ def _reachable_by_others(
             entries_are_kept(list(map(optimizer.state.get, tensors))),
             _have_other_owners(parameters, tensors),
             _gradients_have_other_owners(tensors, everybody, in_views=in_views),
-            are_kept(list(map(GRADIENT, tensors))),
             strict=True,
         )
         return set(compress(parameters, map(any, shared)))

@@ -46,7 +46,7 @@ from instep._step.step import RunningStep
 from instep._step.streams import Mark
 from instep._torch.engine import is_captured, listen, profiled
 from instep._torch.lifetime import owe, settled
-from instep._torch.versions import VERSION, are_counted, memory_of
+from instep._torch.versions import PLAIN, VERSION, are_counted, memory_of
 from instep._torch.watch import StateWatch, Watch
 from instep._torch.worker import Task, Worker
 from instep.errors import InstepError, StepMismatchError, UncommittedStepError
@@ -268,7 +268,7 @@ class Update:
         applied = self.gradients
         if step.put_off:
             # Aliases, too: the gradients are put back into .grad, where whoever uses one is noticed.
-            applied = [g.detach() if type(g) is torch.Tensor else g for g in applied]
+            applied = [g.detach() if type(g) in PLAIN else g for g in applied]
         # Aliases: the parameters' own .grad, flags and attributes are the user's, to be read and changed meanwhile.
         self._calls = calls_of(members, applied, alias=step.is_known)
         if step.switches.counts_writes:
@@ -424,15 +424,12 @@ def _not_compiling() -> Iterator[None]:
 
 
 def gradients_of(parameters: AttachedParameters, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Those in ``.grad`` of ``parameters``, which are these ``tensors`` and have one: the real ones, where somebody put
-    back a stand-in of an earlier step."""
+    """Those in ``.grad`` of ``parameters``, which are these ``tensors`` and have one; in place of a placeholder the
+    gradient that it stands for."""
     gradients = list(map(GRADIENT, tensors))
-    if _PLAIN.issuperset(map(type, gradients)):
+    if PLAIN.issuperset(map(type, gradients)):
         return cast(list[torch.Tensor], gradients)
     return [gradient for attached in parameters if (gradient := gradient_of(attached)) is not None]
-
-
-_PLAIN = frozenset({torch.Tensor})
 
 
 # Those of a step that was put off, until they have run, and whoever waits for one of them.
@@ -539,10 +536,10 @@ class DeferredBuckets:
                 if id(bucket.tensors[0]) in self._due:  # still: another thread may have been here
                     self._run(bucket)
                     if bucket.step.outcome.failure is not None and self._step.ledger.torn is None:
-                        due = self.all()
-                        for other in due:
+                        every = self.all()
+                        for other in every:
                             self._run(other)
-                        self._tear(bucket.step, due)
+                        self._tear(bucket.step, every)
                         self._raise_failure(bucket.step)
                     self._let_go(bucket)
 
@@ -624,7 +621,8 @@ class DeferredBuckets:
         outcome, ledger, number = step.outcome, self._step.ledger, step.outcome.number
         applied = [name for name, is_over in outcome.begun.items() if is_over]
         unsure = [name for name, is_over in outcome.begun.items() if not is_over]
-        pending = [name for bucket in due for name in bucket.names if name not in outcome.begun]
+        of_step = (bucket for bucket in due if bucket.step.outcome.begun is outcome.begun)
+        pending = [name for bucket in of_step for name in bucket.names if name not in outcome.begun]
         accepted = number if outcome.begun else number - 1
         in_part = bool(applied and pending)
         ledger.tear(number, applied, pending, outcome.failure, accepted=accepted, in_part=in_part, unsure=unsure)
