@@ -680,7 +680,7 @@ MUTANTS = [
     Mutant(
         "a step that was put off in part stands, whatever step() did to the rest",
         "ForwardCalls._end_raised",
-        "if rest and ledger.torn is None:",
+        "if rest and self._left_beside and ledger.torn is None:",
         "if False:",
     ),
     Mutant(
@@ -2265,7 +2265,10 @@ MUTANTS = [
         "if True:",
     ),
     Mutant(
-        "torn: forget what step() itself has updated", "DeferredBuckets.returned", "dict.fromkeys(left, True)", "()"
+        "torn: forget what step() itself has updated",
+        "ForwardCalls._finish",
+        "dict.fromkeys(self._left, True)",
+        "()",
     ),
     Mutant(
         "torn: an update that was put off has updated the rows of other ranks, too",

@@ -57,9 +57,8 @@ class ForwardCalls(StepCalls):
         self._takes_at_once = False
         self._clipped: set[Stepper] = set()  # those whose gradients were clipped by the first call of the step
         self._vote: Vote | None = None  # on the step that is being handed over
-        # Names of the parameters that the running call steps itself, beside those that it hands over, or that other
-        # ranks may hand over.
-        self._left_to_step: list[str] = []
+        self._left: list[str] = []  # names of the parameters that the running call steps itself
+        self._left_beside = False  # whether the call, or that of another rank, hands others over
 
     @property
     def acts_in_each_step(self) -> bool:
@@ -77,7 +76,10 @@ class ForwardCalls(StepCalls):
     def drop_call(self) -> None:
         """``step()`` has raised, and handed nothing over. Gradients that it has clipped stay so."""
         self._vote = None
-        self._left_to_step = []
+        begun = self._deferred.begun_in(self._step.number)
+        for name in self._left:
+            begun.pop(name, None)
+        self._left = []
 
     def drop_round(self) -> None:
         """A backward begins: no optimizer owes a step any more, unless one has called its closure once more."""
@@ -210,7 +212,8 @@ class ForwardCalls(StepCalls):
         if at_once:
             later = AttachedParameters(a for a in with_gradient if a not in at_once or a.is_divided)
             here = AttachedParameters(a for a in with_gradient if a in at_once and not a.is_divided)
-        self._deferred.leave(step.number, here.names)
+        self._left = here.names
+        self._deferred.begun_in(step.number).update(dict.fromkeys(self._left, False))
         if here:
             self._require_agreement()
             if clip is not None:
@@ -218,7 +221,7 @@ class ForwardCalls(StepCalls):
         # A step that is not put off, and raises, leaves what the plain loop's leaves. Other ranks, which may put theirs
         # off, are told.
         told = may_wait and deferring.asked and step.ledger.votes.voting is not None
-        self._left_to_step = here.names if later or told else []
+        self._left_beside = bool(later) or told
         if later:
             self._put_off(stepper, later, clip)
             if at_once:
@@ -308,7 +311,7 @@ class ForwardCalls(StepCalls):
     def _finish(self, stepper: Stepper) -> None:
         if self._step.judge is not None:
             self._step.judge.after_update(stepper)
-        self._deferred.returned(self._step.number)
+        self._deferred.begun_in(self._step.number).update(dict.fromkeys(self._left, True))
         self._show_gradients()
         stepper.commit()
         self._step.round.restore_settings()
@@ -324,7 +327,7 @@ class ForwardCalls(StepCalls):
     def _settle(self, stepper: Stepper) -> None:
         round_ = self._step.round
         self._deferred.settle(parameter for a, _ in round_.hidden if (parameter := a.peek()) is not None)
-        round_.hidden, self._left_to_step = [], []
+        round_.hidden, self._left = [], []
         self._clipped.discard(stepper)
 
     def _committed(self, *, taken: bool) -> None:
@@ -351,7 +354,7 @@ class ForwardCalls(StepCalls):
     def _end_raised(self, stepper: Stepper) -> None:
         """The buckets that were handed over stand; parameters that were left to ``step()`` itself beside those may have
         been written in part."""
-        rest, round_, ledger = self._left_to_step, self._step.round, self._step.ledger
+        rest, round_, ledger = self._left, self._step.round, self._step.ledger
         handed_over = [attached.spec.name for attached, _ in round_.hidden]
         if self._step.judge is not None:
             self._step.judge.end_step()
@@ -361,7 +364,7 @@ class ForwardCalls(StepCalls):
         self._show_gradients()
         round_.restore_settings()
         self._commit(stepper)
-        if rest and ledger.torn is None:
+        if rest and self._left_beside and ledger.torn is None:
             self._deferred.finish(self._deferred.all())
             error = InstepError(f"{stepper.name}.step() raised")
             ledger.tear(ledger.step_count, handed_over, [], error, unsure=rest)

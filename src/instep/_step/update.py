@@ -455,7 +455,6 @@ class DeferredBuckets:
         self._owner = weakref.ref(owner)
         self._due: dict[int, Update] = {}  # by the parameter's id
         self._begun: tuple[int, Begun] = 0, {}  # of the step with this number
-        self._left: list[str] = []  # to the running step() itself
         self._watch = Watch(values=self._used)
         self.watch_in_step = Watch(values=self._used, gradient=self._used_in_step)
         self._gradient_watch = Watch(values=self._used_gradient)
@@ -486,19 +485,6 @@ class DeferredBuckets:
         if self._begun[0] != number:
             self._begun = number, {}
         return self._begun[1]
-
-    def leave(self, number: int, names: list[str]) -> None:
-        """``step()`` begins. These are not put off, and updated before it returns."""
-        begun = self.begun_in(number)
-        for name in self._left:
-            begun.pop(name, None)  # of a call that has raised before anything was written
-        self._left = names
-        begun.update(dict.fromkeys(names, False))
-
-    def returned(self, number: int) -> None:
-        """``step()`` has returned: so those that were not put off were updated."""
-        left, self._left = self._left, []
-        self.begun_in(number).update(dict.fromkeys(left, True))
 
     def add(self, bucket: Update) -> None:
         self._due.update(zip(map(id, bucket.tensors), repeat(bucket), strict=False))
