@@ -1070,6 +1070,7 @@ MUTANTS = [
         "operation in ACCUMULATE and",
     ),
     Mutant("lose the gradients that nobody cleared", "ForwardCalls._show_gradients", "SET_GRAD(parameter, gradient)"),
+    Mutant("autograd adds to gradients that are due", "DeferredBuckets._run_begins", "self.finish(not_cleared)"),
     Mutant("say nothing of steps that are clipped", "_in_vain", "if 2 * clipped >= steps:", "if False:"),
     Mutant(
         "update on trial after a step that was clipped",

@@ -20,7 +20,7 @@ BOUNDS = {
     # Files, calls.
     "bucket": (8, 12),
     "backward": (27, 364),
-    "forward": (30, 682),
+    "forward": (29, 642),
     "default": (8, 23),
     "undo": (31, 855),
 }

@@ -101,3 +101,25 @@ def test_one_that_was_used_keeps_no_gradient() -> None:
         del gradient
         optimizer.zero_grad()
         assert real() is None
+
+
+def test_a_backward_that_nobody_sees_adds_to_gradients_that_are_due() -> None:
+    """Its graph was made before the step, of parameters alone, and autograd adds to the tensor in ``.grad``."""
+    found = []
+    for attached in (False, True):
+        model, optimizer, x = loop()
+        overlap = instep.attach(model, optimizer, schedule="forward", defer=True) if attached else None
+        for _ in range(3):
+            model(x).square().sum().backward()
+            other = (model.weight * 2).sum()
+            optimizer.step()
+            assert overlap is None or overlap.state == "pending"
+            other.backward()
+            assert model.weight.grad is not None
+            found.append(model.weight.grad.clone())
+            optimizer.zero_grad()
+        found.append(model.weight.detach().clone())
+        if overlap is not None:
+            overlap.detach()
+    half = len(found) // 2
+    assert all(map(torch.equal, found[:half], found[half:]))

@@ -34,7 +34,7 @@ from instep._optim.guards import (
 )
 from instep._optim.kernels import GRADIENT
 from instep._optim.kinds import fused_counts_writes, is_fused, multiplies_matrices
-from instep._optim.parameters import AttachedParameters, OptimizerCall, calls_of
+from instep._optim.parameters import AttachedParameters, OptimizerCall, calls_of, none_there
 from instep._optim.shadow import end_state, order_added, snapshot_of
 from instep._optim.stepper import Stepper
 from instep._ranks.vote import Vote, error_of
@@ -44,8 +44,8 @@ from instep._step.schedule import Schedule
 from instep._step.state import Gather, Gathered, StepTimes, gradient_of, without_frames
 from instep._step.step import RunningStep
 from instep._step.streams import Mark
-from instep._torch.engine import is_captured, listen, profiled
-from instep._torch.lifetime import owe, settled
+from instep._torch.engine import BeforeRuns, is_captured, listen, profiled
+from instep._torch.lifetime import owe, settled, weakly
 from instep._torch.versions import PLAIN, VERSION, are_counted, memory_of
 from instep._torch.watch import StateWatch, Watch
 from instep._torch.worker import Task, Worker
@@ -459,6 +459,7 @@ class DeferredBuckets:
         self.watch_in_step = Watch(values=self._used, gradient=self._used_in_step)
         self._gradient_watch = Watch(values=self._used_gradient)
         self.state_watch = StateWatch(self._used_state)
+        self._before_runs = BeforeRuns(weakly(self._run_begins))
         # The gradients that are in ``.grad`` again, or that somebody has, by the parameter's id.
         self._shown: dict[int, weakref.ref[torch.Tensor]] = {}
 
@@ -478,6 +479,7 @@ class DeferredBuckets:
         if (owner := self._owner()) is not None:
             owe(owner)
             listen(owner)
+        self._before_runs.start()
         self.worker.start()
 
     def begun_in(self, number: int) -> Begun:
@@ -593,8 +595,10 @@ class DeferredBuckets:
         self._settle_if_none()
 
     def _settle_if_none(self) -> None:
-        if not self._due and (owner := self._owner()) is not None:
-            settled(owner)
+        if not self._due:
+            self._before_runs.stop()
+            if (owner := self._owner()) is not None:
+                settled(owner)
 
     def _tear(self, step: PartOfStep, due: Sequence[Update]) -> None:
         """An update of ``step`` has failed. ``due``: those that were, each of which has run or failed by now."""
@@ -656,6 +660,12 @@ class DeferredBuckets:
         if stepper is not None and stepper.optimizer() is optimizer:
             return  # by the running step() itself, which has nothing to update
         self.finish(bucket for bucket in self.all() if bucket.step.optimizer() is optimizer)
+
+    def _run_begins(self) -> None:
+        """A backward may add to a gradient that is due, and that nobody has cleared: autograd tells nobody."""
+        with torch._C.DisableTorchFunctionSubclass():
+            not_cleared = [update for update in self.all() if not none_there(map(GRADIENT, update.tensors))]
+        self.finish(not_cleared)
 
     def _used_gradient(self, gradient: torch.Tensor, func: object) -> None:
         """A gradient is about to be used that may not have been applied yet."""

@@ -446,25 +446,53 @@ class RunErrors:
     """Tells ``listener`` of every run of the engine that raises, until it is removed. Held weakly."""
 
     def __init__(self, listener: HearsErrors) -> None:
-        global _engine_run
         self._listener = weakref.ref(listener, _tell_no_more)
         _told.append(self._listener)
-        current = getattr(torch.autograd, _RUN)
-        if current is not _run:
-            _engine_run = current
-            setattr(torch.autograd, _RUN, _run)
+        _hear_runs()
 
     def remove(self) -> None:
         _tell_no_more(self._listener)
 
 
+class BeforeRuns:
+    """Calls ``do`` before every run of the engine that Python asks for, between ``start`` and ``stop``: also before one
+    that comes to no output of the model, and adds to gradients."""
+
+    def __init__(self, do: Callable[[], None]) -> None:
+        self.do = do
+
+    def start(self) -> None:
+        if self not in _before:
+            _before.append(self)
+            _hear_runs()
+
+    def stop(self) -> None:
+        if self in _before:
+            _before.remove(self)
+            _hear_no_more()
+
+
 _told: "list[weakref.ref[HearsErrors]]" = []
+_before: list[BeforeRuns] = []
 _engine_run: Callable[..., Any] = getattr(torch.autograd, _RUN)
 
 
 def _tell_no_more(ref: "weakref.ref[HearsErrors]") -> None:
     _told[:] = [other for other in _told if other is not ref]
-    if not _told and getattr(torch.autograd, _RUN) is _run:  # else somebody else's stands before this one
+    _hear_no_more()
+
+
+def _hear_runs() -> None:
+    global _engine_run
+    current = getattr(torch.autograd, _RUN)
+    if current is not _run:
+        _engine_run = current
+        setattr(torch.autograd, _RUN, _run)
+
+
+def _hear_no_more() -> None:
+    # Where somebody else's stands before this one, it stays.
+    if not _told and not _before and getattr(torch.autograd, _RUN) is _run:
         setattr(torch.autograd, _RUN, _engine_run)
 
 
@@ -479,6 +507,8 @@ def count_of_runs() -> int:
 def _run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     global _count
     _count += 1
+    for before in [*_before]:
+        before.do()
     try:
         return _engine_run(outputs, *args, **kwargs)
     except BaseException as error:
