@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from time import perf_counter
 from typing import Any, cast
 
@@ -44,7 +44,7 @@ from instep._step.schedule import Schedule
 from instep._step.state import Gather, Gathered, StepTimes, gradient_of, without_frames
 from instep._step.step import RunningStep
 from instep._step.streams import Mark
-from instep._torch.engine import BeforeRuns, is_captured, listen, profiled
+from instep._torch.engine import BeforeRuns, Run, is_captured, listen, profiled
 from instep._torch.lifetime import owe, settled, weakly
 from instep._torch.versions import PLAIN, VERSION, are_counted, memory_of
 from instep._torch.watch import StateWatch, Watch
@@ -661,11 +661,12 @@ class DeferredBuckets:
             return  # by the running step() itself, which has nothing to update
         self.finish(bucket for bucket in self.all() if bucket.step.optimizer() is optimizer)
 
-    def _run_begins(self) -> None:
+    def _run_begins(self, run: Run) -> None:
         """A backward may add to a gradient that is due, and that nobody has cleared: autograd tells nobody."""
         with torch._C.DisableTorchFunctionSubclass():
             not_cleared = [update for update in self.all() if not none_there(map(GRADIENT, update.tensors))]
-        self.finish(not_cleared)
+        if not_cleared and run.accumulates and run.comes_to(chain.from_iterable(u.tensors for u in not_cleared)):
+            self.finish(not_cleared)
 
     def _used_gradient(self, gradient: torch.Tensor, func: object) -> None:
         """A gradient is about to be used that may not have been applied yet."""

@@ -391,7 +391,7 @@ called or not.
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run of the engine that Python has asked for, and that has raised.
+    """A run of the engine that Python has asked for.
 
     Attributes:
         call: what the user has called: ``"backward()"`` or ``"torch.autograd.grad()"``.
@@ -403,6 +403,14 @@ class Run:
     accumulates: bool
     inputs: Sequence[Any]
     _outputs: Sequence[Any]
+
+    @staticmethod
+    def of(outputs: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Run":
+        """Given what the engine is called with."""
+        accumulates = bool(kwargs.get("accumulate_grad"))
+        inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
+        call = "backward()" if accumulates else "torch.autograd.grad()"
+        return Run(call, accumulates, tuple(inputs or ()), outputs)
 
     def comes_to(self, leaves: Iterable[torch.Tensor]) -> bool:
         """Whether one of ``leaves`` is in its graph. A segment that is checkpointed with ``use_reentrant=True`` hides
@@ -458,7 +466,7 @@ class BeforeRuns:
     """Calls ``do`` before every run of the engine that Python asks for, between ``start`` and ``stop``: also before one
     that comes to no output of the model, and adds to gradients."""
 
-    def __init__(self, do: Callable[[], None]) -> None:
+    def __init__(self, do: Callable[[Run], None]) -> None:
         self.do = do
 
     def start(self) -> None:
@@ -508,7 +516,7 @@ def _run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     global _count
     _count += 1
     for before in [*_before]:
-        before.do()
+        before.do(Run.of(outputs, args, kwargs))
     try:
         return _engine_run(outputs, *args, **kwargs)
     except BaseException as error:
@@ -528,9 +536,7 @@ def _run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
 def _tell_of_error(
     error: BaseException, outputs: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> BaseException | None:
-    accumulates = bool(kwargs.get("accumulate_grad"))
-    inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
-    run = Run("backward()" if accumulates else "torch.autograd.grad()", accumulates, tuple(inputs or ()), outputs)
+    run = Run.of(outputs, args, kwargs)
     replacements = [listener.run_raised(run, error) for ref in list(_told) if (listener := ref()) is not None]
     return next((instead for instead in replacements if instead is not None), None)
 
