@@ -31,7 +31,7 @@ from instep.errors import InstepError
 
 class ForwardCalls(StepCalls):
     """The calls of ``optimizer.step()``. Each finds no gradient of the parameters whose update is put off; the other
-    updates are done in it. For the arguments see ``ForwardSchedule``.
+    updates are done in it.
 
     Attributes:
         owners_in_views: of the buckets of which gradients are views; ``None``: they are none.
