@@ -9,7 +9,7 @@ from torch import nn
 
 import instep
 from instep._optim import kernels, undo
-from instep._step import deferred, deferred_buckets, in_backward, streams
+from instep._step import deferrable, in_backward, streams, update
 from instep.errors import UncommittedStepError, UnsupportedOptimizerError
 from tests.accelerator.recording import recorded
 
@@ -23,7 +23,7 @@ def _on_the_device() -> Any:
 
 
 def recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (streams, deferred, deferred_buckets, in_backward):
+    for module in (streams, deferrable, update, in_backward):
         monkeypatch.setattr(module, "is_captured", lambda device: device.type == "emu")
 
 

@@ -115,7 +115,7 @@ def slow_gathers() -> tuple[int, list[bool]]:
     with pytest.MonkeyPatch.context() as patch:
         real = dist.all_gather
         patch.setattr(dist, "all_gather", lambda *args, **options: Slow(real(*args, **options)))
-        patch.setattr(deferred, "which_can_defer", lambda stepper, mine, *_, **__: dict.fromkeys(mine, True))
+        patch.setattr(deferred, "which_cannot_wait", lambda *_, **__: set())
         patch.setattr(recording, "profile", Watched)
         torch.manual_seed(0)
         model = DistributedDataParallel(Blocks(), gradient_as_bucket_view=True)

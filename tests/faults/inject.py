@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from instep._optim.parameters import calls_of
 from instep._optim.stepper import PreparedUpdate, Stepper
 from instep._ranks import vote
-from instep._step import deferred_buckets as pending
+from instep._step import update as pending
 from instep.sources.ddp.buckets import Reduction
 from instep.sources.ddp.reducer import ReducerGroup
 from tests.distributed.loops import work_of

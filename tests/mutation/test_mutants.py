@@ -59,7 +59,7 @@ MUTANTS = [
         "objects: what buckets leave is compared by where it is alone",
         "Beside.note",
         "changes == self._left.at_once.get(groups)",
-        "groups in self._noted",
+        "groups in self._left.at_once",
     ),
     Mutant("objects: what buckets leave is equal in any type", "_AtOnce.changes", "[*map(type, values)]", "[]"),
     Mutant(
@@ -241,29 +241,24 @@ MUTANTS = [
     ),
     Mutant(
         "beside backward: what others have the memory of",
-        "UpdatesBeside.takes",
+        "can_run_beside",
         "not any(have_other_owners(tensors))",
         "True",
     ),
     Mutant(
         "beside backward: a first update, which makes state",
-        "UpdatesBeside._runs_beside",
-        "makes_none or all_there(",
-        "True or all_there(",
+        "_makes_no_state",
+        "all_there(map(state.get, parameters.tensors())) or",
+        "True or",
     ),
-    Mutant(
-        "beside backward: never where no state is made",
-        "UpdatesBeside._runs_beside",
-        "makes_none or all_there(",
-        "all_there(",
-    ),
+    Mutant("beside backward: never where no state is made", "_makes_no_state", " or not (is_first_step or state)", ""),
     Mutant(
         "beside backward: what takes turns with the loop in Python",
-        "UpdatesBeside._runs_beside",
+        "_makes_no_state",
         "if not runs_beside(optimizer):",
         "if False:",
     ),
-    Mutant("beside backward: a token that an exception has lost", "DeferredBucket.wait_for", "worker.wake()"),
+    Mutant("beside backward: a token that an exception has lost", "Update.wait_for", "worker.hurry(self.done)"),
     Mutant(
         "beside backward: what a handler raises where backward ends leaves the step open",
         "BucketSink.join",
@@ -285,7 +280,7 @@ MUTANTS = [
     Mutant(
         "beside backward: settings are looked at by the worker alone",
         "UpdatesBeside.hand_over",
-        "stepper.look_at_settings(_of(stepper, bucket).tensors())",
+        "stepper.look_at_settings(part.tensors())",
     ),
     Mutant(
         "beside backward: whoever asks for state does not wait",
@@ -522,7 +517,6 @@ MUTANTS = [
         'vars(optimizer).get("grad_scale") is not None',
     ),
     Mutant("kernels: take a count that is no tensor", "Kernel._calls_of", "not found.are_plain and ", "False and "),
-    Mutant("rest: hooks that do not rest are woken", "ReadHook.wake", "not None and self._rests", "not None"),
     Mutant("ranks: a group that torch does not know", "_ranks_of", "except KeyError:", "except IndexError:"),
     Mutant(
         "Trainer: run in place of somebody else's methods",
@@ -556,17 +550,14 @@ MUTANTS = [
     Mutant(
         "put off what has owners that are not known",
         "_reachable_by_others",
-        "shared = _any_of(shared, _have_other_owners(parameters, tensors))",
-    ),
-    Mutant(
-        "put off the update from a gradient that the loop has kept",
-        "_reachable_by_others",
-        "shared = _any_of(shared, are_kept(list(map(GRADIENT, tensors))))",
+        "_have_other_owners(parameters, tensors),\n            _gradients",
+        "[False] * len(tensors),\n            _gradients",
     ),
     Mutant(
         "put off the update from a gradient of which the loop has an alias",
         "_reachable_by_others",
-        "shared = _any_of(shared, _gradients_have_other_owners(tensors, everybody, in_views=in_views))",
+        "_gradients_have_other_owners(tensors, everybody, in_views=in_views),",
+        "[False] * len(tensors),",
     ),
     Mutant(
         "put off updates while the loop has the optimizer's state",
@@ -577,8 +568,8 @@ MUTANTS = [
     Mutant(
         "put off updates while the loop has entries of the state",
         "_reachable_by_others",
-        "shared = entries_are_kept(list(map(optimizer.state.get, tensors)))",
-        "shared = [False] * len(tensors)",
+        "entries_are_kept(list(map(optimizer.state.get, tensors))),",
+        "[False] * len(tensors),",
     ),
     Mutant(
         "do not look whether a storage is kept",
@@ -709,8 +700,8 @@ MUTANTS = [
     Mutant(
         "give up nothing that cannot be followed",
         "ForwardSchedule.lost",
-        "self._update_deferral.acts_in_each_step or not self._deferring.gives_up",
-        "True",
+        "self.calls.acts_in_each_step or self._deferring.asked:",
+        "True:",
     ),
     Mutant(
         "count each evaluation of a closure", "ForwardCalls.drop_round", "self._step.round.evaluates_again", "False"
@@ -725,7 +716,7 @@ MUTANTS = [
     Mutant(
         "a step that was put off in part stands, whatever step() did to the rest",
         "ForwardCalls._end_raised",
-        "if rest and ledger.torn is None:",
+        "if rest and self._left_beside and ledger.torn is None:",
         "if False:",
     ),
     Mutant(
@@ -862,7 +853,7 @@ MUTANTS = [
         "return",
     ),
     Mutant("leave what is due at exit", "atexit.register", "atexit.register(_end)"),
-    Mutant("put off what nobody will wait for", "UpdateDeferral._can_be_put_off", "            and not ending()\n", ""),
+    Mutant("put off what nobody will wait for", "can_wait", "not ending()\n        # State", "True\n        # State"),
     Mutant("leave what is due in a forked child", "owe", "Finalize(None, _settle_all, exitpriority=100)"),
     Mutant("save an attachment's hooks", "_without_hooks", "name: left.get(name, value) for", "name: value for"),
     Mutant("refer to parameters after detach", "AttachedParameter.let_go", "self._parameter = None"),
@@ -1002,15 +993,15 @@ MUTANTS = [
     ),
     Mutant(
         "a class that gets a step() of its own after attach is put off",
-        "UpdateDeferral._can_be_put_off",
-        "and steps_as_known(optimizer)  #",
-        "#",
+        "can_wait",
+        "and steps_as_known(optimizer)\n",
+        "\n",
     ),
     Mutant("a recording does not see what a worker lets go", "LiveGradients.note", "if not ref.expired()", "if True"),
     Mutant("a recording takes a gradient for gone that is there", "LiveGradients.note", "not ref.expired()", "False"),
     Mutant(
         "a recording is not told of gradients that a worker is given",
-        "DeferredBucket.__init__",
+        "Update.__init__",
         "step.times.listener.handed_over(self.gradients)",
         "pass",
     ),
@@ -1059,7 +1050,7 @@ MUTANTS = [
     ),
     Mutant("do not wait for a parameter that is used", "DeferredBuckets._used", "self.finish([self.of(parameter)])"),
     Mutant("do not wait for what a module reads", "ForwardSchedule.before_read", "if deferred:", "if False:"),
-    Mutant("step later with the groups of then", "DeferredStep._stepped", "snapshot_of(optimizer)", "optimizer"),
+    Mutant("step later with the groups of then", "PartOfStep.__init__", "snapshot_of(optimizer)", "optimizer"),
     Mutant(
         "put off a fused update without its loss scale",
         "snapshot_of",
@@ -1068,13 +1059,11 @@ MUTANTS = [
     ),
     Mutant(
         "let graphs with the old weights run after step()",
-        "DeferredBucket.__init__",
+        "Update.__init__",
         "        torch.autograd.graph.increment_version(self.tensors)\n",
         "",
     ),
-    Mutant(
-        "write over a write of which nobody is told", "_VersionsAtStep.require", "versions != self._versions", "False"
-    ),
+    Mutant("write over a write of which nobody is told", "AsLeft.require", "versions != self._versions", "False"),
     Mutant(
         "take a parameter that came into the groups a second time",
         "AddedParameters.adopt",
@@ -1084,14 +1073,6 @@ MUTANTS = [
         "leave the state in the order in which it was made",
         "DeferredBuckets._end",
         "order_added(optimizer, step.entries_before)",
-    ),
-    Mutant("use a stand-in again that somebody has", "StandIns.take_back", "None and not _is_shared(lent)", "None"),
-    Mutant("keep the gradient in a stand-in that nobody has", "StandIns.take_back", "lent[0].let_go()"),
-    Mutant(
-        "use a stand-in again for a gradient of another layout",
-        "HeldGradient.stand_for",
-        "if self._form != _form_of(real):",
-        "if False:",
     ),
     Mutant(
         "signals: what was there is noted when it is exchanged",
@@ -1129,12 +1110,8 @@ MUTANTS = [
         "operation in ACCUMULATE and graph_task() is not None and",
         "operation in ACCUMULATE and",
     ),
-    Mutant(
-        "lose the gradients that nobody cleared",
-        "ForwardCalls._give_stand_ins",
-        "SET_GRAD(parameter, self._deferred.stand_in_for(parameter, gradient))",
-        "pass",
-    ),
+    Mutant("lose the gradients that nobody cleared", "ForwardCalls._show_gradients", "SET_GRAD(parameter, gradient)"),
+    Mutant("autograd adds to gradients that are due", "DeferredBuckets._run_begins", "self.finish(not_cleared)"),
     Mutant("say nothing of steps that are clipped", "_in_vain", "if 2 * clipped >= steps:", "if False:"),
     Mutant(
         "update on trial after a step that was clipped",
@@ -1164,7 +1141,7 @@ MUTANTS = [
         "stepper.is_foreign else _NONE",
         "stepper.is_foreign else self._at_rest",
     ),
-    Mutant("clip only what is put off", "UpdateDeferral._take", "if clip is not None:", "if False:"),
+    Mutant("clip only what is put off", "ForwardCalls._take", "if clip is not None:", "if False:"),
     Mutant(
         "take norms in the order of parameters",
         "total_norm",
@@ -1511,10 +1488,7 @@ MUTANTS = [
     ),
     Mutant("let a second thread in", "Threads.begin_backward", 'self.require_one(thread, "backward")', "pass"),
     Mutant(
-        "take a clip of another bucket for a write of the user's",
-        "_VersionsAtStep.__init__",
-        "p if g._is_view() else g",
-        "g",
+        "take a clip of another bucket for a write of the user's", "AsLeft.__init__", "p if g._is_view() else g", "g"
     ),
     Mutant("average in no_sync too", "Replicated.no_sync", "        self.require_backward_grad_sync = False\n", ""),
     Mutant(
@@ -1734,7 +1708,7 @@ MUTANTS = [
     ),
     Mutant(
         "the default asks parameters that the loop may have replaced",
-        "UpdateDeferral._leave",
+        "ForwardCalls._leave",
         "gradients_in(optimizer)",
         "[a.get().grad for a in step.members.all]",
     ),
@@ -1913,17 +1887,14 @@ MUTANTS = [
         "if False and (difference := switched(self._switches)) is not None:",
     ),
     Mutant(
-        "put off a step under other switches than the forward's",
-        "UpdateDeferral._can_be_put_off",
-        "            and self._reading.is_alike()\n",
-        "",
+        "apply what is due under the precision of who waits", "_set", "wanted[PRECISION] != current[PRECISION]", "False"
     ),
     Mutant("apply what is due under the mkldnn of who waits", "_set", "wanted[MKLDNN] != current[MKLDNN]", "False"),
     Mutant(
         "apply what is due under whatever switches there are",
-        "_SwitchesAtStep.difference",
-        "if dtypes.count(torch.float64) == 1:",
-        "if False:",
+        "_SwitchesAtStep.other_dtype",
+        "if dtypes.count(torch.float64) == 1",
+        "if False",
     ),
     Mutant("ask inference tensors for a version", "version_of", "if tensor.is_inference():", "if False:"),
     Mutant(
@@ -1944,21 +1915,18 @@ MUTANTS = [
     ),
     Mutant(
         "put off a step whatever autocast block it is in",
-        "UpdateDeferral._can_be_put_off",
-        "            and not stepper.autocast_matters()\n",
+        "can_wait",
+        "        and not stepper.autocast_matters()\n",
         "",
     ),
     Mutant(
         "put off the update of parts whatever autocast block step() is in",
-        "UpdateDeferral._take",
+        "ForwardCalls._take",
         "require_same_in_autocast(stepper)  # these are",
         "pass  # these are",
     ),
     Mutant(
-        "put off a step with settings that cannot be copied",
-        "UpdateDeferral._can_be_put_off",
-        "            and is_copied_whole(optimizer)\n",
-        "",
+        "put off a step with settings that cannot be copied", "can_wait", "        and is_copied_whole(optimizer)\n", ""
     ),
     Mutant("never read what was compared on the device", "SettingsGuard.require_unchanged", "if written:", "if False:"),
     Mutant("let a trial write the loop's gradients", "TrialWrites._lend", "if attached.stepper.is_foreign", "if False"),
@@ -1975,13 +1943,13 @@ MUTANTS = [
     ),
     Mutant(
         "let optimizer.state be read while steps are due",
-        "UpdateDeferral._take_over",
+        "ForwardCalls._take_over",
         "deferred.state_watch.start(optimizer)",
     ),
     Mutant(
         "let gradients be gone after an interrupted step that was handed over",
-        "UpdateDeferral._hide",
-        "self._deferred.watch_in_step.start(attached.get() for attached, _ in gradients)",
+        "ForwardCalls._hide",
+        "self._deferred.watch_in_step.start(parameters.tensors())",
     ),
     Mutant(
         "let gradients be gone after an interrupted step on trial",
@@ -2001,7 +1969,7 @@ MUTANTS = [
     ),
     Mutant(
         "do not look for state written through an older reference",
-        "_VersionsAtStep.require",
+        "AsLeft.require",
         "if not self._entries.are_as_left(state):",
         "if not all(some.are_in(state) for some in self._entries._all):",
     ),
@@ -2042,7 +2010,7 @@ MUTANTS = [
     Mutant(
         "count writes that the plain loop's fused step does not count",
         "_SwitchesAtStep.__init__",
-        "not is_fused_one or fused_counts_writes(optimizer)",
+        "self.are_read or fused_counts_writes(optimizer)",
         "True",
     ),
     Mutant(
@@ -2265,7 +2233,11 @@ MUTANTS = [
     Mutant("waiting for an update hides it", "StepTimes.committed", "max(0.0, sum(ran) - self._waited)", "sum(ran)"),
     Mutant("times add up over steps", "StepTimes.committed", "self._in_step = self._waited = 0.0"),
     Mutant("torch.compile traces what is watched", "DeferredBuckets.begin", "listen(owner)"),
-    Mutant("torch.compile is given a stand-in", "DeferredBuckets.give_to_compiler", "become_real(stand_in)"),
+    Mutant(
+        "torch.compile is given a gradient that is watched",
+        "DeferredBuckets._let_go",
+        "self._gradient_watch.stop([shown])",
+    ),
     Mutant("a function is compiled anew after each step", "ForwardSchedule.before_compile", "self._compiles += 1"),
     Mutant(
         "the line takes the place of an attachment with options",
@@ -2298,9 +2270,9 @@ MUTANTS = [
     ),
     Mutant(
         "keyed: leave to torch what is not put off",
-        "UpdateDeferral._step_here",
-        "if not stepper.steps_every_parameter:",
-        "if True:",
+        "ForwardCalls._take",
+        "if stepper.steps_every_parameter:",
+        "if False:",
     ),
     Mutant(
         "keyed: leave a parameter without a name to torch",
@@ -2320,35 +2292,38 @@ MUTANTS = [
     ),
     Mutant(
         "torn: parameters of an update that was put off and raised were not updated",
-        "StepOutcome.untouched",
-        "if name not in self.begun",
-        "if name not in self.applied",
+        "DeferredBuckets._tear",
+        "for name in bucket.names if name not in outcome.begun",
+        "for name in bucket.names if not outcome.begun.get(name)",
     ),
     Mutant(
         "torn: forget what other optimizers have updated in the same step",
-        "DeferredBuckets._tear",
-        "outcomes = step.outcomes.values()",
-        "outcomes = [outcome]",
+        "DeferredBuckets.begun_in",
+        "if self._begun[0] != number:",
+        "if True:",
     ),
     Mutant(
-        "torn: forget what step() itself has updated", "DeferredBuckets.returned", "outcome.applied = outcome.names"
+        "torn: forget what step() itself has updated",
+        "ForwardCalls._finish",
+        "dict.fromkeys(self._left, True)",
+        "()",
     ),
     Mutant(
         "torn: an update that was put off has updated the rows of other ranks, too",
-        "DeferredBucket.apply",
-        "outcome.applied += self._shards.whole",
-        "outcome.applied += self.names",
+        "Update.apply",
+        " if a.shard is None or not a.shard.is_shared",
+        "",
     ),
     Mutant(
         "torn: rows of other ranks that have arrived are none, in an update that was put off",
-        "Shards.receive",
-        "outcome.applied += self._shared",
+        "Update._receive",
+        "outcome.begun.update(dict.fromkeys(shared, True))",
     ),
     Mutant(
         "torn: an update that was put off begins what another rank updates",
-        "Shards.__init__",
-        "if shard is None or not shard.is_empty]",
-        "]",
+        "Update._begins",
+        " if a.shard is None or not a.shard.is_empty",
+        "",
     ),
     Mutant(
         "torn: a parameter that lacks the rows of other ranks is whole",
@@ -2382,19 +2357,19 @@ MUTANTS = [
     ),
     Mutant(
         "shard_state: write rows of ranks that could not update theirs, of a step that was put off",
-        "Shards.receive",
-        "ranks.hear_of_updates()",
+        "Update._receive",
+        "outcome.hear_of_updates()",
     ),
     Mutant(
         "shard_state: a rank that could not update its rows says that it has, of a step that was put off",
-        "VotesOnStep.tell_of_updates",
-        "failed=self._outcome.failure is not None",
+        "Outcome.tell_of_updates",
+        "failed=self.failure is not None",
         "failed=False",
     ),
     Mutant(
         "shard_state: who has failed in its updates votes once more",
         "DeferredBuckets._tear",
-        " and not (step.ranks.know and not outcome.lost)",
+        " and (outcome.lost or not outcome.told)",
         "",
     ),
     Mutant(
@@ -2412,13 +2387,11 @@ MUTANTS = [
     Mutant("first failure: wait for rows after it, in backward", "_Sent.communicating", "self.lost = True"),
     Mutant(
         "first failure: wait for rows after it, of a step that was put off",
-        "Shards.receive",
-        " or outcome.failure is not None:",
-        ":",
+        "Update._receive",
+        "if outcome.failure is not None:",
+        "if False:",
     ),
-    Mutant(
-        "first failure: send rows after a vote that was lost", "DeferredBucket.send", "self.step.outcome.lost", "False"
-    ),
+    Mutant("first failure: send rows after a vote that was lost", "Update.send", "self.step.outcome.lost", "False"),
     Mutant(
         "first failure: wait for the other buckets of replicate",
         "TransientBuckets._fail",
@@ -2589,7 +2562,7 @@ MUTANTS = [
     Mutant(
         "a run waits for a rank that has refused a step that was put off",
         "ForwardSchedule.hear_of_last_step",
-        "if any(bucket.step.ranks.refuse() for bucket in self._deferred.all()):",
+        "if any(update.step.outcome.is_refused() for update in self._deferred.all()):",
         "if False:",
     ),
     Mutant(
@@ -2670,7 +2643,7 @@ MUTANTS = [
     Mutant(
         "own object: what buckets have left is not put in",
         "Stepper.commit",
-        "self.own_object.beside.commit(rest=None if rest is None else numbers_of(groups))",
+        "self.own_object.beside.commit(rest=None if rest is None else numbers_of(some))",
     ),
     Mutant(
         "own object: what step() has made without gradients stands",

@@ -180,7 +180,7 @@ MUTANTS = [
     _mutant("a stepped bucket is not held", "FinalWrites.updated", "self._step.streams.hold(gradients)"),
     _mutant(
         "gradients that were handed over go where the host has stepped them",
-        "DeferredBucket.apply",
+        "Update.apply",
         'if self.device.type == "cpu":',
         "if True:",
     ),
@@ -229,8 +229,8 @@ MUTANTS = [
     ),
     _mutant(
         "a step that was written into while it was under way is a whole one",
-        "StepOutcome.doubt",
-        "self.applied = [name for name in self.applied if name not in names]",
+        "DeferredBuckets._run",
+        "bucket.step.outcome.fails(error)",
     ),
     _mutant("nobody waits for buckets behind one that has failed", "Reductions._before_ddp_ends", "drain([in_flight])"),
     _mutant("the side stream stays the current one", "Side.leave", "torch.accelerator.set_stream(stream)"),
@@ -308,9 +308,9 @@ MUTANTS = [
     ),
     _mutant(
         "forward: parts are sent on the loop's stream",
-        "UpdateDeferral._begin",
-        "with deferred.on_side(bucket):\n                    bucket.send(",
-        "if True:\n                    bucket.send(",
+        "ForwardCalls._begin",
+        "with deferred.on_side(update):\n                    update.send(",
+        "if True:\n                    update.send(",
     ),
     _mutant(
         "forward: buckets are finished on the loop's stream",

@@ -315,7 +315,7 @@ def test_what_was_given_to_the_worker_is_done_though_an_exception_came_in_betwee
     thread.join(net.SECONDS / 30)
     waits_for_ever = thread.is_alive()
     while thread.is_alive():
-        loop.overlap._parts.schedule._beside._worker.wake()
+        loop.overlap._parts.schedule._beside._worker._tokens.put(True)
         thread.join(0.1)
     assert not waits_for_ever
     assert interrupter.place is not None

@@ -279,9 +279,20 @@ WRITES = [
 ]
 
 
+def with_a_parameter_for_lr() -> Any:
+    model = Blocks(depth=2)
+    groups = [{**group, "lr": nn.Parameter(torch.tensor(0.02), requires_grad=False)} for group in two_groups(model)]
+    return model, torch.optim.AdamW(groups, foreach=False)
+
+
 def write_lr(write: Callable[[torch.Tensor, float], object], optimizer: Any, i: int) -> None:
     for group in optimizer.param_groups:
         write(group["lr"], 0.01 / i)
+
+
+@pytest.mark.parametrize("way", ["forward", "late"])
+def test_a_rate_that_is_a_parameter(way: str) -> None:
+    compare(way, with_a_parameter_for_lr, partial(write_lr, in_place), "while due")
 
 
 @WHEN

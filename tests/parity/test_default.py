@@ -162,7 +162,7 @@ def test_a_step_that_a_cuda_graph_records_is_taken_at_once(monkeypatch: pytest.M
     loop = Loop()
     with instep.attach(loop.model, loop.optimizer, defer=True) as overlap:
         for recording in (False, True, False):
-            monkeypatch.setattr("instep._step.deferred.is_captured", lambda device, now=recording: now)
+            monkeypatch.setattr("instep._step.deferrable.is_captured", lambda device, now=recording: now)
             loop.step(0)
             assert overlap.state == ("idle" if recording else "pending")
 

@@ -112,15 +112,16 @@ def test_an_update_behind_a_forward_under_other_switches(way: str, name: str) ->
 
 
 @torch.no_grad()
-def other_without_mkldnn(parameters: list[torch.Tensor]) -> None:
+def other_under_others(parameters: list[torch.Tensor]) -> None:
     """As if products came out otherwise."""
-    if not torch.backends.mkldnn.enabled:
+    if not torch.backends.mkldnn.enabled or torch.get_float32_matmul_precision() == "medium":
         for parameter in parameters:
             parameter.mul_(0.5)
 
 
+@pytest.mark.parametrize("name", ["the precision of products", "mkldnn"])
 @pytest.mark.parametrize("way", ["forward", "late"])
-def test_a_forward_under_another_mkldnn_than_the_last(way: str) -> None:
+def test_a_forward_under_other_switches_than_the_last(way: str, name: str) -> None:
     """An update behind it is one under that of ``step()``, and the forward goes on under its own."""
 
     def build_one() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -129,12 +130,13 @@ def test_a_forward_under_another_mkldnn_than_the_last(way: str) -> None:
 
     def step(lane: Contender, i: int) -> torch.Tensor:
         x, y = batch(i)
-        with without_mkldnn() if i % 2 else nullcontext():
+        with SWITCHES[name]() if i % 2 else nullcontext():
+            then = switches()
             loss = loss_of(lane.model(x), y)
-            assert bool(torch.backends.mkldnn.enabled) == (i % 2 == 0)
+            assert switches() == then
         return lane.learn(loss)
 
-    with before_updates(other_without_mkldnn):
+    with before_updates(other_under_others):
         lane = lockstep(way, build_one, step)
     assert "steps put off" in repr(lane.overlap)
 

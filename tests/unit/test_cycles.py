@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import instep
-from instep._step.deferred_buckets import DeferredBucket
+from instep._step.update import Update
 
 SOURCE = Path(instep.__file__).parent
 
@@ -45,11 +45,11 @@ def test_no_frame_keeps_the_error_that_it_raises() -> None:
 def buckets(monkeypatch: pytest.MonkeyPatch) -> list["weakref.ref[Any]"]:
     """All that are handed over, and their gradients."""
     made: list[weakref.ref[Any]] = []
-    init = DeferredBucket.__init__
+    init = Update.__init__
 
-    def noted(self: DeferredBucket, *args: Any) -> None:
+    def noted(self: Update, *args: Any) -> None:
         init(self, *args)
         made.extend([weakref.ref(self), weakref.ref(self.step), *map(weakref.ref, self.gradients)])
 
-    monkeypatch.setattr(DeferredBucket, "__init__", noted)
+    monkeypatch.setattr(Update, "__init__", noted)
     return made

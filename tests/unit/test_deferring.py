@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import instep
-from instep._step.deferral import ASKED, PAIRS, WARM_UP, Always, DeferralTrial, Never, OtherRanks
+from instep._step.deferral import ASKED, PAIRS, WARM_UP, DeferralTrial, Deferring, OtherRanks
 from instep._step.state import StepTimes
 from instep._wiring.advice import deferring_of
 from instep.errors import TornStepError
@@ -271,7 +271,7 @@ def test_others_that_are_gone(share: float) -> None:
 
 
 def test_asked_for() -> None:
-    for asked, puts_off in ((Always(), True), (Never("defer=False"), False)):
+    for asked, puts_off in ((Deferring("defer=True", asked=True), True), (Deferring("defer=False"), False)):
         for _ in range(OF_ONE_RANK):
             asked.backward_begins()
             asked.step_begins()

@@ -20,8 +20,8 @@ BOUNDS = {
     # Files, calls.
     "bucket": (8, 12),
     "backward": (27, 361),
-    "forward": (30, 708),
-    "default": (10, 26),
+    "forward": (29, 642),
+    "default": (8, 23),
     "undo": (31, 844),
 }
 ATTACH = {"backward": 40, "forward": 42, "default": 42, "undo": 41}
@@ -42,7 +42,7 @@ def test_a_bucket() -> None:
 def test_an_iteration(way: str) -> None:
     loop = Loop(way)
     with loop.overlap:
-        least = {"least_files": 8, "least_calls": 20} if way == "default" else {}
+        least = {"least_files": 6, "least_calls": 16} if way == "default" else {}
         require_within(loop.road(), *BOUNDS[way], **least)
 
 

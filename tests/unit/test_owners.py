@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from instep._optim import owners
-from instep._optim.owners import are_kept, by_themselves, entries_are_kept, have_other_owners, state_is_kept
+from instep._optim.owners import BY_THEMSELVES, entries_are_kept, have_other_owners, state_is_kept
 
 
 class Trained:
@@ -30,11 +30,9 @@ class Trained:
     def found(self) -> tuple[list[bool], list[bool], list[bool]]:
         """Of parameters, gradients and state: whether others have them."""
         gradients: list[Any] = [p.grad for p in self.parameters]
-        kept = are_kept(gradients)
-        shared = [a or b for a, b in zip(have_other_owners(gradients), kept, strict=True)]
         entries = [self.optimizer.state[p] for p in self.parameters]
         in_state = [one or state_is_kept(self.optimizer) for one in entries_are_kept(entries)]
-        return have_other_owners(self.parameters), shared, in_state
+        return have_other_owners(self.parameters), have_other_owners(gradients), in_state
 
 
 def _gradient(trained: Trained) -> torch.Tensor:
@@ -53,7 +51,7 @@ TAKEN: dict[str, tuple[Take, tuple[list[bool], list[bool], list[bool]]]] = {
     "a NumPy array": (lambda t: t.model.weight.detach().numpy(), (FIRST, NOBODY, NOBODY)),
     "the storage": (lambda t: t.model.weight.untyped_storage(), (FIRST, NOBODY, NOBODY)),
     "state_dict": (lambda t: t.model.state_dict(), (ALL, NOBODY, NOBODY)),
-    "the gradient": (lambda t: t.model.weight.grad, (NOBODY, FIRST, NOBODY)),
+    "the gradient itself": (lambda t: t.model.weight.grad, (NOBODY, NOBODY, NOBODY)),
     "an alias of the gradient": (lambda t: _gradient(t).data, (NOBODY, FIRST, NOBODY)),
     "an entry of the state": (lambda t: t.optimizer.state[t.model.weight], (NOBODY, NOBODY, FIRST)),
     "a tensor of the state": (lambda t: t.optimizer.state[t.model.weight]["exp_avg"], (NOBODY, NOBODY, FIRST)),
@@ -73,7 +71,9 @@ def test_who_has_taken_something_is_known(taken: str) -> None:
     del kept
 
 
-@pytest.mark.parametrize("taken", ["detach", "a view", "state_dict", "the gradient", "the optimizer's state_dict"])
+@pytest.mark.parametrize(
+    "taken", ["detach", "a view", "state_dict", "an alias of the gradient", "the optimizer's state_dict"]
+)
 def test_nobody_has_it_once_it_was_let_go_of(taken: str) -> None:
     take, _ = TAKEN[taken]
     trained = Trained()
@@ -110,4 +110,4 @@ def test_torch_still_counts_the_owners_of_a_storage() -> None:
     assert owners._OWNERS(storage._cdata) == alone + 1
     del alias
     assert owners._OWNERS(storage._cdata) == alone
-    assert by_themselves(3) == 3
+    assert BY_THEMSELVES.of(3) == 3

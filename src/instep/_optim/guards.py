@@ -1,6 +1,6 @@
 """Guards: bucket by bucket, updates find the settings, switches and state that ``optimizer.step()`` would find."""
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate, chain, repeat
@@ -493,6 +493,7 @@ class StateGuard(Stage):
 
 DEFAULT_DTYPE = "torch.get_default_dtype()"
 MKLDNN = "torch.backends.mkldnn.enabled"
+PRECISION = "torch.get_float32_matmul_precision()"
 
 
 def switches() -> dict[str, Any]:
@@ -504,22 +505,21 @@ def switches() -> dict[str, Any]:
     return {
         DEFAULT_DTYPE: torch.get_default_dtype(),
         MKLDNN: torch.backends.mkldnn.enabled,
-        "torch.get_float32_matmul_precision()": precision,
+        PRECISION: precision,
     }
 
 
-def switched(then: dict[str, Any], *, but: Container[str] = ()) -> str | None:
-    """The first that is not as it was, in words; those ``but`` do not count."""
+def switched(then: dict[str, Any]) -> str | None:
+    """The first that is not as it was, in words."""
     for name, now in switches().items():
-        if now != then[name] and name not in but:
+        if now != then[name]:
             return f"{name} was {then[name]} and is {now}"
     return None
 
 
 @contextmanager
 def as_then(then: dict[str, Any]) -> Iterator[None]:
-    """The default dtype and mkldnn as they were. Only while nobody else can ask for them: they are the whole
-    process's."""
+    """All of them as they were. Only while nobody else can ask for them: they are the whole process's."""
     before = switches()
     _set(then, before)
     try:
@@ -579,3 +579,5 @@ def _set(wanted: dict[str, Any], current: dict[str, Any]) -> None:
         torch.set_default_dtype(wanted[DEFAULT_DTYPE])
     if wanted[MKLDNN] != current[MKLDNN]:
         torch.backends.mkldnn.enabled = wanted[MKLDNN]
+    if wanted[PRECISION] != current[PRECISION] and None not in (wanted[PRECISION], current[PRECISION]):
+        torch.set_float32_matmul_precision(wanted[PRECISION])

@@ -12,9 +12,9 @@ private one changes.
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from itertools import chain
+from itertools import chain, compress
 from operator import attrgetter, methodcaller
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -29,38 +29,48 @@ _IS_TORCHS = methodcaller("resizable")  # memory of NumPy's, of a mapped file or
 _IS_SHARED = methodcaller("is_shared")  # with another process, on a CPU; elsewhere always true
 
 
-OwnerCount = Callable[[int], int]
-"""Given the number of tensors in one storage: the owners that the storage has when nobody else uses it, not counting
-its own object in Python."""
+class OwnerCount(NamedTuple):
+    """The owners that a storage has when nobody else uses it, not counting its own object in Python.
+
+    Attributes:
+        each: so many for each tensor in it.
+        more: so many beside these.
+    """
+
+    each: int
+    more: int = 0
+
+    def of(self, tensors: int) -> int:
+        return self.each * tensors + self.more
 
 
-def by_themselves(tensors: int) -> int:
-    """Each is one owner."""
-    return tensors
+BY_THEMSELVES = OwnerCount(1)
+IN_VIEWS_OF_DDP = OwnerCount(2, 1)
+"""DDP's bucket is an owner, and has a view of its own for each gradient."""
+IN_VIEWS_OF_REPLICATE = OwnerCount(1, 1)
+"""The buffer that a bucket was reduced in is an owner, and each of its views. So it is with FSDP2's gradients."""
+IN_SHARDS_OF_FSDP2 = OwnerCount(3)
+"""FSDP2 keeps the padded shard and a flat view of it beside the local tensor of the parameter."""
 
 
-def in_views_of_ddp(tensors: int) -> int:
-    """DDP's bucket is an owner, and has a view of its own for each of them."""
-    return 2 * tensors + 1
+def have_other_owners(
+    tensors: Sequence[torch.Tensor], owners: OwnerCount = BY_THEMSELVES, some: Sequence[bool] | None = None
+) -> list[bool]:
+    """Of each plain strided tensor: whether its memory has an owner that is not one of ``tensors``.
 
-
-def in_views_of_replicate(tensors: int) -> int:
-    """The buffer that a bucket was reduced in is an owner, and each of its views. So it is with FSDP2's gradients."""
-    return tensors + 1
-
-
-def in_shards_of_fsdp2(tensors: int) -> int:
-    """FSDP2 keeps the padded shard and a flat view of it beside the local tensor of the parameter."""
-    return 3 * tensors
-
-
-def have_other_owners(tensors: Sequence[torch.Tensor], owners: OwnerCount = by_themselves) -> list[bool]:
-    """Of each plain strided tensor: whether its memory has an owner that is not one of ``tensors``."""
+    Args:
+        some: for each whether ``owners`` says how many it has, since torch or instep keeps it, itself or as a view: the
+            others have one. ``None``: so it is for all.
+    """
+    if some is not None:
+        theirs = iter(have_other_owners(list(compress(tensors, some)), owners))
+        usual = iter(have_other_owners([t for t, is_one in zip(tensors, some, strict=True) if not is_one]))
+        return [next(theirs if is_one else usual) for is_one in some]
     if not tensors:
         return []
     storages = list(map(_STORAGE, tensors))
     known = _known()
-    alone = owners(1) + known.wrapper
+    alone = owners.of(1) + known.wrapper
     counts = list(map(_OWNERS, map(_ADDRESS, storages)))
     references = list(map(sys.getrefcount, storages))
     on_cpu = storages[0].device.type == "cpu"
@@ -71,18 +81,12 @@ def have_other_owners(tensors: Sequence[torch.Tensor], owners: OwnerCount = by_t
     for storage in storages:
         shared[storage._cdata] = shared.get(storage._cdata, 0) + 1
     return [
-        count != owners(shared[storage._cdata]) + known.wrapper
+        count != owners.of(shared[storage._cdata]) + known.wrapper
         or reference != known.in_list + shared[storage._cdata] - 1
         or not _IS_TORCHS(storage)
         or (storage.device.type == "cpu" and _IS_SHARED(storage))
         for storage, count, reference in zip(storages, counts, references, strict=True)
     ]
-
-
-def are_kept(tensors: Sequence[object]) -> list[bool]:
-    """Of each tensor that C++ holds, such as a gradient: whether Python refers to it beside ``tensors``."""
-    usual = _known().in_list
-    return [count != usual for count in map(sys.getrefcount, tensors)]
 
 
 def state_is_kept(optimizer: Optimizer) -> bool:
@@ -120,19 +124,7 @@ def _state_has_other_owners(tensors: Sequence[torch.Tensor]) -> list[bool]:
     memory = list(map(memory_of, tensors))
     # The local tensor of a DTensor that was made by ``from_local`` is a view of the one that was given.
     from_local = [local is not tensor and local._is_view() for local, tensor in zip(memory, tensors, strict=True)]
-    return have_owners_beside_known(memory, from_local, in_views_of_replicate)
-
-
-def have_owners_beside_known(
-    tensors: Sequence[torch.Tensor], are_kept: Sequence[bool], owners: OwnerCount
-) -> list[bool]:
-    """As ``have_other_owners``, for tensors of which some are kept by torch or instep, too, themselves or as views:
-    of these ``owners`` says how many owners that makes; the others have one."""
-    if not any(are_kept):
-        return have_other_owners(tensors)
-    usual = iter(have_other_owners([t for t, is_kept in zip(tensors, are_kept, strict=True) if not is_kept]))
-    kept = iter(have_other_owners([t for t, is_kept in zip(tensors, are_kept, strict=True) if is_kept], owners))
-    return [next(kept if is_kept else usual) for is_kept in are_kept]
+    return have_other_owners(memory, IN_VIEWS_OF_REPLICATE, from_local)
 
 
 def _references_to_state(optimizer: Any) -> int:

@@ -212,14 +212,14 @@ class Stepper:
     ) -> None:
         """Update ``parameters`` from their ``.grad``, as the optimizer's ``step()`` would, and nothing else.
 
-        The optimizer's and torch's global step hooks do not run. Version counters are bumped even where the
-        kernel does not (fused ones), so that autograd still notices a weight that was saved for a later node.
+        Step hooks do not run. Version counters are bumped even where the kernel does not (fused ones), so that autograd
+        still notices a weight that was saved for a later node.
 
         Args:
             in_place_of: the optimizer's own parameters, where ``parameters`` are aliases of them.
             shards: this rank's shards, of those parameters of which ``parameters`` holds an alias of the shard.
-            begins: ``None`` inside of ``optimizer.step()``: the stages of options are skipped, for the caller has kept
-                what they would keep. Otherwise they are entered first, and this is called right before the update.
+            begins: called right before the update, inside of the stages of options; ``None`` in ``optimizer.step()``:
+                these are skipped, for the caller has kept what they would keep.
             placing: of a bucket that comes in each step.
 
         Raises:
@@ -252,13 +252,7 @@ class Stepper:
         own = self.own_object
         return None if own is None or not self.is_foreign else own.beside.look_deeper(self.optimizer())
 
-    def step_part(
-        self,
-        tensors: Sequence[torch.Tensor],
-        owned: Sequence[torch.Tensor],
-        *,
-        notes: bool = True,
-    ) -> Any:
+    def step_part(self, tensors: Sequence[torch.Tensor], owned: Sequence[torch.Tensor], *, notes: bool = True) -> Any:
         """``step`` of a foreign optimizer in one call, to see what becomes of these parameters, which are put back.
         Returns what the update returns.
 
@@ -425,8 +419,7 @@ class Stepper:
 
     @property
     def was_stopped(self) -> bool:
-        """Whether the ``step()`` that was begun last, and has not been committed, does not run any more: an error has
-        ended it. ``False`` also where torch.compile hides it."""
+        """Whether an error has ended the ``step()`` that was begun last. ``False``, too, where torch.compile hides it."""
         return self._call_is_seen and not self.is_stepping
 
     @property
@@ -501,8 +494,8 @@ class Stepper:
         if self._running is not None:
             self.wait_for_state()
             if self.own_object is not None:
-                groups = self._layouts.groups.members_of(rest) if rest else ()
-                self.own_object.beside.commit(rest=None if rest is None else numbers_of(groups))
+                some = self._layouts.groups.members_of(rest) if rest else ()
+                self.own_object.beside.commit(rest=None if rest is None else numbers_of(some))
             for key in self._layouts.groups.added_to(optimizer.state, self._running.size):
                 optimizer.state[key] = optimizer.state.pop(key)
         self._forget()

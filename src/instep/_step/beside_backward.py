@@ -6,51 +6,25 @@ saved an old weight refuses to run. So nobody in backward reads what the worker 
 was handed over is waited for where backward ends or raises, and before anybody is told what became of the step.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.kernels import GRADIENT
-from instep._optim.kinds import runs_beside
-from instep._optim.owners import have_other_owners
-from instep._optim.parameters import AttachedParameters, all_there
+from instep._optim.parameters import AttachedParameters
 from instep._optim.stepper import Stepper
-from instep._step.deferrable import are_usual
+from instep._step.deferrable import by_optimizer, can_run_beside
 from instep._step.deferral import BESIDE_BACKWARD, Deferring
-from instep._step.deferred_buckets import DeferredBucket, DeferredStep
 from instep._step.step import RunningStep
+from instep._step.update import Outcome, PartOfStep, Update
 from instep._torch.lifetime import WeakMethod
 from instep._torch.watch import StateWatch
-from instep._torch.worker import Worker, ending
+from instep._torch.worker import Worker
 
 MOST = 2
 """Buckets that may be handed over and not updated yet. Their gradients are alive, beside those of the bucket that is
 being filled. With one alone the worker would wait for work wherever a bucket takes longer to fill than to update, and
 backward would wait for the worker at the next one."""
-
-
-class StepBesideBackward(DeferredStep):
-    """One optimizer's part of the running step, as far as the worker makes it. Its groups stay: ``optimizer.step()``
-    raises if they were changed since the first bucket."""
-
-    remedy = "Make such a change before backward() or after optimizer.step()"
-
-    def _stepped(self, stepper: Stepper, optimizer: Optimizer) -> tuple[Optimizer, Stepper]:
-        self._state: Mapping[Any, Any] = vars(optimizer)["state"]
-        return optimizer, stepper
-
-    @property
-    def state(self) -> Mapping[Any, Any]:
-        return self._state
-
-    def was_written(self, what: str, through: str) -> str:
-        return (
-            f"{what} was written in backward, through {through}, while its update was under way beside backward: the "
-            "plain loop would have updated what was written. Write before backward() or after optimizer.step(), or "
-            "attach with schedule='forward'"
-        )
 
 
 class UpdatesBeside:
@@ -65,14 +39,14 @@ class UpdatesBeside:
 
     def __init__(self, step: RunningStep, deferring: Deferring, wait: Callable[[], None]) -> None:
         self.takes_some = False
-        self.failed: DeferredBucket | None = None
-        self.steps: dict[Stepper, StepBesideBackward] = {}
+        self.failed: Update | None = None
+        self.steps: dict[Stepper, PartOfStep] = {}
         self._deferring = deferring
         self._step = step
         self._wait = WeakMethod(wait)
         self._state_watch = StateWatch(self._used_state)
         self._worker: Worker | None = None
-        self._under_way: list[DeferredBucket] = []
+        self._under_way: list[Update] = []
 
     @property
     def said(self) -> str | None:
@@ -91,33 +65,24 @@ class UpdatesBeside:
 
     def takes(self, bucket: AttachedParameters) -> bool:
         """Whether all of ``bucket`` can be updated beside backward."""
-        tensors = bucket.tensors()
-        return (
-            not ending()  # there is no thread any more
-            and bucket.are_plain
-            and tensors[0].device.type == "cpu"
-            and all_there(map(GRADIENT, tensors))
-            and are_usual(bucket)
-            and all(self._runs_beside(stepper, _of(stepper, bucket).tensors()) for stepper in bucket.steppers)
-            # Through another tensor of the same memory nobody is noticed who reads it while it is written.
-            and not any(have_other_owners(tensors))
-        )
+        return can_run_beside(bucket, is_first_step=self._step.ledger.step_count == 0)
 
     def hand_over(self, bucket: AttachedParameters) -> None:
         """Have the worker update ``bucket``, whose gradients are in ``.grad``, and may be taken off."""
-        for stepper in bucket.steppers:
+        parts = list(by_optimizer(bucket))
+        for stepper, part in parts:
             # Here, and not on the worker: what the loop changes in a hook is noticed at the next bucket, as in hooks.
-            stepper.look_at_settings(_of(stepper, bucket).tensors())
-        # Before the bucket notes what it finds. A graph that has saved an old weight refuses to run from here on: an
+            stepper.look_at_settings(part.tensors())
+        # Before the update notes what it finds. A graph that has saved an old weight refuses to run from here on: an
         # update that has run counts its write, too, but a node may read the weight before that.
         torch.autograd.graph.increment_version(bucket.tensors())
         worker = self._worker = self._worker or Worker()
-        for stepper in bucket.steppers:
-            handed = DeferredBucket(_of(stepper, bucket), self._step_of(stepper), None)
+        for stepper, part in parts:
+            handed = Update(part, self._step_of(stepper), None)
             self._under_way.append(handed)  # before the worker has it: what is listed here is waited for
             handed.give_to(worker)
 
-    def finished(self, most: int = 0) -> Iterator[DeferredBucket]:
+    def finished(self, most: int = 0) -> Iterator[Update]:
         """Those that were handed over first, each when it was updated or has failed, until ``most`` are left."""
         while len(self._under_way) > most and self._worker is not None:
             handed = self._under_way[0]
@@ -147,22 +112,14 @@ class UpdatesBeside:
         if self._worker is not None:
             self._worker.stop()
 
-    def _runs_beside(self, stepper: Stepper, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether an update of ``tensors`` leaves Python to backward. Not the first one, which may make state: in an
-        order of entries, and of another dtype under another default."""
-        optimizer = stepper.optimizer()
-        if not runs_beside(optimizer):
-            return False
-        state = vars(optimizer)["state"]  # as torch's own have it; whoever asks the optimizer waits for the worker
-        makes_none = self._step.ledger.step_count > 0 and not state
-        return makes_none or all_there(map(state.get, tensors))
-
-    def _step_of(self, stepper: Stepper) -> StepBesideBackward:
+    def _step_of(self, stepper: Stepper) -> PartOfStep:
         beside = self.steps.get(stepper)
         if beside is None:
             step = self._step
-            members = step.members.of(stepper)
-            beside = self.steps[stepper] = StepBesideBackward(stepper, members, step.number, None, step.times, {})
+            # Not a copy: the groups stay, and ``optimizer.step()`` raises if they were changed since the first bucket.
+            outcome, members = Outcome(step.number, None, {}), step.members.of(stepper)
+            beside = PartOfStep(stepper, members, outcome, step.times, put_off=False, wording=BESIDE_BACKWARD)
+            self.steps[stepper] = beside
             self._state_watch.start(stepper.optimizer())
         return beside
 
@@ -170,10 +127,3 @@ class UpdatesBeside:
         """The optimizer's ``state`` is about to be read, replaced or copied."""
         if (wait := self._wait()) is not None:
             wait()
-
-
-def _of(stepper: Stepper, bucket: AttachedParameters) -> AttachedParameters:
-    """Those of ``bucket`` that belong to this optimizer."""
-    if bucket.steppers == (stepper,):
-        return bucket
-    return AttachedParameters(attached for attached in bucket if attached.stepper is stepper)

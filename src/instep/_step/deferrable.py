@@ -1,8 +1,7 @@
 """``schedule="forward"``: which parameters can wait, and in which order the model reads them."""
 
-import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
-from itertools import repeat
+from itertools import compress, repeat
 from operator import attrgetter
 from types import NoneType
 from typing import Any
@@ -11,27 +10,27 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from instep._optim.guards import DEFAULT_DTYPE, switched, switches
 from instep._optim.kernels import GRADIENT
+from instep._optim.kinds import can_be_put_off, runs_beside, steps_as_known
 from instep._optim.owners import (
+    IN_SHARDS_OF_FSDP2,
     OwnerCount,
-    are_kept,
-    by_themselves,
     entries_are_kept,
     have_other_owners,
-    have_owners_beside_known,
-    in_shards_of_fsdp2,
     state_is_kept,
 )
-from instep._optim.parameters import AttachedParameter, AttachedParameters, shard_of_gradient
+from instep._optim.parameters import AttachedParameter, AttachedParameters, all_there, shard_of_gradient
+from instep._optim.shadow import is_copied_whole
 from instep._optim.stepper import Stepper
-from instep._step.deferred_buckets import gradients_in, in_grad
-from instep._torch.engine import graph_task
+from instep._step.state import gradient_of
+from instep._step.update import gradients_of
+from instep._torch.engine import graph_task, is_captured
 from instep._torch.hooks import BoundHook
 from instep._torch.lifetime import WeakMethod
-from instep._torch.placeholders import HeldGradient, Placeholder
+from instep._torch.placeholders import Placeholder
 from instep._torch.versions import are_plain, memory_of
 from instep._torch.watch import plain_type
+from instep._torch.worker import ending
 from instep.buckets import Bucket, bucket_bytes_for, fill_buckets
 
 
@@ -42,7 +41,7 @@ class ReadHook(BoundHook):
         traced: whether it was compiled together with the module: then it does not run, and cannot wait.
     """
 
-    __slots__ = ("_before_read", "_handle", "_module", "_rests", "parameters", "traced")
+    __slots__ = ("_before_read", "_handle", "_hooks", "parameters", "traced")
 
     def __init__(
         self, module: nn.Module, parameters: Sequence[AttachedParameter], before_read: Callable[..., None]
@@ -50,10 +49,9 @@ class ReadHook(BoundHook):
         super().__init__(None)
         self.parameters = tuple(parameters)
         self.traced = False
-        self._rests = False
         self._before_read = WeakMethod(before_read)  # its owner has this in a list
-        self._module: Callable[[], nn.Module | None] = weakref.ref(module)
         self._handle = module.register_forward_pre_hook(self)
+        self._hooks: Callable[[], dict[int, Any] | None] = self._handle.hooks_dict_ref  # the module's, weakly
 
     def __call__(self, *_: object) -> None:
         if torch.compiler.is_compiling():
@@ -63,25 +61,21 @@ class ReadHook(BoundHook):
 
     def rest(self) -> None:
         """Until ``wake``. Not where it was traced: what was compiled would be compiled anew."""
-        if not self.traced:
-            self._rests = True
-            self._handle.remove()
+        if not self.traced and (hooks := self._hooks()) is not None:
+            hooks.pop(self._handle.id, None)
 
     def wake(self) -> None:
-        """If it rests: a module that was added meanwhile has one that does not."""
-        module = self._module()
-        if module is not None and self._rests:
-            self._rests = False
-            self._handle = module.register_forward_pre_hook(self)
+        if (hooks := self._hooks()) is not None:
+            hooks[self._handle.id] = self
 
     def remove(self) -> None:
         """For good."""
         self._handle.remove()
-        self._module = lambda: None
+        self._hooks = lambda: None
 
 
 class ReadOrder:
-    """The order in which forwards read parameters, and the switches under which the last one ran.
+    """The order in which forwards read parameters.
 
     Args:
         bucket_bytes: the option; ``None``: a twentieth of what is put off, and ``most`` at most.
@@ -92,23 +86,14 @@ class ReadOrder:
         self._bucket_bytes = bucket_bytes
         self._most = most
         self._order: dict[int, int] = {}  # the place of each parameter's index, as forwards have come to them
-        self._switches: dict[str, Any] | None = None
         # The last answer of ``members_of_buckets``. The order only grows: its length tells whether it has changed.
         self._last_parameters = AttachedParameters()
         self._last_key = (0, False)
         self._members: list[AttachedParameters] = []
 
-    def forward_begins(self) -> None:
-        self._switches = switches()
-
     def reads(self, parameters: Iterable[AttachedParameter]) -> None:
         for attached in parameters:
             self._order.setdefault(attached.spec.index, len(self._order))
-
-    def is_alike(self) -> bool:
-        """Whether torch's global switches (mkldnn, matmul precision) are what they were in the last forward. A deferred
-        update would run under those of the next one."""
-        return self._switches is None or switched(self._switches, but=(DEFAULT_DTYPE,)) is None
 
     def place_of(self, parameters: AttachedParameters) -> int:
         """When the next forward comes to the first of them, as the last one did; those not read yet come last."""
@@ -144,20 +129,74 @@ class ReadOrder:
         return fill_buckets("forward", specs, size)
 
 
-_LAYOUT = attrgetter("layout")
-_IN_GRAPH = attrgetter("requires_grad")  # made by backward(create_graph=True)
+# Which updates can wait, or run on another thread: all questions, of an optimizer and of its parameters.
 
 
-def which_can_defer(
+def can_wait(stepper: Stepper, parameters: AttachedParameters, *, in_vain: bool) -> bool:
+    """Whether an update of this optimizer can run after ``step()`` has returned, as far as its parameters can wait.
+
+    Args:
+        parameters: all that it has.
+        in_vain: also where nothing of it can be done beside the loop.
+    """
+    optimizer = stepper.optimizer()
+    return (
+        not ending()
+        # State that was made in it can be written in it alone, and whoever updates later is not in the loop's.
+        and not torch.is_inference_mode_enabled()
+        and can_be_put_off(optimizer)
+        # An update that runs later raises elsewhere: of a step() that is the user's own, also one that the optimizer
+        # has got since it was attached, the loop expects it there.
+        and steps_as_known(optimizer)
+        and not stepper.is_foreign
+        and is_copied_whole(optimizer)
+        and (in_vain or runs_beside(optimizer) or any(a.spec.device.type != "cpu" for a in parameters))
+        and not stepper.autocast_matters()
+        and not (parameters and is_captured(parameters[0].spec.device))
+    )
+
+
+def can_run_beside(bucket: AttachedParameters, *, is_first_step: bool) -> bool:
+    """Whether all of ``bucket`` can be updated by a worker while backward goes on."""
+    tensors = bucket.tensors()
+    return (
+        not ending()  # there is no thread any more
+        and bucket.are_plain
+        and tensors[0].device.type == "cpu"
+        and all_there(map(GRADIENT, tensors))
+        and are_usual(bucket)
+        and all(_makes_no_state(stepper, part, is_first_step) for stepper, part in by_optimizer(bucket))
+        # Through another tensor of the same memory nobody is noticed who reads it while it is written.
+        and not any(have_other_owners(tensors))
+    )
+
+
+def _makes_no_state(stepper: Stepper, parameters: AttachedParameters, is_first_step: bool) -> bool:
+    """Whether an update leaves Python to backward. Not the first one, which may make state: in an order of entries, and
+    of another dtype under another default."""
+    optimizer = stepper.optimizer()
+    if not runs_beside(optimizer):
+        return False
+    state = vars(optimizer)["state"]  # as torch's own have it; whoever asks the optimizer waits for the worker
+    return all_there(map(state.get, parameters.tensors())) or not (is_first_step or state)
+
+
+def by_optimizer(bucket: AttachedParameters) -> Iterable[tuple[Stepper, AttachedParameters]]:
+    """The parameters of each optimizer in ``bucket``."""
+    if len(bucket.steppers) == 1:
+        return ((bucket.steppers[0], bucket),)
+    return zip(bucket.steppers, (part for part, _ in bucket.parts), strict=True)
+
+
+def which_cannot_wait(
     stepper: Stepper,
     parameters: AttachedParameters,
     everybody: AttachedParameters,
     unseen: Container[int],
     *,
     in_views: OwnerCount | None,
-) -> dict[AttachedParameter, bool]:
-    """Of each of ``parameters`` whether its update can wait. Those that somebody may read in a way that nobody sees are
-    stepped at once.
+) -> set[AttachedParameter]:
+    """Those of ``parameters`` that are stepped at once: somebody may read them in a way that nobody sees.
 
     Args:
         parameters: those of one optimizer with a gradient.
@@ -166,24 +205,29 @@ def which_can_defer(
     """
     seen = _reachable_by_others(stepper.optimizer(), parameters, everybody, in_views=in_views)
     if not unseen and are_usual(parameters):
-        return {**dict.fromkeys(parameters, True), **dict.fromkeys(seen, False)}
-    return {a: a not in seen and _can_wait_alone(a, unseen) for a in parameters}
+        return seen
+    return {a for a in parameters if a in seen or not _can_wait_alone(a, unseen)}
+
+
+_LAYOUT = attrgetter("layout")
+_IN_GRAPH = attrgetter("requires_grad")  # made by backward(create_graph=True)
 
 
 def are_usual(parameters: AttachedParameters) -> bool:
     """Whether all of these and their gradients, which they have, are plain strided tensors, and no part of a graph."""
     tensors = parameters.tensors()
-    gradients = gradients_in(parameters, tensors)
+    gradients = gradients_of(parameters, tensors)
     strided = set(map(_LAYOUT, gradients)) == {torch.strided}
     return strided and are_plain(tensors) and are_plain(gradients) and not any(map(_IN_GRAPH, gradients))
 
 
 def _can_wait_alone(attached: AttachedParameter, unseen: Container[int]) -> bool:
-    gradient = in_grad(attached)
+    gradient = gradient_of(attached)
     return (
+        gradient is not None
         # Some optimizers treat parameters of a class of their own in their own way. Steps that communicate must not
         # come when one rank waits for them and another does not.
-        (
+        and (
             plain_type(attached.get()) in (torch.nn.Parameter, torch.Tensor)
             or shard_of_gradient(attached, gradient) is not None
         )
@@ -200,28 +244,29 @@ def _reachable_by_others(
     *,
     in_views: OwnerCount | None,
 ) -> set[AttachedParameter]:
-    """Those of ``parameters`` whose values, gradient or state others have got hold of, who may read or write them after
-    ``step()``; all of an optimizer that raises at such gradients as can wait. Called before anything else refers to the
-    gradients."""
+    """Those of ``parameters`` whose memory, that of their gradients, or whose state others have got hold of, who may
+    read or write it after ``step()``, and are not noticed; all of an optimizer that raises at such gradients as can
+    wait."""
     # The step() of SparseAdam raises at a gradient that is not sparse.
     if state_is_kept(optimizer) or isinstance(optimizer, torch.optim.SparseAdam):
         return set(parameters)
     with torch._C.DisableTorchFunctionSubclass():
         tensors = parameters.tensors()
-        shared = entries_are_kept(list(map(optimizer.state.get, tensors)))
-        shared = _any_of(shared, _have_other_owners(parameters, tensors))
-        shared = _any_of(shared, _gradients_have_other_owners(tensors, everybody, in_views=in_views))
-        shared = _any_of(shared, are_kept(list(map(GRADIENT, tensors))))
-    return {attached for attached, is_shared in zip(parameters, shared, strict=True) if is_shared}
+        shared = zip(
+            entries_are_kept(list(map(optimizer.state.get, tensors))),
+            _have_other_owners(parameters, tensors),
+            _gradients_have_other_owners(tensors, everybody, in_views=in_views),
+            strict=True,
+        )
+        return set(compress(parameters, map(any, shared)))
 
 
 def _have_other_owners(parameters: AttachedParameters, tensors: Sequence[torch.Tensor]) -> list[bool]:
     if are_plain(tensors):
         return have_other_owners(tensors)
-    memory = list(map(memory_of, tensors))
     # FSDP2's shards are in no module while it computes.
     in_fsdp2 = [a.mesh is not None and not a.places for a in parameters]
-    return have_owners_beside_known(memory, in_fsdp2, in_shards_of_fsdp2)
+    return have_other_owners(list(map(memory_of, tensors)), IN_SHARDS_OF_FSDP2, in_fsdp2)
 
 
 def _gradients_have_other_owners(
@@ -236,13 +281,8 @@ def _gradients_have_other_owners(
     if in_views is None or not any(map(torch.Tensor._is_view, gradients)):
         return have_other_owners(gradients)
     # A bucket may have gradients of several optimizers.
-    real = (g for g in map(GRADIENT, everybody.tensors()) if not isinstance(g, (HeldGradient, Placeholder, NoneType)))
-    memory = list(map(memory_of, real))
-    in_buckets = [gradient for gradient in memory if gradient._is_view()]
-    shared = dict(zip(map(id, in_buckets), have_other_owners(in_buckets, in_views), strict=True))
-    alone = have_other_owners(gradients, by_themselves)
-    return [shared.get(id(gradient), is_shared) for gradient, is_shared in zip(gradients, alone, strict=True)]
-
-
-def _any_of(first: Sequence[bool], second: Sequence[bool]) -> list[bool]:
-    return [a or b for a, b in zip(first, second, strict=True)]
+    own = set(map(id, gradients))
+    real = (g for g in map(GRADIENT, everybody.tensors()) if not isinstance(g, (Placeholder, NoneType)))
+    others = [gradient for gradient in map(memory_of, real) if id(gradient) not in own]
+    every = [*gradients, *filter(torch.Tensor._is_view, others)]
+    return have_other_owners(every, in_views, list(map(torch.Tensor._is_view, every)))[: len(gradients)]

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from instep._optim.kinds import ONLY_DEFER
 from instep._step.state import StepTimes
 from instep._torch.hooks import WeakHook
 from instep._torch.versions import are_plain
@@ -20,216 +19,8 @@ from instep._torch.watch import Watch
 
 FIRST, LAST = 4, 7
 """The steps that are looked at: the first ones make state."""
-
-
-class Gains(NamedTuple):
-    """What ordinary steps have shown.
-
-    Attributes:
-        leaves_gradients: whether the loop leaves gradients alone between backward and ``step()``.
-        step: milliseconds that ``step()`` took, in the median.
-        iteration: milliseconds from one step to the next.
-    """
-
-    leaves_gradients: bool
-    step: float
-    iteration: float
-
-
-class Observed:
-    """What a few ordinary steps show of what the loop could gain by another schedule.
-
-    Attributes:
-        uses_gradients: whether the loop has read or replaced a ``.grad`` between backward and ``step()``; ``None``: not
-            known.
-        step_seconds: how long the calls of ``step()`` took; several optimizers' together.
-        iteration_seconds: from one step to the next.
-        is_compiled: whether the model has a part that ``torch.compile`` has wrapped: gradients are not looked at then.
-            Such a wrapper warns of any hook that is on all modules.
-    """
-
-    def __init__(self, living: Callable[[], list[torch.Tensor]]) -> None:
-        self.is_compiled = False
-        self.uses_gradients: bool | None = None
-        self.step_seconds: list[float] = []
-        self.iteration_seconds: list[float] = []
-        self._living = living
-        self._watch = Watch(gradient=self._used)
-        self._is_watching = False  # parameters are not kept: the loop may drop its model
-        self._stop_listening: Callable[[], object] = int
-        self._steps = 0
-        self._began: float | None = None
-
-    @property
-    def gains(self) -> Gains | None:
-        """``None``: not known yet."""
-        if self._steps <= LAST or self.uses_gradients is None:
-            return None
-        step, iteration = (1e3 * median(times) for times in (self.step_seconds, self.iteration_seconds))
-        return Gains(not self.uses_gradients, step, iteration)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all that there is to see was seen."""
-        return self._steps > LAST and not self._is_watching
-
-    @property
-    def _looks(self) -> bool:
-        return FIRST <= self._steps <= LAST
-
-    def backward_ended(self) -> None:
-        """The loop goes on, and may look at gradients."""
-        if not self._looks or self.uses_gradients or self.is_compiled or torch.compiler.is_compiling():
-            return
-        parameters = [p for p in self._living() if p.requires_grad]
-        if are_plain(parameters) and not self._is_watching:
-            self._is_watching = True
-            # torch leaves the fast path of attention out where a weight is of a class with a torch function: a part of
-            # the model that runs by itself is to find plain ones, whatever module it is.
-            handle = register_module_forward_pre_hook(WeakHook(self._part_runs))
-            self._stop_listening = weakref.finalize(self, handle.remove)  # also where the loop drops everything here
-            self._watch.start(parameters)
-
-    def let_go(self) -> None:
-        """A forward, or ``step()``, begins: neither is the loop's own use."""
-        if self._is_watching:
-            self._watch.stop(self._living())
-            self._stop_listening()
-            self._is_watching = False
-            self.uses_gradients = bool(self.uses_gradients)
-
-    def _part_runs(self, module: nn.Module, args: object) -> None:
-        self.let_go()
-
-    def step_begins(self) -> None:
-        """The first optimizer of a step is about to update."""
-        now = perf_counter()
-        if self._looks and self._began is not None:
-            self.iteration_seconds.append(now - self._began)
-        self._began = now
-
-    def step_returned(self) -> None:
-        """The last optimizer's ``step()`` is about to return."""
-        if self._looks and self._began is not None:
-            self.step_seconds.append(perf_counter() - self._began)
-        self._steps += 1
-
-    def _used(self, parameter: torch.Tensor, func: object) -> None:
-        self.uses_gradients = True
-
-
-# ``schedule="forward"``: whether a step is put off: where that was found to be faster, or was asked for.
-#
-# The trial compares iterations in pairs: one whose step was taken at once, and one whose step was put off, in the order
-# ABBA ABBA, so that a machine that gets slower or faster favours neither. A clock cannot tell a difference of a
-# percent; undecided means at once.
-
-
-_logger = logging.getLogger("instep")
-
-WARM_UP = 8
-"""Steps before the trial: optimizers make their state, kernels are chosen, caches fill."""
-PAIRS = 16
-LEAST_GAIN = 0.05
-"""Of an iteration, in the median."""
-LEAST_WINS = 13
-"""Of the pairs. By chance alone so many are won in one trial of a hundred."""
-LOOKS = 4
-"""The last steps before the trial, which show how much of an iteration updates take: more cannot be gained."""
 _INSTANT = 1e-12
 """Seconds. No iteration takes less, but where somebody has stopped the clock, as in a test of the loop."""
-ASKED = frozenset(1 << n for n in range(11))
-"""A rank that gains looks at these of its backwards, counted from when it knows, for what the others have found. If
-they have not all said so by the last, no step is put off."""
-
-
-class OtherRanks(Protocol):
-    """The other ranks. None of them is waited for."""
-
-    def say(self, gains: bool) -> None:
-        """Tell them whether this rank gains."""
-
-    def all_found(self) -> bool | None:
-        """Whether all ranks gain; ``None``: not known yet."""
-
-
-class Wording(NamedTuple):
-    """What is said of the two ways that a trial compares, after "the step is".
-
-    Attributes:
-        later: of the one that is tried.
-        otherwise: of the other one.
-    """
-
-    later: str
-    otherwise: str
-
-
-PUT_OFF = Wording("put off", "taken at once")
-BESIDE_BACKWARD = Wording("taken beside backward", "taken in backward")
-
-
-class Deferring:
-    """The decision, for each step, whether it is put off. ``Always``, ``Never`` and ``DeferralTrial`` make it.
-
-    Attributes:
-        puts_off: whether the running step is put off.
-        decided: whether that stays so.
-        puts_off_all: whether it puts off updates, too, that cannot run beside the loop (``defer=True``).
-        gives_up: whether ``cannot`` is heard: else the loop is told.
-        why: of the decision, in words.
-        otherwise: what takes a loop that cannot be followed, in words; ``None``: nothing else does.
-    """
-
-    puts_off = False
-    decided = True
-    puts_off_all = False
-    gives_up = True
-    otherwise: str | None = None
-
-    def __init__(self, why: str) -> None:
-        self.why = why
-
-    @property
-    def never(self) -> bool:
-        """Whether no further step will be put off."""
-        return self.decided and not self.puts_off
-
-    def backward_begins(self) -> None:
-        """One that reduces gradients over all ranks, if there are several."""
-
-    def step_begins(self) -> None:
-        """``optimizer.step()`` of the first optimizer is called."""
-
-    def cannot(self, reason: str) -> None:
-        """The loop does what a step that is put off could not follow."""
-
-    def must_not(self, reason: str) -> None:
-        """From now on no step is put off, whatever was asked for: numbers would differ."""
-
-
-class Always(Deferring):
-    """``defer=True``.
-
-    Args:
-        alone: whether nothing but ``defer=True`` has every step put off.
-    """
-
-    puts_off_all = True
-    gives_up = False
-
-    def __init__(self, *, alone: bool = False) -> None:
-        super().__init__("defer=True")
-        self.puts_off = True
-        self.otherwise = ONLY_DEFER if alone else None
-
-    def must_not(self, reason: str) -> None:
-        self.puts_off, self.why = False, reason
-        _logger.warning("the step is taken at once from now on, in spite of defer=True: %s", reason)
-
-
-class Never(Deferring):
-    """``defer=False``, or what cannot be put off."""
 
 
 class Iterations:
@@ -266,6 +57,195 @@ class Iterations:
         """In the median of the iterations from ``first`` to the one before ``last``; ``None``: not known of all."""
         shares = self._shares[max(first, 0) : last]
         return median(shares) if len(shares) == last - first else None
+
+
+class Gains(NamedTuple):
+    """What ordinary steps have shown.
+
+    Attributes:
+        leaves_gradients: whether the loop leaves gradients alone between backward and ``step()``.
+        step: milliseconds of updates and in ``step()``, in the median.
+        iteration: milliseconds from one step to the next.
+    """
+
+    leaves_gradients: bool
+    step: float
+    iteration: float
+
+
+class Observed:
+    """What a few ordinary steps show of what the loop could gain by another schedule.
+
+    Attributes:
+        uses_gradients: whether the loop has read or replaced a ``.grad`` between backward and ``step()``; ``None``: not
+            known.
+        is_compiled: whether the model has a part that ``torch.compile`` has wrapped: gradients are not looked at then.
+            Such a wrapper warns of any hook that is on all modules.
+    """
+
+    def __init__(self, living: Callable[[], list[torch.Tensor]], times: StepTimes) -> None:
+        self.is_compiled = False
+        self.uses_gradients: bool | None = None
+        self._iterations = Iterations(perf_counter, times)
+        self._living = living
+        self._watch = Watch(gradient=self._used)
+        self._is_watching = False  # parameters are not kept: the loop may drop its model
+        self._stop_listening: Callable[[], object] = int
+
+    @property
+    def gains(self) -> Gains | None:
+        """``None``: not known yet."""
+        share = self._iterations.share_of_updates(FIRST - 1, LAST)
+        if share is None or self.uses_gradients is None:
+            return None
+        iteration = 1e3 * median(self._iterations.seconds[FIRST - 1 :])
+        return Gains(not self.uses_gradients, share * iteration, iteration)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all that there is to see was seen."""
+        return self._iterations.begun > LAST and not self._is_watching
+
+    def backward_ended(self) -> None:
+        """The loop goes on, and may look at gradients."""
+        looks = FIRST <= self._iterations.begun <= LAST
+        if not looks or self.uses_gradients or self.is_compiled or torch.compiler.is_compiling():
+            return
+        parameters = [p for p in self._living() if p.requires_grad]
+        if are_plain(parameters) and not self._is_watching:
+            self._is_watching = True
+            # torch leaves the fast path of attention out where a weight is of a class with a torch function: a part of
+            # the model that runs by itself is to find plain ones, whatever module it is.
+            handle = register_module_forward_pre_hook(WeakHook(self._part_runs))
+            self._stop_listening = weakref.finalize(self, handle.remove)  # also where the loop drops everything here
+            self._watch.start(parameters)
+
+    def let_go(self) -> None:
+        """A forward, or ``step()``, begins: neither is the loop's own use."""
+        if self._is_watching:
+            self._watch.stop(self._living())
+            self._stop_listening()
+            self._is_watching = False
+            self.uses_gradients = bool(self.uses_gradients)
+
+    def _part_runs(self, module: nn.Module, args: object) -> None:
+        self.let_go()
+
+    def step_begins(self) -> None:
+        """The first optimizer of a step is about to update."""
+        if self._iterations.begun <= LAST:
+            self._iterations.begins()
+
+    def _used(self, parameter: torch.Tensor, func: object) -> None:
+        self.uses_gradients = True
+
+
+# ``schedule="forward"``: whether a step is put off: where that was found to be faster, or was asked for.
+#
+# The trial compares iterations in pairs: one whose step was taken at once, and one whose step was put off, in the order
+# ABBA ABBA, so that a machine that gets slower or faster favours neither. A clock cannot tell a difference of a
+# percent; undecided means at once.
+
+
+_logger = logging.getLogger("instep")
+
+WARM_UP = 8
+"""Steps before the trial: optimizers make their state, kernels are chosen, caches fill."""
+PAIRS = 16
+LEAST_GAIN = 0.05
+"""Of an iteration, in the median."""
+LEAST_WINS = 13
+"""Of the pairs. By chance alone so many are won in one trial of a hundred."""
+LOOKS = 4
+"""The last steps before the trial, which show how much of an iteration updates take: more cannot be gained."""
+ASKED = frozenset(1 << n for n in range(11))
+"""A rank that gains looks at these of its backwards, counted from when it knows, for what the others have found. If
+they have not all said so by the last, no step is put off."""
+
+
+class OtherRanks(Protocol):
+    """The other ranks. None of them is waited for."""
+
+    def say(self, gains: bool) -> None:
+        """Tell them whether this rank gains."""
+
+    def all_found(self) -> bool | None:
+        """Whether all ranks gain; ``None``: not known yet."""
+
+
+class Wording(NamedTuple):
+    """What is said of updates that run apart.
+
+    Attributes:
+        later: after "the step is", where they do.
+        otherwise: the same, where they do not.
+        remedy: what a loop does before it changes what an update reads.
+        written: that somebody has written ``{what}``, which an update reads or writes, ``{through}`` something.
+    """
+
+    later: str
+    otherwise: str
+    remedy: str
+    written: str
+
+
+PUT_OFF = Wording(
+    "put off",
+    "taken at once",
+    "Call overlap.synchronize() before such a change",
+    "{what} was written after optimizer.step(), through {through}, while the update was due: in the plain loop it had "
+    "been applied by then. Call overlap.synchronize() before such a write",
+)
+BESIDE_BACKWARD = Wording(
+    "taken beside backward",
+    "taken in backward",
+    "Make such a change before backward() or after optimizer.step()",
+    "{what} was written in backward, through {through}, while its update was under way beside backward: the plain loop "
+    "would have updated what was written. Write before backward() or after optimizer.step(), or attach with "
+    "schedule='forward'",
+)
+
+
+class Deferring:
+    """The decision, for each step, whether it is put off: always, where that is ``asked`` for, or never.
+    ``DeferralTrial`` finds it out.
+
+    Args:
+        why: of the decision, in words.
+        asked: whether updates are put off, too, that cannot run beside the loop; and a loop that cannot be followed is
+            told so.
+        otherwise: what takes a loop that cannot be followed, in words; ``None``: nothing else does.
+
+    Attributes:
+        puts_off: whether the running step is put off.
+        decided: whether that stays so.
+    """
+
+    def __init__(self, why: str, *, asked: bool = False, otherwise: str | None = None) -> None:
+        self.why = why
+        self.asked = self.puts_off = asked
+        self.otherwise = otherwise
+        self.decided = True
+
+    @property
+    def never(self) -> bool:
+        """Whether no further step will be put off."""
+        return self.decided and not self.puts_off
+
+    def backward_begins(self) -> None:
+        """One that reduces gradients over all ranks, if there are several."""
+
+    def step_begins(self) -> None:
+        """``optimizer.step()`` of the first optimizer is called."""
+
+    def cannot(self, reason: str) -> None:
+        """The loop does what a step that is put off could not follow."""
+
+    def must_not(self, reason: str) -> None:
+        """From now on no step is put off, whatever was asked for: numbers would differ."""
+        if self.puts_off:
+            self.puts_off, self.why = False, reason
+            _logger.warning("the step is taken at once from now on, in spite of defer=True: %s", reason)
 
 
 class DeferralTrial(Deferring):

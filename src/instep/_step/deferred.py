@@ -9,46 +9,32 @@ from torch import nn
 from instep._gradients.clipping import Clip
 from instep._gradients.scaling import found_inf, take_off_here
 from instep._optim.kernels import GRADIENT
-from instep._optim.kinds import runs_beside, steps_as_known
 from instep._optim.owners import OwnerCount
 from instep._optim.parameters import AttachedParameter, AttachedParameters, all_there, calls_of, none_there
-from instep._optim.shadow import begin_state, is_copied_whole
+from instep._optim.shadow import begin_state
 from instep._optim.stepper import Stepper
 from instep._ranks.vote import Vote, error_of
-from instep._step.deferrable import ReadHook, ReadOrder, which_can_defer
+from instep._step.deferrable import ReadHook, ReadOrder, can_wait, which_cannot_wait
 from instep._step.deferral import PUT_OFF, Deferring, Gains, Observed
-from instep._step.deferred_buckets import (
-    DeferredBucket,
-    DeferredBuckets,
-    DeferredStep,
-    in_grad,
-    in_grad_if_any,
-)
 from instep._step.norms import MeasuringSink
 from instep._step.schedule import Schedule
-from instep._step.state import Event, State
+from instep._step.state import Event, State, gradient_of
 from instep._step.step import RunningStep, finds_gradient, gradients_in
 from instep._step.step_calls import StepCalls
+from instep._step.update import DeferredBuckets, Outcome, PartOfStep, Update, gradients_of
 from instep._step.writes import require_same_in_autocast
-from instep._torch.engine import is_captured
 from instep._torch.lifetime import weakly
-from instep._torch.placeholders import HeldGradient
-from instep._torch.watch import GET_GRAD, SET_GRAD
-from instep._torch.worker import ending
+from instep._torch.watch import GET_GRAD, SET_GRAD, plain_type
 from instep.buckets import Bucket
 from instep.errors import InstepError
 
 
-class UpdateDeferral:
-    """Decides, in each ``optimizer.step()``, which updates are put off, and puts them off; the others are done at once.
-    For the arguments see ``ForwardSchedule``.
+class ForwardCalls(StepCalls):
+    """The calls of ``optimizer.step()``. Each finds no gradient of the parameters whose update is put off; the other
+    updates are done in it.
 
     Attributes:
         owners_in_views: of the buckets of which gradients are views; ``None``: they are none.
-        takes_at_once: whether nothing of the running call is to be put off: it does otherwise than a plain update.
-        left_to_step: names of the parameters that are left to ``step()`` itself, beside those that are handed over.
-        vote: that on the step that is being handed over.
-        clipped: the optimizers whose gradients were clipped where the first one of the step was called.
     """
 
     def __init__(
@@ -56,57 +42,23 @@ class UpdateDeferral:
         step: RunningStep,
         deferred: DeferredBuckets,
         reading: ReadOrder,
-        can_wait: Iterable[Stepper],
         deferring: Deferring,
+        observed: Observed,
+        measuring: MeasuringSink,
     ) -> None:
+        super().__init__(step)
         self.owners_in_views: OwnerCount | None = None
-        self.takes_at_once = False
-        self.clipped: set[Stepper] = set()
-        self._step = step
         self._deferred = deferred
         self._reading = reading
-        self._can_wait = frozenset(can_wait)
         self._deferring = deferring
-        self.drop_call()
-
-    def drop_call(self) -> None:
-        """``step()`` has raised, and handed nothing over. Gradients that it has clipped stay so."""
-        self.vote: Vote | None = None
-        self.left_to_step: list[str] = []
-
-    def begin_norms(self) -> None:
-        """More gradients: norms that were taken of the step so far are not of all."""
-        if self._step.passes.clipping.policy is not None:
-            self._step.passes.clipping.begin()
-        self.clipped.clear()
-
-    def before_update(self, stepper: Stepper) -> None:
-        """``optimizer.step()`` is about to update: take over the gradients that can be applied later."""
-        step, deferred = self._step, self._deferred
-        step.accumulation.require_reduced()
-        members = step.members.of(stepper)
-        deferred.finish([deferred.of(a.peek()) for a in members] if deferred else ())
-        step.ledger.require_whole()
-        if not step.round.steppers_left:
-            self._deferring.step_begins()
-        if self._is_torchs:
-            self._leave(stepper)
-            return
-        with_gradient = _with_gradient(members)
-        in_loop = step.is_in_loop(stepper.optimizer(), map(in_grad, with_gradient))
-        if in_loop and not step.round.steppers_left:
-            self._begin_round(stepper)
-        clip = self._clip_of(stepper, with_gradient)
-        if in_loop and step.round.takes_step is False:
-            self._leave_out(stepper, with_gradient)
-            return
-        self._take(stepper, with_gradient, clip, in_loop=in_loop)
-
-    @property
-    def _is_torchs(self) -> bool:
-        """Whether this step is the plain loop's: nothing is put off, and nothing done to gradients before."""
-        asks_nobody = self._step.ledger.votes.voting is None
-        return not self._deferring.puts_off and not self.acts_in_each_step and asks_nobody
+        self._observed = observed
+        self._measuring = measuring
+        # Whether nothing of the running call is to be put off: it does otherwise than a plain update.
+        self._takes_at_once = False
+        self._clipped: set[Stepper] = set()  # those whose gradients were clipped by the first call of the step
+        self._vote: Vote | None = None  # on the step that is being handed over
+        self._left: list[str] = []  # names of the parameters that the running call steps itself
+        self._left_beside = False  # whether the call, or that of another rank, hands others over
 
     @property
     def acts_in_each_step(self) -> bool:
@@ -115,58 +67,78 @@ class UpdateDeferral:
         touches_gradients = self._step.passes.clipping.policy is not None or self._step.ledger.nonfinite != "allow"
         return touches_gradients or any(stepper.steps_every_parameter for stepper in self._step.members.steppers)
 
+    def begin_norms(self) -> None:
+        """More gradients: norms that were taken of the step so far are not of all."""
+        if self._step.passes.clipping.policy is not None:
+            self._step.passes.clipping.begin()
+        self._clipped.clear()
+
+    def drop_call(self) -> None:
+        """``step()`` has raised, and handed nothing over. Gradients that it has clipped stay so."""
+        self._vote = None
+        begun = self._deferred.begun_in(self._step.number)
+        for name in self._left:
+            begun.pop(name, None)
+        self._left = []
+
+    def drop_round(self) -> None:
+        """A backward begins: no optimizer owes a step any more, unless one has called its closure once more."""
+        if self._step.round.evaluates_again:
+            return
+        self._step.round.steppers_left.clear()
+        if self._step.ledger.state is State.OPEN:
+            self._step.ledger.happened(Event.DROPPED)
+
+    # Before the update.
+
+    def begin(self, stepper: Stepper) -> None:
+        self._observed.let_go()
+        self._takes_at_once = False
+        super().begin(stepper)
+
+    def leave_to_optimizer(self, stepper: Stepper, error: InstepError) -> None:
+        """This step is taken at once."""
+        self._takes_at_once = True
+
+    def before_update(self, stepper: Stepper) -> None:
+        if self._step.passes.clipping.policy is not None:
+            self._measuring.end_measuring()
+        self._observed.let_go()  # a closure has run backward in step(): what is watched is to be watched no more
+        if not self._step.round.steppers_left:
+            self._observed.step_begins()
+        super().before_update(stepper)
+
+    def _prepare(self, stepper: Stepper) -> None:
+        """Take over the gradients that can be applied later."""
+        step, deferred = self._step, self._deferred
+        step.accumulation.require_reduced()
+        members = step.members.of(stepper)
+        deferred.finish([deferred.of(a.peek()) for a in members] if deferred else ())
+        step.ledger.require_whole()
+        if not step.round.steppers_left:
+            self._deferring.step_begins()
+        if not (self._deferring.puts_off or self.acts_in_each_step or step.ledger.votes.voting is not None):
+            self._leave(stepper)
+            return
+        with_gradient = _with_gradient(members)
+        # The generator is gone when this returns: whoever refers to a gradient keeps it from being put off.
+        in_loop = step.is_in_loop(stepper.optimizer(), (g for a in with_gradient if (g := gradient_of(a)) is not None))
+        if in_loop and not step.round.steppers_left:
+            self._begin_round(stepper)
+        clip = self._clip_of(stepper, with_gradient)
+        if in_loop and step.round.takes_step is False:
+            self._leave_out(stepper, with_gradient)
+            return
+        self._take(stepper, with_gradient, clip, in_loop=in_loop)
+
     def _leave(self, stepper: Stepper) -> None:
-        """``optimizer.step()`` steps all of it. Of the parameters, which the loop may have replaced, no more is asked
-        than which optimizers will."""
+        """This step is the plain loop's: ``optimizer.step()`` steps all of it. Of the parameters, which the loop may
+        have replaced, no more is asked than which optimizers will."""
         step, optimizer = self._step, stepper.optimizer()
         if not step.round.steppers_left and step.is_in_loop(optimizer, gradients_in(optimizer)):
             step.round.steppers_left = {s for s in step.members.steppers if finds_gradient(s.optimizer())}
             step.round.takes_step = True
         step.round.begins(stepper, step.ledger)
-
-    def _take(self, stepper: Stepper, with_gradient: AttachedParameters, clip: Clip | None, *, in_loop: bool) -> None:
-        """The step is taken: put off all that can wait, and leave the rest to ``optimizer.step()``."""
-        step = self._step
-        if stepper.steps_every_parameter or (not with_gradient.are_plain and any(a.is_divided for a in with_gradient)):
-            require_same_in_autocast(stepper)  # these are updated by instep, put off or not
-            step.before_update(stepper, with_gradient)
-        may_wait = in_loop and self._can_be_put_off(stepper)
-        waiting = dict.fromkeys(with_gradient, False)
-        if may_wait:
-            unseen, in_views = self._reading.unseen(), self.owners_in_views
-            waiting = which_can_defer(stepper, with_gradient, step.members.all, unseen, in_views=in_views)
-        later, here = with_gradient, AttachedParameters()
-        if not all(waiting.values()):
-            later = AttachedParameters(a for a, wait in waiting.items() if wait or a.is_divided)
-            here = AttachedParameters(a for a, wait in waiting.items() if not (wait or a.is_divided))
-        self._deferred.leave(step.number, stepper, here)
-        if here:
-            self._require_agreement()
-            if clip is not None:
-                clip(here.tensors())
-        self.takes_at_once = False
-        if not later:
-            # One that raises leaves what the plain loop's leaves. Other ranks, which may put theirs off, are told.
-            told = may_wait and not self._deferring.gives_up and step.ledger.votes.voting is not None
-            self.left_to_step = here.names if told else []
-            step.round.begins(stepper, step.ledger)
-            self._step_here(stepper, here)
-            return
-        self.left_to_step = here.names
-        at_once = [] if later is with_gradient else [a for a, wait in waiting.items() if not wait]
-        self._put_off(stepper, later, clip)
-        self._deferred.finish([self._deferred.of(attached.get()) for attached in at_once])
-        if here:
-            self._step_here(stepper, here)
-
-    def _step_here(self, stepper: Stepper, rest: AttachedParameters) -> None:
-        """What cannot wait is stepped here, where ``optimizer.step()`` itself is not to step anything."""
-        if not stepper.steps_every_parameter:
-            return
-        gradients = [in_grad(attached) for attached in rest]
-        for call in calls_of(rest, gradients, alias=False):
-            call.step(stepper)
-        self._hide(list(zip(rest, gradients, strict=True)))
 
     def _begin_round(self, stepper: Stepper) -> None:
         """This is the first of the step's optimizers."""
@@ -186,27 +158,82 @@ class UpdateDeferral:
         it is waited for before the first write."""
         step = self._step
         if step.ledger.nonfinite == "allow":
-            self.vote = step.ledger.votes.say(step.number)
+            self._vote = step.ledger.votes.say(step.number)
             return True
-        gradients = [(a.spec.name, in_grad(a)) for a in step.members.all if a.get().grad is not None]
-        return step.ledger.takes_step(gradients)
+        return step.ledger.takes_step([(a.spec.name, g) for a in step.members.all if (g := gradient_of(a)) is not None])
 
-    def _leave_out(self, stepper: Stepper, with_gradient: Sequence[AttachedParameter]) -> None:
+    def _clip_of(self, stepper: Stepper, with_gradient: AttachedParameters) -> Clip | None:
+        """Whatever is left to do to these gradients before they are applied."""
+        clipping, members = self._step.passes.clipping, self._step.members
+        if clipping.policy is None or stepper in self._clipped:
+            return None
+        optimizer = stepper.optimizer()
+        if found_inf(optimizer):
+            return None  # the kernel skips its update, of gradients as they are
+        take_off_here(optimizer, gradients_of(with_gradient, with_gradient.tensors()))
+        if clipping.mode is not None and clipping.total is None:
+            clipping.compute_total_norm(members.all, gradient_of)
+            # The plain loop clips all of them at once, before the first of its optimizers steps.
+            others = [a for a in members.all if a.stepper is not stepper and a.get().grad is not None]
+            clipping.clip([a.get() for a in others])
+            self._clipped = {a.stepper for a in others}
+        return clipping.as_of_now()
+
+    def _leave_out(self, stepper: Stepper, with_gradient: AttachedParameters) -> None:
         """``optimizer.step()`` finds no gradient, and what it writes nevertheless is put back."""
         step = self._step
         step.round.leave_out(stepper)
-        gradients = [(attached, in_grad(attached)) for attached in with_gradient]
+        gradients = gradients_of(with_gradient, with_gradient.tensors())
         step.round.begins(stepper, step.ledger)
-        self._hide(gradients)
+        self._hide(with_gradient, gradients)
 
-    def _hide(self, gradients: Sequence[tuple[AttachedParameter, torch.Tensor]]) -> None:
+    def _hide(self, parameters: AttachedParameters, gradients: Sequence[torch.Tensor]) -> None:
         """Until ``step()`` is over, whoever asks these parameters for their gradients is not to find them gone."""
-        self._deferred.watch_in_step.start(attached.get() for attached, _ in gradients)
-        self._step.round.hide(gradients)
+        self._deferred.watch_in_step.start(parameters.tensors())
+        self._step.round.hide(list(zip(parameters, gradients, strict=True)))
+
+    def _take(self, stepper: Stepper, with_gradient: AttachedParameters, clip: Clip | None, *, in_loop: bool) -> None:
+        """The step is taken: put off all that can wait, and leave the rest to ``optimizer.step()``."""
+        step, deferring = self._step, self._deferring
+        if stepper.steps_every_parameter or (not with_gradient.are_plain and any(a.is_divided for a in with_gradient)):
+            require_same_in_autocast(stepper)  # these are updated by instep, put off or not
+            step.before_update(stepper, with_gradient)
+        may_wait = (
+            in_loop
+            and deferring.puts_off
+            and not self._takes_at_once
+            and can_wait(stepper, step.members.of(stepper), in_vain=deferring.asked)
+        )
+        at_once = set(with_gradient)
+        if may_wait:
+            unseen, in_views = self._reading.unseen(), self.owners_in_views
+            at_once = which_cannot_wait(stepper, with_gradient, step.members.all, unseen, in_views=in_views)
+        later, here = with_gradient, AttachedParameters()
+        if at_once:
+            later = AttachedParameters(a for a in with_gradient if a not in at_once or a.is_divided)
+            here = AttachedParameters(a for a in with_gradient if a in at_once and not a.is_divided)
+        self._left = here.names
+        self._deferred.begun_in(step.number).update(dict.fromkeys(self._left, False))
+        if here:
+            self._require_agreement()
+            if clip is not None:
+                clip(here.tensors())
+        # A step that is not put off, and raises, leaves what the plain loop's leaves. Other ranks, which may put theirs
+        # off, are told.
+        told = may_wait and deferring.asked and step.ledger.votes.voting is not None
+        self._left_beside = bool(later) or told
+        if later:
+            self._put_off(stepper, later, clip)
+            if at_once:
+                self._deferred.finish([self._deferred.of(attached.get()) for attached in later if attached in at_once])
+        else:
+            step.round.begins(stepper, step.ledger)
+        if stepper.steps_every_parameter:
+            self._step_here(stepper, here)
 
     def _require_agreement(self) -> None:
         """Something of this step is about to be written by torch itself."""
-        vote, self.vote = self.vote, None
+        vote, self._vote = self._vote, None
         error = None if vote is None else error_of(vote)
         try:
             if error is not None:
@@ -214,48 +241,12 @@ class UpdateDeferral:
         finally:
             del error  # or it would refer to itself, by way of this frame
 
-    # Which of them can wait.
-
-    def _can_be_put_off(self, stepper: Stepper) -> bool:
-        """Whether an update of this optimizer can run later, and need not run now."""
-        optimizer = stepper.optimizer()
-        return (
-            self._deferring.puts_off
-            and not self.takes_at_once
-            and stepper in self._can_wait
-            and not ending()
-            # State that was made in it can be written in it alone, and whoever updates later is not in the loop's.
-            and not torch.is_inference_mode_enabled()
-            and is_copied_whole(optimizer)
-            and steps_as_known(optimizer)  # it may have got another step() since it was attached
-            and not stepper.is_foreign
-            and (self._deferring.puts_off_all or self._gains(stepper))
-            and not stepper.autocast_matters()
-            and self._reading.is_alike()
-            and not is_captured(self._step.members.all[0].spec.device)
-        )
-
-    def _gains(self, stepper: Stepper) -> bool:
-        """Whether anything of its update can be done beside the loop."""
-        on_cpu = all(a.spec.device.type == "cpu" for a in self._step.members.of(stepper))
-        return not on_cpu or runs_beside(stepper.optimizer())
-
-    def _clip_of(self, stepper: Stepper, with_gradient: Sequence[AttachedParameter]) -> Clip | None:
-        """Whatever is left to do to these gradients before they are applied."""
-        clipping, members = self._step.passes.clipping, self._step.members
-        if clipping.policy is None or stepper in self.clipped:
-            return None
-        optimizer = stepper.optimizer()
-        if found_inf(optimizer):
-            return None  # the kernel skips its update, of gradients as they are
-        take_off_here(optimizer, [in_grad(a) for a in with_gradient])
-        if clipping.mode is not None and clipping.total is None:
-            clipping.compute_total_norm(members.all, in_grad_if_any)
-            # The plain loop clips all of them at once, before the first of its optimizers steps.
-            others = [a for a in members.all if a.stepper is not stepper and a.get().grad is not None]
-            clipping.clip([a.get() for a in others])
-            self.clipped = {a.stepper for a in others}
-        return clipping.as_of_now()
+    def _step_here(self, stepper: Stepper, rest: AttachedParameters) -> None:
+        """``optimizer.step()`` itself is not to step what cannot wait."""
+        gradients = gradients_of(rest, rest.tensors())
+        for call in calls_of(rest, gradients, alias=False):
+            call.step(stepper)
+        self._hide(rest, gradients)
 
     # Handing over.
 
@@ -265,11 +256,10 @@ class UpdateDeferral:
         step, deferred = self._step, self._deferred
         try:
             deferred.begin()
-            buckets = self._take_over(stepper, parameters, clip)
+            updates = self._take_over(stepper, parameters, clip)
         except Exception:  # nothing has been handed over
             if step.round.stepper is not None:
                 step.round.refuse(step.ledger)
-            deferred.watch_in_step.stop(tensors)
             deferred.take_back(tensors)
             for tensor, gradient in zip(tensors, gradients, strict=True):
                 tensor.grad = gradient
@@ -277,99 +267,74 @@ class UpdateDeferral:
             raise
         try:
             deferred.is_sending = True
-            self._begin(buckets, parameters)
+            self._begin(updates)
         finally:
             deferred.is_sending = False
 
-    def _take_over(self, stepper: Stepper, parameters: AttachedParameters, clip: Clip | None) -> list[DeferredBucket]:
+    def _take_over(self, stepper: Stepper, parameters: AttachedParameters, clip: Clip | None) -> list[Update]:
         """Take the gradients off."""
         step, deferred, optimizer = self._step, self._deferred, stepper.optimizer()
-        outcomes = deferred.outcomes_of(step.number)
-        deferred_step = DeferredStep(stepper, parameters, step.number, self.vote, step.times, outcomes)
+        outcome = Outcome(step.number, self._vote, deferred.begun_in(step.number))
+        part = PartOfStep(stepper, parameters, outcome, step.times)
         begin_state(optimizer, parameters.tensors())
-        buckets = []
         as_read = step.gather is None  # shards are sent in the same order on all ranks
+        updates = []
         for members in self._reading.members_of_buckets(parameters, as_read=as_read):
-            bucket = DeferredBucket(members, deferred_step, clip)
-            if as_read:
-                bucket.place = self._reading.place_of(members)
-            deferred.add(bucket)
-            self._hide(list(zip(members, bucket.gradients, strict=True)))
-            buckets.append(bucket)
+            update = Update(members, part, clip, self._reading.place_of(members) if as_read else 0)
+            deferred.add(update)
+            self._hide(members, update.gradients)
+            updates.append(update)
         deferred.state_watch.start(optimizer)
         step.round.begins(stepper, step.ledger)
-        return buckets
+        return updates
 
-    def _begin(self, buckets: Sequence[DeferredBucket], parameters: Sequence[AttachedParameter]) -> None:
+    def _begin(self, updates: Sequence[Update]) -> None:
         """Start all that need not be asked for."""
-        deferred = self._deferred
-        if self._step.gather is not None:
-            by_id = {id(attached.get()): attached for attached in parameters}
-            for bucket in (bucket for bucket in buckets if not bucket.sent):
-                with deferred.on_side(bucket):
-                    bucket.send([by_id[id(tensor)] for tensor in bucket.tensors], self._step.gather)
-            buckets[0].step.ranks.tell_of_updates(self._step.ledger.votes)  # they are all of one step
-        for bucket in buckets:
+        step, deferred = self._step, self._deferred
+        if step.gather is not None:
+            for update in updates:
+                with deferred.on_side(update):
+                    update.send(step.gather)
+            updates[0].step.outcome.tell_of_updates(step.ledger.votes)  # they are all of one step
+        for update in updates:
             # Others are stepped when they are waited for, by the same thread: who waits may be in the middle of
             # tracing, or in inference mode.
-            begins = bucket.step.at_step.runs_beside or self._step.gather is not None
-            if begins and bucket.device.type == "cpu" and bucket.done is None:
-                bucket.give_to(deferred.worker)
-        for bucket in buckets:  # once all are sent: the side stream waits for those of other ranks
-            if bucket.device.type != "cpu" and bucket.mark is None:
-                bucket.mark = deferred.finished(bucket)
+            begins = update.step.switches.leave_python or step.gather is not None
+            if begins and update.device.type == "cpu":
+                update.give_to(deferred.worker)
+        for update in updates:  # once all are sent: the side stream waits for those of other ranks
+            if update.device.type != "cpu":
+                update.mark = deferred.finished(update)
 
+    # After it.
 
-def _with_gradient(parameters: AttachedParameters) -> AttachedParameters:
-    if all_there(map(GRADIENT, parameters.tensors())):
-        return parameters
-    return AttachedParameters(a for a in parameters if a.get().grad is not None)
+    def _finish(self, stepper: Stepper) -> None:
+        if self._step.judge is not None:
+            self._step.judge.after_update(stepper)
+        self._deferred.begun_in(self._step.number).update(dict.fromkeys(self._left, True))
+        self._show_gradients()
+        stepper.commit()
+        self._step.round.restore_settings()
 
+    def _show_gradients(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for attached, gradient in self._step.round.hidden:
+                parameter = attached.get()
+                if GET_GRAD(parameter) is None:  # the plain loop's is still there, until the user clears it
+                    SET_GRAD(parameter, gradient)
+                    self._deferred.show(parameter, gradient)
 
-class ForwardCalls(StepCalls):
-    """The calls of ``optimizer.step()``, which find no gradient of the parameters that were handed over."""
+    def _settle(self, stepper: Stepper) -> None:
+        round_ = self._step.round
+        self._deferred.settle(parameter for a, _ in round_.hidden if (parameter := a.peek()) is not None)
+        round_.hidden, self._left = [], []
+        self._clipped.discard(stepper)
 
-    def __init__(
-        self,
-        step: RunningStep,
-        deferred: DeferredBuckets,
-        hand_over: UpdateDeferral,
-        observed: Observed,
-        measuring: MeasuringSink,
-    ) -> None:
-        super().__init__(step)
-        self._deferred = deferred
-        self._update_deferral = hand_over
-        self._observed = observed
-        self._measuring = measuring
+    def _committed(self, *, taken: bool) -> None:
+        self._vote = None
+        self._step.has_gradients = False
 
-    def drop_round(self) -> None:
-        """A backward begins: no optimizer owes a step any more, unless one has called its closure once more."""
-        if self._step.round.evaluates_again:
-            return
-        self._step.round.steppers_left.clear()
-        if self._step.ledger.state is State.OPEN:
-            self._step.ledger.happened(Event.DROPPED)
-
-    def begin(self, stepper: Stepper) -> None:
-        self._observed.let_go()
-        self._update_deferral.takes_at_once = False
-        super().begin(stepper)
-
-    def leave_to_optimizer(self, stepper: Stepper, error: InstepError) -> None:
-        """This step is taken at once."""
-        self._update_deferral.takes_at_once = True
-
-    def before_update(self, stepper: Stepper) -> None:
-        if self._step.passes.clipping.policy is not None:
-            self._measuring.end_measuring()
-        self._observed.let_go()  # a closure has run backward in step(): what is watched is to be watched no more
-        if not self._step.round.steppers_left:
-            self._observed.step_begins()
-        super().before_update(stepper)
-
-    def _prepare(self, stepper: Stepper) -> None:
-        self._update_deferral.before_update(stepper)
+    # Calls that have raised.
 
     def _refused(self) -> None:
         step = self._step
@@ -377,39 +342,9 @@ class ForwardCalls(StepCalls):
             self.drop_round()
             step.round.takes_step = None
             step.round.drop_call()
-            self._update_deferral.drop_call()
+            self.drop_call()
             if step.judge is not None:
                 step.judge.end_step()
-
-    def returned(self, stepper: Stepper) -> None:
-        super().returned(stepper)
-        if not self._step.round.steppers_left:
-            self._observed.step_returned()
-
-    def _finish(self, stepper: Stepper) -> None:
-        if self._step.judge is not None:
-            self._step.judge.after_update(stepper)
-        self._deferred.returned(self._step.number, stepper)
-        self._give_stand_ins()
-        stepper.commit()
-        self._step.round.restore_settings()
-
-    def _give_stand_ins(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            for attached, gradient in self._step.round.hidden:
-                parameter = attached.get()
-                if GET_GRAD(parameter) is None:  # the plain loop's is still there, until the user clears it
-                    SET_GRAD(parameter, self._deferred.stand_in_for(parameter, gradient))
-
-    def _settle(self, stepper: Stepper) -> None:
-        round_ = self._step.round
-        self._deferred.watch([parameter for a, _ in round_.hidden if (parameter := a.peek()) is not None])
-        round_.hidden, self._update_deferral.left_to_step = [], []
-        self._update_deferral.clipped.discard(stepper)
-
-    def _committed(self, *, taken: bool) -> None:
-        self._update_deferral.vote = None
-        self._step.has_gradients = False
 
     def end_stopped(self) -> None:
         """The buckets that it has handed over stand."""
@@ -419,21 +354,32 @@ class ForwardCalls(StepCalls):
     def _end_raised(self, stepper: Stepper) -> None:
         """The buckets that were handed over stand; parameters that were left to ``step()`` itself beside those may have
         been written in part."""
-        rest, round_, ledger = self._update_deferral.left_to_step, self._step.round, self._step.ledger
+        rest, round_, ledger = self._left, self._step.round, self._step.ledger
         handed_over = [attached.spec.name for attached, _ in round_.hidden]
         if self._step.judge is not None:
             self._step.judge.end_step()
         if stepper.draws is not None:
             stepper.draws.give_back()
         stepper.abort()
-        self._give_stand_ins()
+        self._show_gradients()
         round_.restore_settings()
         self._commit(stepper)
-        if rest and ledger.torn is None:
+        if rest and self._left_beside and ledger.torn is None:
             self._deferred.finish(self._deferred.all())
             error = InstepError(f"{stepper.name}.step() raised")
             ledger.tear(ledger.step_count, handed_over, [], error, unsure=rest)
             ledger.votes.say_failed(ledger.step_count + 1)  # the last one was voted on before it was handed over
+
+
+def _is_plain(gradient: torch.Tensor | None) -> bool:
+    """Whether there is one, that is torch's own when nobody watches it."""
+    return gradient is not None and plain_type(gradient) is torch.Tensor
+
+
+def _with_gradient(parameters: AttachedParameters) -> AttachedParameters:
+    if all_there(map(GRADIENT, parameters.tensors())):
+        return parameters
+    return AttachedParameters(a for a in parameters if a.get().grad is not None)
 
 
 # ``schedule="forward"``: ``optimizer.step()`` hands over, and returns; weights are written by the time they are read.
@@ -452,42 +398,32 @@ a function for plain parameters anew after each step that is, up to eight times.
 class ForwardSchedule(Schedule):
     """The steps of one attachment that were handed over.
 
-    Args:
-        can_wait: the optimizers whose update can be put off. The others are stepped at once, by torch.
-
     Attributes:
         observed: what ordinary steps show of what the loop could gain.
         measuring: what sources tell in backward, where nothing is written yet.
     """
 
-    def __init__(
-        self,
-        step: RunningStep,
-        can_wait: Iterable[Stepper],
-        reading: ReadOrder,
-        deferring: Deferring,
-    ) -> None:
+    def __init__(self, step: RunningStep, reading: ReadOrder, deferring: Deferring) -> None:
         super().__init__(step)
         step.lock.torn_by = step.round.lock.torn_by = weakly(self._ended_anywhere)
         self.measuring = MeasuringSink(step.accumulation, step.passes.clipping, step.times)
         self._deferred = DeferredBuckets(self._step, self)
         self._reading = reading
-        self._update_deferral = UpdateDeferral(self._step, self._deferred, self._reading, can_wait, deferring)
         self._deferring = deferring
         self._all_readers: list[ReadHook] = []
         self._readers_rest = False  # while nothing is due, nothing will be, and no step is torn
         self._step.ledger.when_torn = weakly(self._wake_readers)
         self._compiles = 0  # so often torch.compile has begun while an update was due
-        self.observed = Observed(self._step.members.living)
+        self.observed = Observed(step.members.living, step.times)
         self.calls: ForwardCalls = ForwardCalls(
-            self._step, self._deferred, self._update_deferral, self.observed, self.measuring
+            self._step, self._deferred, reading, deferring, self.observed, self.measuring
         )
 
     @property
     def follows(self) -> bool:
         """Whether it must know of parameters that are replaced or added, and of threads: not where no step is put off,
         and nothing is done to gradients."""
-        return self._update_deferral.acts_in_each_step or not self._deferring.never
+        return self.calls.acts_in_each_step or not self._deferring.never
 
     def _ended_anywhere(self, error: BaseException) -> None:
         ledger, members = self._step.ledger, self._step.members
@@ -506,8 +442,8 @@ class ForwardSchedule(Schedule):
     def lost(self, error: InstepError) -> None:
         """The loop does what a step that is put off cannot follow: no further one is, unless that was asked for."""
         try:
-            if self._update_deferral.acts_in_each_step or not self._deferring.gives_up:
-                if self._deferring.otherwise is not None and not self._update_deferral.acts_in_each_step:
+            if self.calls.acts_in_each_step or self._deferring.asked:
+                if self._deferring.otherwise is not None and not self.calls.acts_in_each_step:
                     error.args = (f"{error}. {self._deferring.otherwise}",)
                 raise error
             self._deferring.cannot(str(error))
@@ -518,7 +454,7 @@ class ForwardSchedule(Schedule):
         """torch.compile is about to trace a function. Of parameters and gradients whose update is due it would make
         another one, or none, and compute with other kernels than in the plain loop. They are made plain before."""
         if self._deferred and not self._deferred.worker.is_here:
-            self._deferred.give_to_compiler()
+            self._deferred.finish(self._deferred.all())
             self._compiles += 1
             if self._compiles == COMPILES:
                 self._deferring.must_not("torch.compile traces a function again and again while updates are due")
@@ -530,8 +466,6 @@ class ForwardSchedule(Schedule):
         step.backwards.drain_failed()
         self.observed.let_go()
         never = self._deferring.never  # and so for good
-        if not never:
-            self._reading.forward_begins()
         self.calls.end_unless_it_evaluates_again()
         self.before_read(())  # of no module yet: order this forward's stream, and raise if the last step is torn
         if never and not self._deferred and not self._readers_rest:
@@ -541,8 +475,7 @@ class ForwardSchedule(Schedule):
         self.rests = self.may_rest and self._readers_rest and self._is_left_alone
         if step.accumulation.distributed:
             # DDP may lay out its buckets anew now, and copy the gradients that are in .grad.
-            held = (b for b in self._deferred.all() if any(isinstance(t.grad, HeldGradient) for t in b.tensors))
-            self._deferred.finish(held)
+            self._deferred.finish(u for u in self._deferred.all() if any(map(_is_plain, map(GRADIENT, u.tensors))))
 
     @property
     def _is_left_alone(self) -> bool:
@@ -555,7 +488,7 @@ class ForwardSchedule(Schedule):
         return (
             self.observed.is_over
             and len(step.members.steppers) == 1
-            and not self._update_deferral.acts_in_each_step
+            and not self.calls.acts_in_each_step
             and not adds_up
             and step.ledger.votes.ranks is None
         )
@@ -599,13 +532,13 @@ class ForwardSchedule(Schedule):
         self.calls.drop_round()  # of a step that not all of its optimizers have taken
         if not step.accumulation.next_only_adds:
             self.begin_final_backward()
-        self._update_deferral.begin_norms()
+        self.calls.begin_norms()
         return True
 
     def hear_of_last_step(self) -> None:
         self.cast_owed()
         self._step.hear(wait=True)
-        if any(bucket.step.ranks.refuse() for bucket in self._deferred.all()):
+        if any(update.step.outcome.is_refused() for update in self._deferred.all()):
             self.synchronize()  # raises what a read of these weights would, for which the run may have to wait
 
     def begin_final_backward(self) -> None:
@@ -618,7 +551,7 @@ class ForwardSchedule(Schedule):
         self._step.has_gradients = True
         self.calls.drop_round()
         self.begin_final_backward()
-        self._update_deferral.begin_norms()
+        self.calls.begin_norms()
         self.observed.backward_ended()
 
     def end_backward(self) -> None:
@@ -661,8 +594,8 @@ class ForwardSchedule(Schedule):
         step.ledger.give_up()
         if step.judge is not None:
             step.judge.end_step()
-        self._update_deferral.drop_call()
-        self._update_deferral.begin_norms()
+        self.calls.drop_call()
+        self.calls.begin_norms()
         step.accumulation.stepped()
 
     def settle(self) -> None:
@@ -715,7 +648,7 @@ class ForwardSchedule(Schedule):
         return self._reading.buckets_of(trainable, as_read=self._step.gather is None)
 
     def divides(self, owners_in_views: OwnerCount) -> None:
-        self._update_deferral.owners_in_views = owners_in_views
+        self.calls.owners_in_views = owners_in_views
 
     def read_by(self, streams: Callable[[], Iterable[torch.Stream]]) -> None:
         self.streams.readers = streams

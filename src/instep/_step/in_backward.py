@@ -18,7 +18,6 @@ from instep._optim.undo import Undo
 from instep._ranks.vote import error_of
 from instep._step.beside_backward import MOST, UpdatesBeside
 from instep._step.deferral import Deferring
-from instep._step.deferred_buckets import DeferredBucket
 from instep._step.judging import Judge
 from instep._step.norms import Losses
 from instep._step.on_trial import TrialWrites
@@ -27,6 +26,7 @@ from instep._step.schedule import Schedule
 from instep._step.state import Event, FirstError, State, gradient_of
 from instep._step.step import RunningStep
 from instep._step.step_calls import StepCalls
+from instep._step.update import Update
 from instep._step.writes import FinalWrites, Writes, owed_steps
 from instep._torch.engine import (
     AS_IT_IS,
@@ -222,8 +222,7 @@ class BucketSink(Schedule):
         beside = self._beside
         done = (beside is not None and beside.takes_some and self._hand_over(beside, bucket)) or self.apply(bucket)
         self._writes.retire(bucket)
-        if self.frees_gradients:
-            self.count_freed(bucket)
+        self.count_freed(bucket)
         return done
 
     def prepare(self, buckets: Sequence[AttachedParameters]) -> Sequence[PreparedUpdate | None]:
@@ -336,13 +335,14 @@ class BucketSink(Schedule):
                 assert failure is not None
                 self._failure.keep(failure)
                 if self._step.ledger.torn is None:
-                    self._writes.stopped(failure, beside.failed.step.outcome.in_doubt)
+                    begun = beside.failed.step.outcome.begun
+                    self._writes.stopped(failure, [name for name, is_over in begun.items() if not is_over])
             if not most:
                 settled(self)
                 beside.end_step()
 
-    def _note_update(self, beside: UpdatesBeside, handed: DeferredBucket) -> None:
-        if handed.names[0] in handed.step.outcome.applied:
+    def _note_update(self, beside: UpdatesBeside, handed: Update) -> None:
+        if handed.step.outcome.begun.get(handed.names[0]):
             self._step.members.apply(handed.members, versions_of(handed.tensors))  # with the versions that it has left
             return
         self._step.members.applied.difference_update(handed.members.indices)

@@ -22,7 +22,7 @@ A step ends when the last optimizer that has gradients has returned from ``step(
 - With ``schedule="forward"`` nothing is written before ``step()``, and the step is ``IDLE`` until then. ``step()``
   takes the gradients of deferred buckets off, and commits; between two optimizers of one step it is ``OPEN``. A
   deferred bucket is not a state: the next step may begin while it waits, and whoever needs one of its parameters
-  waits for the bucket (``deferred_buckets``).
+  waits for the bucket (``DeferredBuckets``).
 
 A step is *torn* where it stands on some parameters and cannot be completed or put back, or where it stands on this
 rank and is not known to stand on the others. ``Ledger.tear`` is the only place that declares it; ``Torn`` keeps which

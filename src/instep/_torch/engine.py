@@ -391,7 +391,7 @@ called or not.
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run of the engine that Python has asked for, and that has raised.
+    """A run of the engine that Python has asked for.
 
     Attributes:
         call: what the user has called: ``"backward()"`` or ``"torch.autograd.grad()"``.
@@ -403,6 +403,14 @@ class Run:
     accumulates: bool
     inputs: Sequence[Any]
     _outputs: Sequence[Any]
+
+    @staticmethod
+    def of(outputs: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Run":
+        """Given what the engine is called with."""
+        accumulates = bool(kwargs.get("accumulate_grad"))
+        inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
+        call = "backward()" if accumulates else "torch.autograd.grad()"
+        return Run(call, accumulates, tuple(inputs or ()), outputs)
 
     def comes_to(self, leaves: Iterable[torch.Tensor]) -> bool:
         """Whether one of ``leaves`` is in its graph. A segment that is checkpointed with ``use_reentrant=True`` hides
@@ -451,25 +459,53 @@ class RunErrors:
     """Tells ``listener`` of every run of the engine that raises, until it is removed. Held weakly."""
 
     def __init__(self, listener: HearsErrors) -> None:
-        global _engine_run
         self._listener = weakref.ref(listener, _tell_no_more)
         _told.append(self._listener)
-        current = getattr(torch.autograd, _RUN)
-        if current is not _run:
-            _engine_run = current
-            setattr(torch.autograd, _RUN, _run)
+        _hear_runs()
 
     def remove(self) -> None:
         _tell_no_more(self._listener)
 
 
+class BeforeRuns:
+    """Calls ``do`` before every run of the engine that Python asks for, between ``start`` and ``stop``: also before one
+    that comes to no output of the model, and adds to gradients."""
+
+    def __init__(self, do: Callable[[Run], None]) -> None:
+        self.do = do
+
+    def start(self) -> None:
+        if self not in _before:
+            _before.append(self)
+            _hear_runs()
+
+    def stop(self) -> None:
+        if self in _before:
+            _before.remove(self)
+            _hear_no_more()
+
+
 _told: "list[weakref.ref[HearsErrors]]" = []
+_before: list[BeforeRuns] = []
 _engine_run: Callable[..., Any] = getattr(torch.autograd, _RUN)
 
 
 def _tell_no_more(ref: "weakref.ref[HearsErrors]") -> None:
     _told[:] = [other for other in _told if other is not ref]
-    if not _told and getattr(torch.autograd, _RUN) is _run:  # else somebody else's stands before this one
+    _hear_no_more()
+
+
+def _hear_runs() -> None:
+    global _engine_run
+    current = getattr(torch.autograd, _RUN)
+    if current is not _run:
+        _engine_run = current
+        setattr(torch.autograd, _RUN, _run)
+
+
+def _hear_no_more() -> None:
+    # Where somebody else's stands before this one, it stays.
+    if not _told and not _before and getattr(torch.autograd, _RUN) is _run:
         setattr(torch.autograd, _RUN, _engine_run)
 
 
@@ -484,6 +520,8 @@ def count_of_runs() -> int:
 def _run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     global _count
     _count += 1
+    for before in [*_before]:
+        before.do(Run.of(outputs, args, kwargs))
     try:
         return _engine_run(outputs, *args, **kwargs)
     except BaseException as error:
@@ -503,9 +541,7 @@ def _run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
 def _tell_of_error(
     error: BaseException, outputs: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> BaseException | None:
-    accumulates = bool(kwargs.get("accumulate_grad"))
-    inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
-    run = Run("backward()" if accumulates else "torch.autograd.grad()", accumulates, tuple(inputs or ()), outputs)
+    run = Run.of(outputs, args, kwargs)
     replacements = [listener.run_raised(run, error) for ref in list(_told) if (listener := ref()) is not None]
     return next((instead for instead in replacements if instead is not None), None)
 

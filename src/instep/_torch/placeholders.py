@@ -1,7 +1,6 @@
 """What stands in ``.grad`` for a gradient that is not there, or not there yet."""
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -173,7 +172,6 @@ class HeldGradient(Placeholder):
 
     _real: torch.Tensor
     _before_use: Callable[[], BeforeUse | None]
-    _form: tuple[Any, ...]
 
     @staticmethod
     def __new__(cls, real: torch.Tensor, before_use: Callable[[], BeforeUse | None]) -> "HeldGradient":
@@ -182,26 +180,8 @@ class HeldGradient(Placeholder):
         )
         held._real = real
         held._before_use = before_use
-        held._form = _form_of(real)
         held._class = _OwnClass.of(real)
         return held
-
-    @property
-    def held(self) -> torch.Tensor:
-        """The gradient itself; nobody is told."""
-        return self._real
-
-    def stand_for(self, real: torch.Tensor) -> bool:
-        """Stand for ``real`` from now on. ``False``: a tensor of another shape, layout or dtype is needed. Only while
-        nobody else has this one."""
-        if self._form != _form_of(real):
-            return False
-        self._real = real
-        return True
-
-    def let_go(self) -> None:
-        """Stand for no gradient: ``real``, which is freed by this, is not needed any more, and nobody has this one."""
-        self._real = _NOTHING
 
     def use(self) -> torch.Tensor:
         """The gradient itself, to be used now."""
@@ -293,22 +273,10 @@ class WaitingGradient(Placeholder):
         return self
 
 
-def become_real(held: HeldGradient) -> None:
-    """Make ``held`` a plain tensor: the gradient that it stands for. Not where anybody refers to it weakly, or from
-    C++: such a one goes on to stand for the gradient."""
-    real = held.held.detach()
-    with suppress(RuntimeError):
-        torch.utils.swap_tensors(held, real)
-
-
 _NOTHING = torch.empty(0)
 
 
 _WITHOUT_VALUES = (CONVERSION, DETACH, *ACCUMULATE, *ZERO)
-
-
-def _form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]

@@ -57,8 +57,7 @@ class Worker:
     Not an executor: Ctrl-C in the middle of its ``submit``, or of a thread's ``start``, leaves a lock taken for ever.
     Python interrupts the main thread alone, and no code of a ``SimpleQueue`` or a ``heapq`` is Python's. A task goes
     into the heap first, and then a token into the queue, for which the thread runs what is first in the heap: a task
-    whose token was lost to Ctrl-C in between is run for another's, or for that of whoever hurries it, or wakes the
-    thread.
+    whose token was lost to Ctrl-C in between is run for another's, or for that of whoever hurries it.
     """
 
     def __init__(self) -> None:
@@ -101,11 +100,6 @@ class Worker:
         """Somebody waits for it: run it next, unless it has been."""
         if self._tokens is not None and not task.done:
             self._give(self._tokens, task, _FIRST)
-
-    def wake(self) -> None:
-        """Somebody waits for a task, in its turn: have a token for it, if that of its own was lost to Ctrl-C."""
-        if self._tokens is not None:
-            self._tokens.put(True)
 
     def last(self, do: Callable[[], None]) -> None:
         """Have it run after what was given, if there is a thread. Nobody waits for it."""

@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from instep._gradients.clipping import ClipNorm
-from instep._optim.kinds import can_be_put_off, runs_beside, steps_as_known
+from instep._optim.kinds import ONLY_DEFER, can_be_put_off, runs_beside, steps_as_known
 from instep._optim.values import held_in
-from instep._step.deferral import BESIDE_BACKWARD, Always, DeferralTrial, Deferring, Gains, Never, OtherRanks
+from instep._step.deferral import BESIDE_BACKWARD, DeferralTrial, Deferring, Gains, OtherRanks
 from instep._step.schedule import Schedule
 from instep._step.state import StepTimes
 from instep._step.step import RunningStep
@@ -36,15 +36,16 @@ def deferring_of(options: Options, refs: WeakRefs, others: OtherRanks | None, ti
     seen = times if all(_devices_of(optimizer) <= {"cpu"} for optimizer in refs.optimizers()) else None
     if options.schedule == "backward":  # no rank need know what the others have found
         if isinstance(options.defer, bool):
-            return Always() if options.defer else Never("defer=False")
+            return Deferring(f"defer={options.defer}", asked=options.defer)
         return DeferralTrial(partial(_prevented_beside_backward, refs), wording=BESIDE_BACKWARD, times=seen)
     own = [optimizer for optimizer in refs.optimizers() if steps_inside_step(optimizer, options)]
     if own and len(own) == len(refs.optimizers()):
-        return Never(f"{class_name(own[0])}.step() is of a class of your own: it runs where the loop calls it")
+        return Deferring(f"{class_name(own[0])}.step() is of a class of your own: it runs where the loop calls it")
     if options.always_puts_off:
-        return Always(alone=options.defer is True and not options.puts_off_unasked)
+        alone = options.defer is True and not options.puts_off_unasked  # nothing else has every step put off
+        return Deferring("defer=True", asked=True, otherwise=ONLY_DEFER if alone else None)
     if options.defer is False:
-        return Never("defer=False")
+        return Deferring("defer=False")
     return DeferralTrial(partial(_prevented, refs), others, times=seen)
 
 

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from instep._gradients.clipping import ClipNorm, Clipping
 from instep._gradients.scaling import LossScale
 from instep._optim.dtensor import is_sharded, local_numel, mesh_of, shard_of
-from instep._optim.kinds import ToldStep, can_be_put_off, steps_as_known, steps_one, takes_hooks
+from instep._optim.kinds import ToldStep, steps_one, takes_hooks
 from instep._optim.offload import HostLoading, HostState, OffloadedState, Part
-from instep._optim.owners import in_views_of_ddp, in_views_of_replicate
+from instep._optim.owners import IN_VIEWS_OF_DDP, IN_VIEWS_OF_REPLICATE
 from instep._optim.parameters import AttachedParameter, Attribute
 from instep._optim.random_numbers import KeyedDraws
 from instep._optim.stepper import Stepper
@@ -99,17 +99,15 @@ def choose(
     deferring: Callable[[], Deferring],
 ) -> Chosen:
     """The schedule that ``options`` ask for. This is the one place that asks which it is."""
-    steppers, votes = step.members.steppers, step.ledger.votes
+    votes = step.ledger.votes
     if options.disabled:
         why = None if options.left_to_torch == BY_ENVIRONMENT else options.left_to_torch
         any_loop = options.takes_any_loop
         plain = PlainSchedule(step, why, takes_any_loop=any_loop)
         return Chosen(plain, None, False, lambda _: Readers(), None)
     if options.schedule == "forward":
-        # An update that runs later raises elsewhere: of a step() that is the user's own, the loop expects it there.
-        may_wait = [s for s in steppers if can_be_put_off(s.optimizer()) and steps_as_known(s.optimizer())]
         reading = ReadOrder(options.bucket_bytes, options.most_put_off_together)
-        forward = ForwardSchedule(step, may_wait, reading, deferring())
+        forward = ForwardSchedule(step, reading, deferring())
         measures = isinstance(options.clip, ClipNorm)
         return Chosen(forward, forward.measuring, measures, lambda _: WaitingReaders(forward), None)
     undo = Undo(host=options.undo == "host") if options.undo else None
@@ -351,7 +349,7 @@ def build(target: Target, options: Options) -> Parts:
     uses = ForwardCounts()
     sources = make_sources(target, options, chosen, accumulation, zero, uses)
     if target.wrapped or target.fsdp2:
-        schedule.divides(in_views_of_ddp if target.ddps else in_views_of_replicate)
+        schedule.divides(IN_VIEWS_OF_DDP if target.ddps else IN_VIEWS_OF_REPLICATE)
     if target.groups and not target.fsdp1:
         schedule.read_by(partial(fsdp2_reading_streams, refs.model))
 
