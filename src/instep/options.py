@@ -154,15 +154,15 @@ class Options:
 
     def given(self) -> dict[str, str]:
         """The schedule and every option that is not the default, as ``attach`` names them."""
-        usual = dict(_each(Options()))
+        usual = dict(each_option(Options()))
         return {
             "schedule": repr(self.schedule),
-            **{name: repr(value) for name, value in _each(self) if value != usual[name]},
+            **{name: repr(value) for name, value in each_option(self) if value != usual[name]},
         }
 
     def in_words(self) -> dict[str, str]:
         """Every option with its value, in words that are the same in all processes: ranks compare them."""
-        words = {name: _in_words(name, value) for name, value in _each(self)}
+        words = {name: _in_words(name, value) for name, value in each_option(self)}
         words["INSTEP_DISABLE"] = "set" if words.pop("left_to_torch") == repr(BY_ENVIRONMENT) else "not set"
         return words
 
@@ -177,12 +177,12 @@ def pipeline_of(schedule: object) -> Pipeline | None:
     )
 
 
-def _each(options: Any) -> Iterator[tuple[str, Any]]:
+def each_option(options: Any) -> Iterator[tuple[str, Any]]:
     """Every option by its name in ``attach``: those of ``communication`` and ``randomness`` among the others."""
     for name in (option.name for option in fields(options)):
         value = getattr(options, name)
         if isinstance(value, (Communication, Randomness)):
-            yield from _each(value)
+            yield from each_option(value)
         else:
             yield name, value
 

@@ -342,5 +342,5 @@ def refused_under_ddp() -> list[str]:
 @own_precision.needs_it
 def test_what_does_not_go_together_is_refused(two_ranks: RankPool) -> None:
     for first, second in two_ranks.run(refused_under_ddp):
-        assert "has no effect with comm_hook" in first
+        assert "does not go with comm_hook" in first
         assert "give the policy to attach" in second

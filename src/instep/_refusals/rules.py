@@ -24,17 +24,9 @@ Rule = Callable[[Target, Options], None]
 
 OPTIONS: Sequence[Rule] = (
     optimizers.given_twice,
-    # The values that the rows below compare.
-    options.invalid_schedule,
-    options.invalid_defer,
+    options.invalid_value,
+    options.random_or_seed_alone,
     pairs.DEFER_IN_HOOKS,
-    options.invalid_bucket_bytes,
-    options.invalid_shard_state,
-    options.invalid_clip,
-    options.invalid_accumulation_steps,
-    options.invalid_scaler,
-    options.invalid_undo,
-    options.invalid_nonfinite,
     # What is known when the first weight is written: these messages name a way to have all of what was asked for.
     pairs.SKIP_WITH_BACKWARD,
     pairs.SKIP_WITH_CLIP_THAT_RAISES,
@@ -43,12 +35,7 @@ OPTIONS: Sequence[Rule] = (
     pairs.EXACT_WITH_BACKWARD,
     pairs.MODE_WITH_UNDO,
     pairs.SCALER_WITH_BACKWARD,
-    # The options that came later, each with those before it.
-    options.invalid_offload,
     pairs.OFFLOAD_WITH_SHARD_STATE,
-    options.invalid_random,
-    options.random_or_seed_alone,
-    options.invalid_seed,
 )
 """Each option by itself, and with the others: a row that compares values comes after those that look at each."""
 MODEL: Sequence[Rule] = (
@@ -73,10 +60,8 @@ MODEL: Sequence[Rule] = (
     pairs.BUCKET_BYTES_WITH_DDP,
     model.ddp_with_mixed_precision,
     pairs.COMM_HOOK_WITH_REPLICATE,
-    options.invalid_comm_hook,
     pairs.COMM_HOOK_WITHOUT_DDP,
     options.comm_hook_that_cannot_be_called,
-    options.invalid_mixed_precision,
     options.mixed_precision_without_floats,
     pairs.PARAM_DTYPE_WITH_SPARSE_GRADIENTS,
     pairs.REDUCE_DTYPE_ON_ONE_DEVICE,
