@@ -339,7 +339,7 @@ MUTANTS = [
     ),
     Mutant(
         "leave what was offered to a backward that has raised",
-        "BackwardHooks._failed",
+        "IterationHooks._failed",
         "self._schedule.backward_failed()",
     ),
     Mutant(
@@ -754,7 +754,7 @@ MUTANTS = [
     Mutant("do not compare hyper-parameters in step()", "Writes._require_as_left", "require_settings_as_left(stepper)"),
     Mutant(
         "do not look at the parameters before a forward",
-        "ForwardHooks._look",
+        "IterationHooks._look",
         "require_unchanged(self._schedule.parameters)",
         "pass",
     ),
@@ -780,7 +780,7 @@ MUTANTS = [
     ),
     Mutant(
         "let a graph own the attachment",
-        "BackwardHooks.see_backward_from",
+        "IterationHooks.see_backward_from",
         "WeakHook(self.before_backward, threading.get_ident())",
         "UntracedHook(functools.partial(self.before_backward, threading.get_ident()))",
     ),
@@ -949,7 +949,7 @@ MUTANTS = [
     Mutant("detach that Ctrl-C has ended half way stays there", "Attachment.detach", "with held(heard()):", "if True:"),
     Mutant(
         "attach that Ctrl-C has ended leaves a hook that does something",
-        "StepHooks.before_step",
+        "IterationHooks.before_step",
         "if not self._handles or is_called_by_step(optimizer):",
         "if is_called_by_step(optimizer):",
     ),
@@ -1475,7 +1475,12 @@ MUTANTS = [
         "if step.ledger.torn is not None or self._failure.error is not None or step.ledger.redoes:",
         "if step.ledger.torn is not None or step.ledger.redoes:",
     ),
-    Mutant("let a second thread in", "Threads.begin_backward", 'self.require_one(thread, "backward")', "pass"),
+    Mutant(
+        "let a second thread in",
+        "IterationHooks._begin_backward",
+        'self._require_one_thread(thread, "backward")',
+        "pass",
+    ),
     Mutant(
         "take a clip of another bucket for a write of the user's",
         "_VersionsAtStep.__init__",
@@ -1484,11 +1489,11 @@ MUTANTS = [
     ),
     Mutant("average in no_sync too", "Replicated.no_sync", "        self.require_backward_grad_sync = False\n", ""),
     Mutant(
-        "leave FSDP's state as a failed backward left it", "BackwardHooks._failed", "self._sharding.backward_failed()"
+        "leave FSDP's state as a failed backward left it", "IterationHooks._failed", "self._sharding.backward_failed()"
     ),
     Mutant(
         "go on counting micro-batches that are gone",
-        "BackwardHooks._failed",
+        "IterationHooks._failed",
         "self._accumulation.stepped()  # what the micro-batches before had added up is gone, too",
     ),
     Mutant("leave FSDP's state as a failed forward left it", "AfterErrors._failed", "self._rebuild(gradients=False)"),
@@ -1509,7 +1514,7 @@ MUTANTS = [
     ),
     Mutant(
         "hear of a backward after FSDP's first hook",
-        "BackwardHooks.see_backward_from",
+        "IterationHooks.see_backward_from",
         "if self._sharding is not None:",
         "if False:",
     ),
@@ -1739,7 +1744,9 @@ MUTANTS = [
         "if self._count_at_rest is not None and",
         "if False and",
     ),
-    Mutant("a closure at rest is not waited for", "StepHooks.before_step", "len(args) == 1 and not kwargs", "True"),
+    Mutant(
+        "a closure at rest is not waited for", "IterationHooks.before_step", "len(args) == 1 and not kwargs", "True"
+    ),
     Mutant(
         "zeros are taken off while gradients add up",
         "LocalSource.before_backward",
@@ -1829,7 +1836,7 @@ MUTANTS = [
         "with self._sink.lock:  # the gradients of another device arrive on a thread of their own",
         "if True:",
     ),
-    Mutant("a compiled step is not noticed", "StepHooks.before_step", "elif compiled.yes:", "elif False:"),
+    Mutant("a compiled step is not noticed", "IterationHooks.before_step", "elif compiled.yes:", "elif False:"),
     Mutant(
         "torch.compile traces the process group of a reducer",
         "ReducerGroup.broadcast",
@@ -2038,7 +2045,7 @@ MUTANTS = [
     ),
     Mutant(
         "take the step() of a parent class for that of the loop",
-        "StepHooks.after_step",
+        "IterationHooks.after_step",
         "if self._handles and not is_called_by_step(optimizer):",
         "if True:",
     ),
@@ -2063,7 +2070,7 @@ MUTANTS = [
     ),
     Mutant(
         "hear of a backward after detach",
-        "BackwardHooks.before_backward",
+        "IterationHooks.before_backward",
         "if not self._handles:\n            return  # detached",
         "if False:\n            return  # detached",
     ),
@@ -2567,7 +2574,7 @@ MUTANTS = [
     ),
     Mutant(
         "micro-batches of a pipeline are counted as forwards of their own",
-        "ForwardHooks.before_forward",
+        "IterationHooks.before_forward",
         " or self._accumulation.runs_stages",
         "",
     ),
@@ -3173,7 +3180,7 @@ MUTANTS = [
     ),
     Mutant(
         "parameters are looked at while torch.jit traces",
-        "ForwardHooks._look",
+        "IterationHooks._look",
         "torch.is_grad_enabled() and not torch.jit.is_tracing()",
         "torch.is_grad_enabled()",
     ),

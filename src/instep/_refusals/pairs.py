@@ -73,7 +73,9 @@ def _plain(text: str) -> str:
 
 _FORWARD = Choice('`schedule="forward"`', lambda t, o: o.schedule == "forward")
 _BACKWARD_WITHOUT_UNDO = Choice(
-    '`schedule="backward"` without `undo`', lambda t, o: o.schedule == "backward" and not o.undo
+    '`schedule="backward"` without `undo`',
+    lambda t, o: o.schedule == "backward" and not o.undo,
+    lambda t, o: "schedule='backward'",  # whose remedy says whether ``undo`` is one
 )
 _BUCKET_BYTES = Choice(
     "`bucket_bytes`", lambda t, o: o.bucket_bytes is not None, lambda t, o: f"bucket_bytes={o.bucket_bytes}"
@@ -100,7 +102,7 @@ _KEYED = Choice(
 _NOT_ONE_DDP = Choice(
     "a model without exactly one `DistributedDataParallel`",
     lambda t, o: len(t.ddps) != 1,
-    lambda t, o: f"a model that has {len(t.ddps) or 'no'} DistributedDataParallel, and not one",
+    lambda t, o: f"a model that has {len(t.ddps) or 'no'} DistributedDataParallel",
 )
 _PIPELINE = Choice("`pipeline`", lambda t, o: o.communication.pipeline is not None)
 _FSDP1 = Choice("`FullyShardedDataParallel`", lambda t, o: bool(t.fsdp1))
@@ -150,20 +152,23 @@ def _in_updates(options: Options) -> list[str]:
     return [name for name, given in settings.items() if given]
 
 
+def _put_back(options: Options) -> str:
+    """``undo`` as a remedy, where the other options take it."""
+    return "" if options.communication.shard_state else "undo=True, with which such a step is put back, or "
+
+
 UNDO_WITH_FORWARD = Pair(_UNDO, _FORWARD, "nothing is written before `step()`")
 SCALER_WITH_BACKWARD = Pair(
     Choice("`scaler`", lambda t, o: o.scaler is not None),
     _BACKWARD_WITHOUT_UNDO,
     "weights are updated before the scaler has seen whether a gradient is infinite",
-    "Use undo=True, with which such a step is put back (not with shard_state), or schedule='forward', which needs no "
-    "scaler argument",
+    lambda t, o: f"Use {_put_back(o)}schedule='forward', which needs no scaler argument",
 )
 SKIP_WITH_BACKWARD = Pair(
     _SKIP,
     _BACKWARD_WITHOUT_UNDO,
     "every gradient is needed before the first update",
-    "Use schedule='forward', or undo=True, with which such a step is put back (not with shard_state); or "
-    "nonfinite='raise'",
+    lambda t, o: f"Use {_put_back(o)}schedule='forward'; or nonfinite='raise'",
 )
 SKIP_WITH_CLIP_THAT_RAISES = Pair(
     _SKIP,
@@ -401,7 +406,7 @@ SHARD_STATE_WITHOUT_DDP = Pair(
     _SHARD_STATE,
     _NOT_ONE_DDP,
     "state is divided by DDP's buckets",
-    "Leave it out (FSDP shards the state by itself), or wrap the model in one",
+    lambda t, o: f"Leave it out{': FSDP shards it by itself' if t.fsdp1 or t.fsdp2 else ', or wrap the model in one'}",
 )
 CLIP_VALUE_WITH_SHARDS_OF_WHOLE_PARAMETERS = Pair(
     Choice("`clip=ClipValue(…)`", lambda t, o: isinstance(o.clip, ClipValue)),

@@ -30,7 +30,7 @@ from instep._step.deferral import Deferring
 from instep._step.deferred import ForwardSchedule
 from instep._step.in_backward import BackwardSchedule
 from instep._step.judging import Judge
-from instep._step.norms import MeasuringSink
+from instep._step.norms import Losses, MeasuringSink
 from instep._step.plain import PlainSchedule
 from instep._step.schedule import Schedule
 from instep._step.state import StepMembers
@@ -43,15 +43,12 @@ from instep._torch.placeholders import SpentGradient
 from instep._wiring.advice import deferring_of
 from instep._wiring.hooks import (
     AddedParameters,
-    BackwardHooks,
     CheckedReaders,
-    ForwardHooks,
+    IterationHooks,
     PlainHooks,
     Readers,
     Sharding,
-    StepHooks,
     SteppingItself,
-    Threads,
     WaitingReaders,
 )
 from instep._wiring.ranks import Joining, communicates, rank, ranks_of, stand_aside
@@ -82,14 +79,14 @@ class Chosen(NamedTuple):
     Attributes:
         sink: what the sources tell; ``None``: there are none.
         tells_all: whether the sink is told of every gradient, and not only where a source communicates for itself.
-        readers: makes what is done before a module reads its parameters.
+        readers: what is done before a module reads its parameters.
         error_for_use: what the use of a gradient that was applied raises; ``None``: nothing is put in its place.
     """
 
     schedule: Schedule
     sink: BackwardSchedule | MeasuringSink | None
     tells_all: bool
-    readers: Callable[[BackwardHooks], Readers]
+    readers: Readers
     error_for_use: ErrorForUse | None
 
 
@@ -104,21 +101,21 @@ def choose(
         why = None if options.left_to_torch == BY_ENVIRONMENT else options.left_to_torch
         any_loop = options.takes_any_loop
         plain = PlainSchedule(step, why, takes_any_loop=any_loop)
-        return Chosen(plain, None, False, lambda _: Readers(), None)
+        return Chosen(plain, None, False, Readers(), None)
     if options.schedule == "forward":
         # An update that runs later raises elsewhere: of a step() that is the user's own, the loop expects it there.
         may_wait = [s for s in steppers if can_be_put_off(s.optimizer()) and steps_as_known(s.optimizer())]
         reading = ReadOrder(options.bucket_bytes, options.most_put_off_together)
         forward = ForwardSchedule(step, may_wait, reading, deferring())
         measures = isinstance(options.clip, ClipNorm)
-        return Chosen(forward, forward.measuring, measures, lambda _: WaitingReaders(forward), None)
+        return Chosen(forward, forward.measuring, measures, WaitingReaders(forward), None)
     undo = Undo(host=options.undo == "host") if options.undo else None
     votes.asks_first = undo is not None and options.nonfinite != "allow"
     scale = None if options.scaler is None else LossScale(options.scaler)
     beside = deferring if options.may_update_beside_backward else None
     backward = BackwardSchedule(step, beside, undo, scale)
     frees = undo is None and not options.steps_itself
-    readers = partial(CheckedReaders, backward, on_trial=undo is not None)
+    readers = CheckedReaders(backward, on_trial=undo is not None)
     return Chosen(backward, backward, True, readers, backward.error_for_use if frees else None)
 
 
@@ -290,10 +287,7 @@ class Parts:
     zero: "Zero | None"
     draws: KeyedDraws | None
     sharding: Sharding | None
-    late: AddedParameters
-    threads: Threads
-    forwards: ForwardHooks | PlainHooks
-    steps: StepHooks
+    hooks: IterationHooks
     handles: Handles
 
     @property
@@ -307,6 +301,10 @@ class Parts:
     @property
     def votes(self) -> StepVotes:
         return self.step.ledger.votes
+
+    def backward(self, loss: Losses, gradient: torch.Tensor | None = None) -> None:
+        """See ``Schedule.backward``."""
+        self.schedule.backward(loss, gradient, self.hooks.late.adopt)
 
     def abandon(self) -> None:
         """Model and optimizers are gone: whoever keeps this keeps nothing of them."""
@@ -354,35 +352,31 @@ def build(target: Target, options: Options) -> Parts:
         schedule.read_by(partial(fsdp2_reading_streams, refs.model))
 
     handles: Handles = []
-    threads = Threads(refs.name, schedule)
     sharding = None
     if target.groups:
         after_errors = AfterErrors(target.model)
         sharding = Sharding(target.groups, schedule, uses, after_errors, in_fsdp1=bool(target.fsdp1))
     stepping = SteppingItself(target.optimizers, schedule, sources) if options.steps_itself else None
-    backwards = BackwardHooks(schedule, sources, accumulation, threads, sharding, stepping, handles)
-    readers = chosen.readers(backwards)
+    readers = chosen.readers
     if chosen.sink is not None:
         stepping_ask = [] if stepping is None else [weakref.WeakMethod(stepping.ask)]
         at_open = [readers.while_open.start, *(source.begin_step for source in sources)]
         chosen.sink.at_open = [*stepping_ask, *map(weakref.WeakMethod, at_open)]
     late = AddedParameters(refs, schedule, sources, parameters.gather, readers, handles)
-    forwards: ForwardHooks | PlainHooks
-    if options.disabled:
-        forwards = PlainHooks(step, schedule, handles)
-    else:
-        forwards = ForwardHooks(refs, step, schedule, sources, threads, late, backwards)
+    kind = PlainHooks if options.disabled else IterationHooks
+    hooks = kind(refs, step, schedule, late, zero, sharding, stepping, handles)
+    readers.hooks = weakref.ref(hooks)
+    if not options.disabled:
         # Nobody else needs to know of forwards, and of the backwards that begin at their outputs.
         schedule.may_rest = not (sources or target.groups or options.steps_itself)
     for runs in (source for source in sources if isinstance(source, PipelineSource)):
         # As a forward of the model, once for all micro-batches of a run.
-        runs.begin_run = weakly(forwards.before_forward, None, ())
-        runs.end_run = weakly(forwards.after_forward, None, (), ())
-    steps = StepHooks(step, schedule, late, zero, forwards, handles)
+        runs.begin_run = weakly(hooks.before_forward, None, ())
+        runs.end_run = weakly(hooks.after_forward, None, (), ())
     planned = Planned(options, schedule, sources, step)
     step.buckets = weakly(planned.buckets)
     step.passes.buffers = partial(_buffers_of, refs)
-    return Parts(refs, schedule, sources, step, planned, zero, draws, sharding, late, threads, forwards, steps, handles)
+    return Parts(refs, schedule, sources, step, planned, zero, draws, sharding, hooks, handles)
 
 
 def _buffers_of(refs: WeakRefs) -> Iterable[torch.Tensor]:
@@ -421,23 +415,23 @@ def _count(accumulation: "weakref.ref[Accumulation]", parameter: object) -> None
 
 
 def _connect_optimizers(parts: Parts, target: Target, options: Options) -> None:
-    schedule, steps, handles = parts.schedule, parts.steps, parts.handles
+    schedule, hooks, handles = parts.schedule, parts.hooks, parts.handles
     for optimizer, stepper in zip(target.optimizers, parts.refs.steppers, strict=True):
         if not takes_hooks(optimizer):
             continue  # torch tells nobody of its steps: nothing is put off, and nothing counted
         if steps_one(optimizer) is not None:
             handles.append(ToldStep(optimizer))
-        handle = optimizer.register_step_post_hook(UntracedHook(partial(steps.after_step, stepper)))
+        handle = optimizer.register_step_post_hook(UntracedHook(partial(hooks.after_step, stepper)))
         first_of_post_hooks(optimizer, handle)
         handles.append(handle)
         compiled = Traced()
         handles.append(optimizer.register_step_pre_hook(compiled))
-        handle = optimizer.register_step_pre_hook(UntracedHook(partial(steps.before_step, stepper, compiled)))
+        handle = optimizer.register_step_pre_hook(UntracedHook(partial(hooks.before_step, stepper, compiled)))
         last_of_pre_hooks(optimizer, handle)
         handles.append(handle)
         if not options.disabled and not options.steps_itself:
-            before_save = UntracedHook(partial(steps.before_state, stepper, True))
-            before_load = UntracedHook(partial(steps.before_state, stepper, False))
+            before_save = UntracedHook(partial(hooks.before_state, stepper, True))
+            before_load = UntracedHook(partial(hooks.before_state, stepper, False))
             handles.append(optimizer.register_state_dict_pre_hook(before_save))
             handles.append(optimizer.register_load_state_dict_pre_hook(before_load))
     if parts.zero is not None:
@@ -446,15 +440,16 @@ def _connect_optimizers(parts: Parts, target: Target, options: Options) -> None:
 
 
 def _connect_model(parts: Parts, target: Target, options: Options) -> None:
-    model, schedule, sharding, handles = target.model, parts.schedule, parts.sharding, parts.handles
+    model, schedule, sharding = target.model, parts.schedule, parts.sharding
+    hooks, handles = parts.hooks, parts.handles
     if (votes := parts.votes).ranks is not None:
         if not target.groups and options.communication.pipeline is None:  # FSDP gathers for autograd.grad, too
-            votes.communicates = partial(communicates, weakref.ref(schedule))
+            votes.communicates = partial(communicates, weakref.ref(parts.step))
         sources, ddps = list(map(weakref.ref, parts.sources)), list(map(weakref.ref, target.ddps))
         votes.stand_aside = partial(stand_aside, sources, ddps)
         handles.extend(Joining(ddp, votes, schedule) for ddp in target.ddps)
     handles.append(PlainPickles(model.modules()))
-    before, after = BoundHook(parts.forwards.before_forward), BoundHook(parts.forwards.after_forward)
+    before, after = BoundHook(hooks.before_forward), BoundHook(hooks.after_forward)
     # A torch.jit module takes no hooks: it is left to torch.
     for called in (called for called in target.called if not isinstance(called, torch.jit.ScriptModule)):
         # Before FSDP2's hook, which gathers the weights: what a rank says comes first, also of a disabled one.
@@ -465,12 +460,12 @@ def _connect_model(parts: Parts, target: Target, options: Options) -> None:
     after_wrapped = BoundHook(partial(_after_wrapped, weakref.ref(schedule)))
     for wrapper in target.wrapped if options.schedule == "forward" else ():
         handles.append(wrapper.module.register_forward_hook(after_wrapped))
-    parts.late.watch(model, schedule.parameters)
+    hooks.late.watch(model, schedule.parameters)
     if sharding is not None:
-        sharding.connect(parts.late.readers, handles)
+        sharding.connect(hooks.late.readers, handles)
     for saved in {*target.called, *(wrapper.module for wrapper in target.wrapped)}:
-        handles.append(saved.register_state_dict_pre_hook(BoundHook(parts.steps.before_model_state)))
-        handles.append(saved.register_load_state_dict_pre_hook(BoundHook(parts.steps.before_load)))
+        handles.append(saved.register_state_dict_pre_hook(BoundHook(hooks.before_model_state)))
+        handles.append(saved.register_load_state_dict_pre_hook(BoundHook(hooks.before_load)))
     if options.communication.mixed_precision is not None:
         handles.append(LowPrecision(model, options.communication.mixed_precision))
     if isinstance(schedule, BackwardSchedule):

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from instep._optim.parameters import AttachedParameter, require_unchanged
 from instep._optim.stepper import Stepper
-from instep._step.accumulation import Accumulation
 from instep._step.deferred import ForwardSchedule
 from instep._step.in_backward import BackwardSchedule
 from instep._step.schedule import Schedule
@@ -34,7 +33,7 @@ from instep._torch.hooks import (
 from instep._torch.interrupts import look_for_handlers
 from instep._torch.lifetime import weakly
 from instep._torch.watch import ModuleHooks
-from instep._wiring.weak_refs import Handles, WeakRefs, living_parameters
+from instep._wiring.weak_refs import Handles, WeakRefs
 from instep.errors import (
     ConcurrentBackwardError,
     HyperparameterChangedError,
@@ -51,42 +50,6 @@ from instep.target import Names, name_parameters
 
 if TYPE_CHECKING:
     from instep.sources.zero.source import Zero
-
-
-class Threads:
-    """One thread trains a model: raises where another one begins a forward or a backward meanwhile."""
-
-    def __init__(self, name: str, schedule: Schedule) -> None:
-        self.in_backward = False
-        self._name = name
-        self._schedule = schedule
-        # The thread whose forward the running backward, or the open step, belongs to.
-        self._thread: int | None = None
-
-    def require_one(self, thread: int, what: str) -> None:
-        """A forward, or a backward whose forward was on ``thread``, is about to begin: raise
-        ``ConcurrentBackwardError`` while the step of another thread is open."""
-        if self._thread not in (None, thread) and (self.in_backward or self._schedule.state == "open"):
-            raise ConcurrentBackwardError(
-                f"a {what} of {self._name} began on one thread while the step of another one is open: their "
-                "gradients would be mixed. Train a model on one thread at a time, or give each thread a model and an "
-                "optimizer of its own"
-            )
-
-    def begin_backward(self, thread: int, end: Callable[[], None], failed: Callable[[], None]) -> None:
-        """A backward has come to an output of the model. For the first output ask for the backward's ``end``.
-
-        Without a lock, which Ctrl-C might leave taken: on accelerators the threads of two devices may both ask, and the
-        second call of ``end`` finds nothing to do.
-        """
-        try:
-            self.require_one(thread, "backward")
-        except ConcurrentBackwardError as error:
-            self._schedule.lost(error)
-        self._thread = thread
-        if not self.in_backward:
-            current().at(Phase.SETTLED, end, failed)
-            self.in_backward = True  # now that its end will be heard of, whatever comes
 
 
 class SteppingItself:
@@ -118,8 +81,9 @@ class SteppingItself:
         self._clear()
 
     def _clear(self) -> None:
-        for parameter in living_parameters(self._schedule):
-            parameter.grad = None
+        for attached in self._schedule.parameters:
+            if (parameter := attached.peek()) is not None:
+                parameter.grad = None
 
 
 ModuleParameters = tuple[nn.Module, list[AttachedParameter]]
@@ -131,10 +95,12 @@ class Readers:
 
     Attributes:
         while_open: those of its hooks that are there from the first gradient of a step to the next forward alone.
+        hooks: what they are a part of. Weakly: that owns them.
     """
 
     def __init__(self) -> None:
         self.while_open = ModuleHooks()
+        self.hooks: Callable[[], IterationHooks | None] = lambda: None
 
     def watch(self, model: nn.Module, owners: Sequence[ModuleParameters], handles: Handles) -> None:
         """Hooks on the modules that hold attached parameters themselves."""
@@ -161,7 +127,7 @@ class AddedParameters:
     ) -> None:
         self._refs = refs
         self._schedule = schedule
-        self._sources = sources
+        self.sources = sources
         self._gather = gather
         self.readers = readers
         self._handles = handles
@@ -193,7 +159,7 @@ class AddedParameters:
         added: Sequence[AttachedParameter] = self._gather(optimizers, others, len(known))
         everything = {**known, **{id(attached.get()): attached for attached in added}}
         self._schedule.parameters = tuple(everything[key] for key in names if key in everything)
-        for source in self._sources:
+        for source in self.sources:
             added = source.adopt(added)
         self.watch(model, added)
         self._handles.append(PlainPickles(model.modules()))
@@ -274,117 +240,41 @@ class Sharding:
         self._schedule.before_gather(shards)
 
 
-class PlainHooks:
-    """What torch calls around a model with ``INSTEP_DISABLE=1``: micro-batches are counted, and backwards seen to
-    begin."""
+class IterationHooks:
+    """What torch calls around a model's forward, where a backward of it begins and ends, around ``optimizer.step()``,
+    and before state or weights are saved or loaded.
 
-    def __init__(self, step: RunningStep, schedule: Schedule, handles: Handles) -> None:
-        self._schedule = schedule
-        self._votes, self._accumulation = step.ledger.votes, step.accumulation
-        self._handles = handles
+    A model is trained on one thread: an error says so where another one begins a forward or a backward meanwhile.
 
-    def before_forward(self, module: object, args: object) -> None:
-        if torch.compiler.is_compiling() or graph_task() is not None or self._accumulation.runs_stages:
-            return
-        if torch.is_grad_enabled():
-            self._votes.begin_forward()
-            self._accumulation.decide()
-
-    def after_forward(self, module: object, args: object, output: object) -> None:
-        if torch.compiler.is_compiling() or graph_task() is not None or self._accumulation.runs_stages:
-            return
-        before_backward = WeakHook(self._before_backward)
-        for node in nodes_of(output):
-            node.register_prehook(before_backward)
-
-    def _before_backward(self, gradients: object) -> None:
-        if self._handles and self._schedule.begin_backward() and self._accumulation.is_sharded:
-            self._accumulation.count()  # no hook of FSDP2's parameters is called while gradients only add up
-
-
-class BackwardHooks:
-    """What torch calls where a backward of the model begins and ends."""
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        sources: Sequence[Source],
-        accumulation: Accumulation,
-        threads: Threads,
-        sharding: Sharding | None,
-        stepping: SteppingItself | None,
-        handles: Handles,
-    ) -> None:
-        self.in_forward = False  # whether the model's own is running
-        self._schedule = schedule
-        self._sources = sources
-        self._accumulation = accumulation
-        self._threads = threads
-        self._sharding = sharding
-        self._stepping = stepping
-        self._handles = handles
-
-    def see_backward_from(self, output: object) -> None:
-        """A forward has returned ``output``, at which a backward may begin."""
-        before_backward = WeakHook(self.before_backward, threading.get_ident())
-        for node in nodes_of(output):
-            node.register_prehook(before_backward)
-        if self._sharding is not None:
-            # FSDP gathers weights in a hook on the same tensors, before the nodes' own. It raises there if a peer is
-            # gone, and nobody would have heard of this backward.
-            for tensor in tensors_of(output):
-                first_of_tensor_hooks(tensor, before_backward)
-
-    def before_backward(self, thread: int, gradients: object) -> None:
-        """An output of the model is about to get its gradient. Its forward was on ``thread``."""
-        if not self._handles:
-            return  # detached since this graph was made
-        self._threads.begin_backward(thread, self._end, self._failed)
-        self.in_forward = False  # a forward that raised has not said that it is over
-        self._schedule.begin_on_device(thread)
-        if self._schedule.begin_backward():
-            if self._sharding is not None:
-                self._accumulation.count()  # no hook of FSDP2's parameters is called while gradients only add up
-            for source in self._sources:
-                source.before_backward()
-        # Asked for here it is the outermost backward's end; in a hook on a parameter, maybe that of one nested in it.
-        if self._stepping is not None:
-            self._stepping.ask()
-
-    def _end(self) -> None:
-        self._threads.in_backward = False
-        self._schedule.end_backward()
-        if self._sharding is not None:
-            self._sharding.reduces_once()
-
-    def _failed(self) -> None:
-        self._end()
-        self._schedule.backward_failed()
-        if self._sharding is not None:
-            self._sharding.backward_failed()
-            self._accumulation.stepped()  # what the micro-batches before had added up is gone, too
-
-
-class ForwardHooks:
-    """What torch calls around the model's forward."""
+    Attributes:
+        in_forward: whether the model's own is running.
+        in_backward: whether a backward is.
+    """
 
     def __init__(
         self,
         refs: WeakRefs,
         step: RunningStep,
         schedule: Schedule,
-        sources: Sequence[Source],
-        threads: Threads,
         late: AddedParameters,
-        backwards: BackwardHooks,
+        zero: "Zero | None",
+        sharding: Sharding | None,
+        stepping: SteppingItself | None,
+        handles: Handles,
     ) -> None:
+        self.late = late
+        self.in_forward = self.in_backward = False
         self._refs = refs
         self._schedule = schedule
-        self._sources = sources
-        self._votes, self._accumulation = step.ledger.votes, step.accumulation
-        self._threads = threads
-        self._late = late
-        self._backwards = backwards
+        self._members, self._votes, self._accumulation = step.members, step.ledger.votes, step.accumulation
+        self._zero = zero
+        self._sharding = sharding
+        self._stepping = stepping
+        self._handles = handles
+        # The thread whose forward the running backward, or the open step, belongs to.
+        self._thread: int | None = None
+
+    # Forward.
 
     def before_forward(self, module: object, args: object) -> None:
         """The model is about to run."""
@@ -403,9 +293,9 @@ class ForwardHooks:
             _unless_given_up(self._schedule, self._look)
         if torch.is_grad_enabled():
             self._begin_micro_batch()
-        if self._late.readers.while_open.are_there:
-            self._late.readers.while_open.stop()
-        self._backwards.in_forward = True
+        if self.late.readers.while_open.are_there:
+            self.late.readers.while_open.stop()
+        self.in_forward = True
 
     def after_forward(self, module: object, args: object, output: object) -> None:
         """The model's forward has returned."""
@@ -413,11 +303,11 @@ class ForwardHooks:
             return
         if self._accumulation.runs_stages:
             if self._accumulation.is_sharded:
-                self._backwards.see_backward_from(output)  # after an error in it FSDP's state is rebuilt
+                self.see_backward_from(output)  # after an error in it FSDP's state is rebuilt
             return
-        self._backwards.in_forward = False
+        self.in_forward = False
         self._schedule.after_forward()
-        self._backwards.see_backward_from(output)
+        self.see_backward_from(output)
 
     def _require_alone(self) -> None:
         """Raise if the model was wrapped since, or is trained by another thread."""
@@ -430,7 +320,7 @@ class ForwardHooks:
                 "composable replicate(), which hides it), and attach that"
             )
         if torch.is_grad_enabled():
-            self._threads.require_one(threading.get_ident(), "forward")
+            self._require_one_thread(threading.get_ident(), "forward")
 
     def _look(self) -> None:
         """Raise if the parameters are not those that were attached any more. Take in those that were added."""
@@ -439,8 +329,8 @@ class ForwardHooks:
         if torch.is_grad_enabled() and not torch.jit.is_tracing():
             require_unchanged(self._schedule.parameters)
         if self._schedule.state != "open":
-            self._late.adopt()
-            for source in self._sources:
+            self.late.adopt()
+            for source in self.late.sources:
                 source.refresh()
 
     def _begin_micro_batch(self) -> None:
@@ -448,29 +338,78 @@ class ForwardHooks:
         accumulation = self._accumulation
         # The loop may have given these micro-batches up. zero_grad() does not clear what FSDP2 adds up.
         given_up = accumulation.is_partial and not accumulation.is_sharded
-        if given_up and all(p.grad is None for p in living_parameters(self._schedule)):
+        if given_up and all(p.grad is None for p in self._members.living()):
             accumulation.stepped()
         accumulation.decide()
 
+    # Backward.
 
-class StepHooks:
-    """What torch calls around ``optimizer.step()``, and before state or weights are saved or loaded."""
+    def see_backward_from(self, output: object) -> None:
+        """A forward has returned ``output``, at which a backward may begin."""
+        before_backward = WeakHook(self.before_backward, threading.get_ident())
+        for node in nodes_of(output):
+            node.register_prehook(before_backward)
+        if self._sharding is not None:
+            # FSDP gathers weights in a hook on the same tensors, before the nodes' own. It raises there if a peer is
+            # gone, and nobody would have heard of this backward.
+            for tensor in tensors_of(output):
+                first_of_tensor_hooks(tensor, before_backward)
 
-    def __init__(
-        self,
-        step: RunningStep,
-        schedule: Schedule,
-        late: AddedParameters,
-        zero: "Zero | None",
-        forwards: ForwardHooks | PlainHooks,
-        handles: Handles,
-    ) -> None:
-        self._schedule = schedule
-        self._votes, self._accumulation = step.ledger.votes, step.accumulation
-        self._late = late
-        self._zero = zero
-        self._forwards = forwards  # kept: a graph may go backward when the model is gone, and its optimizer is not
-        self._handles = handles
+    def before_backward(self, thread: int, gradients: object) -> None:
+        """An output of the model is about to get its gradient. Its forward was on ``thread``."""
+        if not self._handles:
+            return  # detached since this graph was made
+        self._begin_backward(thread)
+        self.in_forward = False  # a forward that raised has not said that it is over
+        self._schedule.begin_on_device(thread)
+        if self._schedule.begin_backward():
+            if self._sharding is not None:
+                self._accumulation.count()  # no hook of FSDP2's parameters is called while gradients only add up
+            for source in self.late.sources:
+                source.before_backward()
+        # Asked for here it is the outermost backward's end; in a hook on a parameter, maybe that of one nested in it.
+        if self._stepping is not None:
+            self._stepping.ask()
+
+    def _begin_backward(self, thread: int) -> None:
+        """For the first output ask for the backward's end.
+
+        Without a lock, which Ctrl-C might leave taken: on accelerators the threads of two devices may both ask, and the
+        second call of ``_end`` finds nothing to do.
+        """
+        try:
+            self._require_one_thread(thread, "backward")
+        except ConcurrentBackwardError as error:
+            self._schedule.lost(error)
+        self._thread = thread
+        if not self.in_backward:
+            current().at(Phase.SETTLED, self._end, self._failed)
+            self.in_backward = True  # now that its end will be heard of, whatever comes
+
+    def _require_one_thread(self, thread: int, what: str) -> None:
+        """A forward, or a backward whose forward was on ``thread``, is about to begin: raise
+        ``ConcurrentBackwardError`` while the step of another thread is open."""
+        if self._thread not in (None, thread) and (self.in_backward or self._schedule.state == "open"):
+            raise ConcurrentBackwardError(
+                f"a {what} of {self._refs.name} began on one thread while the step of another one is open: their "
+                "gradients would be mixed. Train a model on one thread at a time, or give each thread a model and an "
+                "optimizer of its own"
+            )
+
+    def _end(self) -> None:
+        self.in_backward = False
+        self._schedule.end_backward()
+        if self._sharding is not None:
+            self._sharding.reduces_once()
+
+    def _failed(self) -> None:
+        self._end()
+        self._schedule.backward_failed()
+        if self._sharding is not None:
+            self._sharding.backward_failed()
+            self._accumulation.stepped()  # what the micro-batches before had added up is gone, too
+
+    # ``optimizer.step()``, and what is saved or loaded.
 
     def before_step(
         self, stepper: Stepper, compiled: Traced, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -535,7 +474,7 @@ class StepHooks:
         self._accumulation.finish()
         self._schedule.times.step_begins()
         if self._schedule.follows:
-            _unless_given_up(self._schedule, self._late.adopt)
+            _unless_given_up(self._schedule, self.late.adopt)
         if self._zero is not None:
             self._zero.require_reduced(a for a in self._schedule.parameters if a.stepper is stepper)
         with profiled("before update"):
@@ -554,6 +493,26 @@ class StepHooks:
         self._schedule.before_save()
 
 
+class PlainHooks(IterationHooks):
+    """With ``INSTEP_DISABLE=1`` micro-batches are counted, and backwards seen to begin."""
+
+    def before_forward(self, module: object, args: object) -> None:
+        if torch.compiler.is_compiling() or graph_task() is not None or self._accumulation.runs_stages:
+            return
+        if torch.is_grad_enabled():
+            self._votes.begin_forward()
+            self._accumulation.decide()
+
+    def after_forward(self, module: object, args: object, output: object) -> None:
+        if torch.compiler.is_compiling() or graph_task() is not None or self._accumulation.runs_stages:
+            return
+        self.see_backward_from(output)
+
+    def before_backward(self, thread: int, gradients: object) -> None:
+        if self._handles and self._schedule.begin_backward() and self._accumulation.is_sharded:
+            self._accumulation.count()  # no hook of FSDP2's parameters is called while gradients only add up
+
+
 def _unless_given_up(schedule: Schedule, look: Callable[[], None]) -> None:
     try:
         look()
@@ -570,10 +529,9 @@ class CheckedReaders(Readers):
     asked.
     """
 
-    def __init__(self, schedule: BackwardSchedule, backwards: BackwardHooks, on_trial: bool) -> None:
+    def __init__(self, schedule: BackwardSchedule, on_trial: bool) -> None:
         super().__init__()
         self._schedule = schedule
-        self._backwards = backwards
         self._on_trial = on_trial
 
     def watch(self, model: nn.Module, owners: Sequence[ModuleParameters], handles: Handles) -> None:
@@ -589,22 +547,22 @@ class CheckedReaders(Readers):
 
     def _before_read_on_cpu(self, parameters: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
         # Where there are no streams to note, nothing is left to do in the model's own forward.
-        if not (torch.compiler.is_compiling() or self._backwards.in_forward):
+        if not (torch.compiler.is_compiling() or (hooks := self.hooks()) is None or hooks.in_forward):
             self._before_read(parameters, module, args)
 
     def _before_read(self, parameters: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
-        schedule = self._schedule
-        if torch.compiler.is_compiling() or graph_task() is not None:
+        schedule, hooks = self._schedule, self.hooks()
+        if torch.compiler.is_compiling() or graph_task() is not None or hooks is None:
             return
         schedule.streams.producers.note_current(parameters[0].spec.device)
-        if self._backwards.in_forward:
+        if hooks.in_forward:
             return  # the model's own, in which this has been asked already
         if any(map(schedule.is_applied, parameters)):
             schedule.before_forward()
         if self._on_trial and torch.is_grad_enabled():
-            self._see_backward_of(module)
+            self._see_backward_of(module, hooks)
 
-    def _see_backward_of(self, part: nn.Module) -> None:
+    def _see_backward_of(self, part: nn.Module, hooks: IterationHooks) -> None:
         """A backward may begin at what ``part``, which runs by itself, is about to return, and go through weights that
         an earlier one has written on trial."""
 
@@ -612,7 +570,7 @@ class CheckedReaders(Readers):
             once.remove()
             see_backward_from(output)
 
-        see_backward_from = weakly(self._backwards.see_backward_from)
+        see_backward_from = weakly(hooks.see_backward_from)
         once = part.register_forward_hook(BoundHook(see))
 
 

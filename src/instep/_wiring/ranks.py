@@ -17,9 +17,9 @@ from instep._ranks.process_groups import world
 from instep._ranks.step_ranks import StepRanks, neighbours_of
 from instep._ranks.votes import StepVotes
 from instep._step.schedule import Schedule
+from instep._step.step import RunningStep
 from instep._torch.engine import runs
 from instep._torch.hooks import BoundHook
-from instep._wiring.weak_refs import living_parameters
 from instep.options import Communication, Options
 from instep.sources.ddp.reducer import forget_comm_hook
 from instep.target import Target
@@ -73,12 +73,12 @@ def ranks_of(target: Target, options: Options) -> StepRanks | None:
     )
 
 
-def communicates(schedule: "weakref.ref[Schedule]") -> bool:
+def communicates(step: "weakref.ref[RunningStep]") -> bool:
     """Whether the running backward gives an attached parameter its gradient: ``autograd.grad`` gives none."""
-    living = schedule()
+    living = step()
     with torch._C.DisableTorchFunctionSubclass():  # no value is used, and nobody who watches need be told
         return living is not None and any(
-            runs(get_gradient_edge(p).node) for p in living_parameters(living) if p.requires_grad
+            runs(get_gradient_edge(p).node) for p in living.members.living() if p.requires_grad
         )
 
 

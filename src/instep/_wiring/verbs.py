@@ -13,7 +13,6 @@ from instep._step.schedule import Schedule
 from instep._torch.pipelining import Pipeline
 from instep._wiring.build import Parts
 from instep._wiring.recorded import PLAIN, Described, RecordedLoop
-from instep._wiring.weak_refs import living_parameters
 from instep.errors import InstepError
 from instep.options import Options
 from instep.target import called_in
@@ -89,7 +88,7 @@ def stats_of(parts: Parts) -> Stats:
         "votes": parts.votes.count,
         "freed_bytes": step.freed_bytes,
     }
-    if times.exposed is not None and all(p.device.type == "cpu" for p in living_parameters(parts.schedule)):
+    if times.exposed is not None and all(p.device.type == "cpu" for p in step.members.living()):
         stats["exposed_ms"] = 1000 * times.exposed
         stats["outside_ms"] = 1000 * times.outside
     return stats
