@@ -598,7 +598,7 @@ MUTANTS = [
     Mutant("wait beside a gradient of the step before", "Waiting._mark", "gradient is attached.spent:", "False:"),
     Mutant("leave the marks", "_Mark.remove", "parameter.grad = self.before", "pass"),
     Mutant("zero what the plain loop has not", "_Mark.zero", "parameter in reached", "True"),
-    Mutant("do not see that what waits was zeroed", "_Mark.is_cleared", "or self.gradient.is_zeroed", ""),
+    Mutant("do not see that what waits was zeroed", "_Mark.is_cleared", "or self.is_zeroed", ""),
     Mutant("forget what waits for a wrong last loss", "Waiting.take", "step.add(loss)  #", "pass  #"),
     Mutant("wait after detach", "Attachment._detach", "dropped := self._waiting.drop()", "dropped := 0"),
     Mutant("wait after a rollback", "Attachment.rollback", "self._waiting.drop()", "pass"),
