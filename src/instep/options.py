@@ -47,15 +47,7 @@ class Communication:
         return None if policy is None else policy.reduce_dtype or policy.param_dtype
 
 
-@dataclass(frozen=True, slots=True)
-class Randomness:
-    """The options about the random numbers that updates draw."""
-
-    random: Literal["keyed"] | None = None
-    seed: int | None = None
-
-
-# Frozen, all three: ranks compare their options once, and every part of the attachment has been chosen by them.
+# Frozen, both: ranks compare their options once, and every part of the attachment has been chosen by them.
 @dataclass(frozen=True, slots=True)
 class Options:
     """All options of one attachment. Those that ``attach`` has are described there.
@@ -75,7 +67,8 @@ class Options:
     nonfinite: Policy = "allow"
     communication: Communication = field(default_factory=Communication)
     offload: Offload | None = None
-    randomness: Randomness = field(default_factory=Randomness)
+    random: Literal["keyed"] | None = None
+    seed: int | None = None
     steps_itself: bool = False
     left_to_torch: str | None = None
 
@@ -97,7 +90,7 @@ class Options:
     @property
     def splits_steps(self) -> bool:
         """Whether parts of a step may run apart from ``step()``, so that it matters which updates can be split."""
-        return self.schedule == "backward" or self.always_puts_off or self.randomness.random is not None
+        return self.schedule == "backward" or self.always_puts_off or self.random is not None
 
     @property
     def may_update_beside_backward(self) -> bool:
@@ -125,7 +118,7 @@ class Options:
             without: more options to leave out.
         """
         splitting = ["shard_state"] if self.communication.shard_state else []
-        splitting += ["random"] if self.randomness.random is not None else []
+        splitting += ["random"] if self.random is not None else []
         splitting += ["offload"] if self.offload is not None else []
         others = [*splitting, *without]
         # ``defer=True`` alone keeps such an optimizer out. Errors of a step that is put off say it in the same words.
@@ -178,10 +171,10 @@ def pipeline_of(schedule: object) -> Pipeline | None:
 
 
 def each_option(options: Any) -> Iterator[tuple[str, Any]]:
-    """Every option by its name in ``attach``: those of ``communication`` and ``randomness`` among the others."""
+    """Every option by its name in ``attach``: those of ``communication`` among the others."""
     for name in (option.name for option in fields(options)):
         value = getattr(options, name)
-        if isinstance(value, (Communication, Randomness)):
+        if isinstance(value, Communication):
             yield from each_option(value)
         else:
             yield name, value

@@ -321,9 +321,12 @@ MUTANTS = [
         "return self == usual",
         "return True",
     ),
-    Mutant("beside backward: tried on one core", "_prevented_beside_backward", "_one_core, ", ""),
+    Mutant("beside backward: tried on one core", "_prevented_beside_backward", ", _one_core))", "))"),
     Mutant(
-        "beside backward: tried on a model that is compiled", "_prevented_beside_backward", ", _compiled_backward)", ")"
+        "beside backward: tried on a model that is compiled",
+        "_prevented_beside_backward",
+        " or _compiled(refs, at_once)",
+        "",
     ),
     Mutant(
         "beside backward: said of a trial that goes on",
@@ -775,8 +778,8 @@ MUTANTS = [
     Mutant(
         "let a spent gradient own its step",
         "ParametersOfModel._attached",
-        "weakly(self._error_for_use, spec)",
-        "__import__('functools').partial(self._error_for_use, spec)",
+        "weakly(self.error_for_use, spec)",
+        "__import__('functools').partial(self.error_for_use, spec)",
     ),
     Mutant(
         "let a graph own the attachment",
@@ -1489,7 +1492,9 @@ MUTANTS = [
     ),
     Mutant("average in no_sync too", "Replicated.no_sync", "        self.require_backward_grad_sync = False\n", ""),
     Mutant(
-        "leave FSDP's state as a failed backward left it", "IterationHooks._failed", "self._sharding.backward_failed()"
+        "leave FSDP's state as a failed backward left it",
+        "IterationHooks._failed",
+        "self._sharding.after_errors.backward_failed()",
     ),
     Mutant(
         "go on counting micro-batches that are gone",

@@ -124,6 +124,6 @@ def keyed_without_hooks(target: Target, options: Options) -> None:
 
 def drawing_by_key(target: Target, options: Options) -> list[Optimizer]:
     """The optimizers that may draw by key. torch's own draw nothing, so that ``random`` changes nothing of theirs."""
-    if options.randomness.random is None:
+    if options.random is None:
         return []
     return [optimizer for optimizer in target.optimizers if not is_torchs_own(optimizer)]

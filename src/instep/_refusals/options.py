@@ -90,7 +90,7 @@ def mixed_precision_without_floats(target: Target, options: Options) -> None:
 
 def random_or_seed_alone(target: Target, options: Options) -> None:
     """A call that gives one of the two has forgotten the other."""
-    random, seed = options.randomness.random, options.randomness.seed
+    random, seed = options.random, options.seed
     if random is None and seed is not None:
         raise AttachError(f"seed={seed!r} is for random='keyed': give both, or neither")
     if random is not None and seed is None:

@@ -147,7 +147,7 @@ def _in_updates(options: Options) -> list[str]:
         "scaler": options.scaler,
         "nonfinite": options.nonfinite != "allow",
         "offload": options.offload,
-        "random": options.randomness.random,
+        "random": options.random,
     }
     return [name for name, given in settings.items() if given]
 

@@ -60,7 +60,7 @@ from instep.options import BY_ENVIRONMENT, Options
 from instep.sources import Source
 from instep.sources.ddp.source import DDPSource
 from instep.sources.fsdp.fsdp1 import FSDP1Source
-from instep.sources.fsdp.modules import FSDP1Sync, FSDP2Sync, ReplicaSums, fsdp2_reading_streams
+from instep.sources.fsdp.modules import FSDP1Sync, FSDP2Sync, ReplicaSums, ShardedGroup, fsdp2_reading_streams
 from instep.sources.fsdp.recovery import AfterErrors
 from instep.sources.local import ForwardCounts, LocalSource
 from instep.sources.pipeline import PipelineSource
@@ -119,40 +119,34 @@ def choose(
     return Chosen(backward, backward, True, readers, backward.error_for_use if frees else None)
 
 
+@dataclass(frozen=True)
 class ParametersOfModel:
     """Makes an ``AttachedParameter`` of each parameter of the model that an attached optimizer has.
 
-    Args:
+    Attributes:
+        groups: into which FSDP has divided the model.
         zero: with ``shard_state``: knows the rows of this rank.
         told: is called with each of the model's parameters, and its name in the bare model; ``None``: nobody asks.
         error_for_use: what the use of a gradient that was applied raises; ``None``: nothing is put in its place.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        refs: WeakRefs,
-        zero: "Zero | None",
-        told: Callable[[torch.Tensor, str], None] | None,
-        error_for_use: ErrorForUse | None,
-    ) -> None:
-        self._refs = refs
-        self._groups = target.groups
-        self._in_fsdp1 = bool(target.fsdp1)
-        self._zero = zero
-        self._told = told
-        self._error_for_use = error_for_use
+    refs: WeakRefs
+    groups: Sequence[ShardedGroup]
+    in_fsdp1: bool
+    zero: "Zero | None"
+    told: Callable[[torch.Tensor, str], None] | None
+    error_for_use: ErrorForUse | None
 
     def gather(
         self, optimizers: Sequence[Optimizer], names: Names, first_index: int = 0
     ) -> tuple[AttachedParameter, ...]:
         """Those of ``names`` that one of the attached ``optimizers`` has, numbered from ``first_index``."""
-        if self._told is not None and (model := self._refs.model()) is not None:
+        if self.told is not None and (model := self.refs.model()) is not None:
             for name, parameter in parameters_of(model):
-                self._told(parameter, name)
+                self.told(parameter, name)
         owner = {
             id(p): stepper
-            for optimizer, stepper in zip(optimizers, self._refs.steppers, strict=True)
+            for optimizer, stepper in zip(optimizers, self.refs.steppers, strict=True)
             for group in optimizer.param_groups
             for p in group["params"]
         }
@@ -171,14 +165,14 @@ class ParametersOfModel:
     ) -> AttachedParameter:
         name = places[0].name
         nbytes = local_numel(parameter) * parameter.element_size()
-        group = next((n for n, g in enumerate(self._groups) if id(parameter) in g.members), None)
+        group = next((n for n, g in enumerate(self.groups) if id(parameter) in g.members), None)
         spec = ParameterSpec(index, name, parameter.shape, parameter.dtype, parameter.device, nbytes, group)
         spent = None
-        if self._error_for_use is not None:
-            spent = SpentGradient(parameter, name, weakly(self._error_for_use, spec))
+        if self.error_for_use is not None:
+            spent = SpentGradient(parameter, name, weakly(self.error_for_use, spec))
         # A sharded model puts other tensors in the parameters' places while it computes.
-        held = () if self._in_fsdp1 or (group is not None and is_sharded(parameter)) else places
-        zero = self._zero
+        held = () if self.in_fsdp1 or (group is not None and is_sharded(parameter)) else places
+        zero = self.zero
         find = zero.shards.shard_of if zero is not None and id(parameter) in zero.reduced else shard_of
         shard = find(parameter, stepper.optimizer())
         return AttachedParameter(parameter, spec, held, stepper, spent, shard, mesh_of(parameter))
@@ -337,11 +331,12 @@ def build(target: Target, options: Options) -> Parts:
     step.gather = None if zero is None else zero.shards.gather
     chosen = choose(options, step, partial(deferring_of, options, refs, ranks, step.times))
     schedule = chosen.schedule
-    seed = None if options.disabled else options.randomness.seed
+    seed = None if options.disabled else options.seed
     draws = None if seed is None else KeyedDraws(seed, partial(getattr, step.ledger, "step_count"))
     for stepper in refs.steppers:
         stepper.draws = draws
-    parameters = ParametersOfModel(target, refs, zero, None if draws is None else draws.name, chosen.error_for_use)
+    told = None if draws is None else draws.name
+    parameters = ParametersOfModel(refs, target.groups, bool(target.fsdp1), zero, told, chosen.error_for_use)
     schedule.parameters = parameters.gather(target.optimizers, target.names)
 
     uses = ForwardCounts()
@@ -354,8 +349,7 @@ def build(target: Target, options: Options) -> Parts:
     handles: Handles = []
     sharding = None
     if target.groups:
-        after_errors = AfterErrors(target.model)
-        sharding = Sharding(target.groups, schedule, uses, after_errors, in_fsdp1=bool(target.fsdp1))
+        sharding = Sharding(target.groups, schedule, uses, AfterErrors(target.model), bool(target.fsdp1))
     stepping = SteppingItself(target.optimizers, schedule, sources) if options.steps_itself else None
     readers = chosen.readers
     if chosen.sink is not None:

@@ -5,6 +5,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -191,53 +192,42 @@ def _parameters_in(optimizers: Sequence[Optimizer]) -> list[list[int]]:
 _PARAMS = itemgetter("params")
 
 
+@dataclass(frozen=True)
 class Sharding:
     """Hooks around the groups into which FSDP has divided a model: before a group is gathered, and after errors.
 
-    Args:
+    Attributes:
         uses: told of each group's forwards.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[ShardedGroup],
-        schedule: Schedule,
-        uses: ForwardCounts,
-        after_errors: AfterErrors,
-        *,
-        in_fsdp1: bool,
-    ) -> None:
-        self.in_fsdp1 = in_fsdp1
-        self._groups = groups
-        self._schedule = schedule
-        self._uses = uses
-        self._after_errors = after_errors
+    groups: Sequence[ShardedGroup]
+    schedule: Schedule
+    uses: ForwardCounts
+    after_errors: AfterErrors
+    in_fsdp1: bool
 
     def connect(self, readers: Readers, handles: Handles) -> None:
-        for number, group in enumerate(self._groups):
+        for number, group in enumerate(self.groups):
             module = group.module()
             assert module is not None
-            shards = [a for a in self._schedule.parameters if a.spec.group == number]
+            shards = [a for a in self.schedule.parameters if a.spec.group == number]
             if self.in_fsdp1:
                 readers.watch_fsdp1(module, shards, handles)
             else:
                 before = BoundHook(functools.partial(self._before_gather, number, shards))
                 handles.append(module.register_forward_pre_hook(before, prepend=True))
-        handles.extend(self._after_errors.connect(weakly(self._schedule.drain_failed_backwards)))
+        handles.extend(self.after_errors.connect(weakly(self.schedule.drain_failed_backwards)))
 
     def reduces_once(self) -> None:
         """The next backward reduces each group's gradients once, however many forwards it is of; or one has ended."""
-        self._uses.clear()
-
-    def backward_failed(self) -> None:
-        self._after_errors.backward_failed()
+        self.uses.clear()
 
     def _before_gather(self, number: int, shards: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
         if torch.compiler.is_compiling() or graph_task() is not None:
             return
         if torch.is_grad_enabled():
-            self._uses.ran(number)
-        self._schedule.before_gather(shards)
+            self.uses.ran(number)
+        self.schedule.before_gather(shards)
 
 
 class IterationHooks:
@@ -406,7 +396,7 @@ class IterationHooks:
         self._end()
         self._schedule.backward_failed()
         if self._sharding is not None:
-            self._sharding.backward_failed()
+            self._sharding.after_errors.backward_failed()
             self._accumulation.stepped()  # what the micro-batches before had added up is gone, too
 
     # ``optimizer.step()``, and what is saved or loaded.
