@@ -1457,7 +1457,6 @@ MUTANTS = [
         "_Shadow.post_hook",
         "self._joining._votes.joined(self._joining.steps)",
     ),
-    Mutant("DDP's join() stays changed after detach()", "Joining.remove", "delattr(ddp, _NAME)"),
     Mutant("vote only where a step is taken", "StepVotes.begin_backward", "if self.owes:", "if False:"),
     Mutant(
         "leave a step out on one rank alone",

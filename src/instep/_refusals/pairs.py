@@ -6,7 +6,7 @@ one that its option takes. The documentation shows this table (``docs/features.m
 writes it there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -125,18 +125,7 @@ def _dtype(options: Options, name: str) -> torch.dtype | None:
     return dtype
 
 
-# Schedules: what is known when the first weight is written.
-
-DEFER_IN_HOOKS = Pair(
-    Choice('`defer=True` with `schedule="backward"`', lambda t, o: o.defer is True and o.schedule == "backward"),
-    Choice(
-        "`undo`, `clip`, `nonfinite`, `offload` or `random`",
-        lambda t, o: not o.may_update_beside_backward and not o.disabled,
-        lambda t, o: " and ".join(_in_updates(o)),
-    ),
-    "these have a part in each update, which runs in the hook therefore",
-    "Leave out defer=True, with which a thread updates buckets beside backward",
-)
+# What rows ask for.
 
 
 def _in_updates(options: Options) -> list[str]:
@@ -157,33 +146,6 @@ def _put_back(options: Options) -> str:
     return "" if options.communication.shard_state else "undo=True, with which such a step is put back, or "
 
 
-UNDO_WITH_FORWARD = Pair(_UNDO, _FORWARD, "nothing is written before `step()`")
-SCALER_WITH_BACKWARD = Pair(
-    Choice("`scaler`", lambda t, o: o.scaler is not None),
-    _BACKWARD_WITHOUT_UNDO,
-    "weights are updated before the scaler has seen whether a gradient is infinite",
-    lambda t, o: f"Use {_put_back(o)}schedule='forward', which needs no scaler argument",
-)
-SKIP_WITH_BACKWARD = Pair(
-    _SKIP,
-    _BACKWARD_WITHOUT_UNDO,
-    "every gradient is needed before the first update",
-    lambda t, o: f"Use {_put_back(o)}schedule='forward'; or nonfinite='raise'",
-)
-SKIP_WITH_CLIP_THAT_RAISES = Pair(
-    _SKIP,
-    Choice(
-        "`ClipNorm(error_if_nonfinite=True)`", lambda t, o: isinstance(o.clip, ClipNorm) and o.clip.error_if_nonfinite
-    ),
-    "one leaves out the steps for which the other raises",
-    "Leave one out",
-)
-MODE_WITH_FORWARD = Pair(
-    _NOT_EXACT, _FORWARD, 'the norm is known before anything is written, and `mode="exact"` costs nothing'
-)
-MODE_WITH_UNDO = Pair(_NOT_EXACT, _UNDO, '`mode="exact"` goes with `undo`', "Use mode='exact', or leave out undo")
-
-
 def _ways_to_clip(target: Target, options: Options) -> str:
     """The modes and schedules that clip this model with the other options."""
     shards, scales = options.communication.shard_state, options.scaler is not None
@@ -198,31 +160,6 @@ def _ways_to_clip(target: Target, options: Options) -> str:
     if not scales:
         ways.append("or, as other algorithms, mode='per_bucket' or mode='previous_norm'")
     return f"Choose {'; '.join(ways)}"
-
-
-EXACT_WITH_BACKWARD = Pair(
-    # FullyShardedDataParallel takes no mode of ClipNorm, and has a row of its own.
-    Choice('`ClipNorm(mode="exact")`', lambda t, o: _mode(o) == "exact" and not t.fsdp1),
-    _BACKWARD_WITHOUT_UNDO,
-    "every gradient is needed before the first update",
-    _ways_to_clip,
-)
-
-# Offloading, and random numbers.
-
-OFFLOAD_WITH_SHARD_STATE = Pair(
-    _OFFLOAD, _SHARD_STATE, "optimizer state is sent between the ranks' devices", "Leave out one of the two"
-)
-OFFLOAD_ON_CPU = Pair(
-    _OFFLOAD,
-    Choice(
-        "parameters on a CPU",
-        lambda t, o: _found_on_cpu(t) is not None,
-        lambda t, o: f"a model in host memory (the parameter {_found_on_cpu(t)})",
-    ),
-    "optimizer state is in host memory as it is",
-    "Leave out offload, which keeps it away from an accelerator",
-)
 
 
 def _not_elementwise(target: Target) -> list[str]:
@@ -240,47 +177,6 @@ def _found_on_cpu(target: Target) -> str | None:
     return None
 
 
-# DistributedDataParallel and ``replicate``.
-
-BUCKET_BYTES_WITH_DDP = Pair(
-    _BUCKET_BYTES,
-    Choice(
-        "`DistributedDataParallel` or `replicate`",
-        lambda t, o: bool(t.wrapped),
-        lambda t, o: kind_of(t.wrapped[0]),
-    ),
-    "it makes buckets of its own",
-    "Leave it out, and give bucket_cap_mb=… to DistributedDataParallel or replicate",
-)
-COMM_HOOK_WITH_REPLICATE = Pair(
-    _COMM_HOOK,
-    Choice("`replicate`", lambda t, o: any(isinstance(wrapper, Replicated) for wrapper in t.wrapped)),
-    "a hook is called with DDP's buckets",
-    "Leave it out (mixed_precision with reduce_dtype sends fewer bits), or use DistributedDataParallel",
-)
-COMM_HOOK_WITHOUT_DDP = Pair(_COMM_HOOK, _NOT_ONE_DDP, "a hook is called with DDP's buckets")
-PER_BUCKET_WITH_UNUSED_PARAMETERS = Pair(
-    _PER_BUCKET,
-    Choice(
-        "`find_unused_parameters=True`",
-        lambda t, o: any(getattr(wrapper, "find_unused_parameters", False) for wrapper in t.wrapped),
-    ),
-    "ranks that use other parameters would clip by other norms",
-    "Use mode='previous_norm'; or leave out mode, and use schedule='forward'; or, without shard_state, mode='two_pass' "
-    "or undo=True",
-)
-TWO_PASS_WITH_PARAMETERS_OUTSIDE = Pair(
-    _TWO_PASS,
-    Choice(
-        "a `DistributedDataParallel` that has some of the parameters",
-        lambda t, o: _outside_of_ddp(t) is not None,
-        lambda t, o: f"a DistributedDataParallel that has some of the parameters, and not {_outside_of_ddp(t)!r}",
-    ),
-    "DDP's norms are known after one backward, those of other parameters after two",
-    "Leave out mode, and use schedule='forward'",
-)
-
-
 def _outside_of_ddp(target: Target) -> str | None:
     """The first parameter that no DDP reduces, where DDP reduces others."""
     reduced = set[int]().union(*target.reduced.values())
@@ -289,110 +185,9 @@ def _outside_of_ddp(target: Target) -> str | None:
     return outside[0] if outside and optimized & reduced else None
 
 
-# Pipelines, whose micro-batches and communication are the schedule's.
-
-PIPELINE_WITH_ACCUMULATION_STEPS = Pair(
-    Choice(
-        "`accumulation_steps`",
-        lambda t, o: o.accumulation_steps > 1,
-        lambda t, o: f"accumulation_steps={o.accumulation_steps}",
-    ),
-    _PIPELINE,
-    "the schedule has micro-batches of its own",
-    "Leave it out; to add up several calls of schedule.step(…), put `with overlap.accumulate():` around all but the "
-    "last",
-)
-PIPELINE_WITH_TWO_PASS = Pair(
-    _TWO_PASS,
-    _PIPELINE,
-    "the schedule runs each backward once",
-    "Leave out mode, and use undo=True or schedule='forward'",
-)
-PIPELINE_WITH_COMMUNICATION = Pair(
-    Choice(
-        "`comm_hook`, `mixed_precision` or `shard_state`",
-        lambda t, o: bool(_of_communication(o)),
-        lambda t, o: " and ".join(_of_communication(o)),
-    ),
-    _PIPELINE,
-    "the schedule says when gradients are sent",
-)
-PIPELINE_WITH_FSDP1 = Pair(
-    _PIPELINE,
-    Choice(
-        "`FullyShardedDataParallel` or `replicate`",
-        lambda t, o: bool(t.fsdp1) or len(t.ddps) < len(t.wrapped),
-        lambda t, o: "FullyShardedDataParallel" if t.fsdp1 else "instep.replicate",
-    ),
-    "torch's stages know of DDP and `fully_shard` alone, and each backward would reduce gradients",
-    "Use DistributedDataParallel, or fully_shard",
-)
-
-
 def _of_communication(options: Options) -> list[str]:
     names = "comm_hook", "mixed_precision", "shard_state"
     return [name for name in names if getattr(options.communication, name)]
-
-
-# FSDP.
-
-BUCKET_BYTES_WITH_FSDP = Pair(
-    _BUCKET_BYTES,
-    _FSDP,
-    "its groups are stepped as they are reduced",
-    "Leave it out, and shard other modules",
-)
-MIXED_PRECISION_WITH_FSDP = Pair(
-    _MIXED_PRECISION,
-    _FSDP,
-    "FSDP has mixed precision of its own",
-    "Use fully_shard(…, mp_policy=…), FullyShardedDataParallel(…, mixed_precision=…)",
-)
-CLIP_NORM_WITH_FSDP1 = Pair(
-    Choice("`clip=ClipNorm(…)`", lambda t, o: isinstance(o.clip, ClipNorm)),
-    _FSDP1,
-    "its shards have a norm of their own",
-    "Call model.clip_grad_norm_(…) between backward() and optimizer.step(), with schedule='forward' or undo=True; or "
-    "use fully_shard",
-)
-TWO_PASS_WITH_FULLY_SHARD = Pair(
-    _TWO_PASS,
-    Choice("`fully_shard`", lambda t, o: bool(t.fsdp2)),
-    "the first pass would reduce the gradients, too",
-    "Use schedule='forward' or undo=True, with which mode='exact' does",
-)
-RANDOM_WITH_FSDP1 = Pair(
-    _KEYED,
-    _FSDP1,
-    # The pieces change with the number of ranks, and have no index that is the same on all of them.
-    "its parameters are pieces without a place in the model",
-    "Use fully_shard",
-)
-
-# Mixed precision.
-
-MIXED_PRECISION_WITH_SEVERAL_MODELS = Pair(
-    _MIXED_PRECISION,
-    Choice("a list of modules", lambda t, o: len(t.called) > 1),
-    "casts are made inside the forward of one model",
-    "Attach each module with an optimizer of its own, or the module that holds them all",
-)
-PARAM_DTYPE_WITH_SPARSE_GRADIENTS = Pair(
-    Choice("`mixed_precision` with `param_dtype`", lambda t, o: _dtype(o, "param_dtype") is not None),
-    Choice(
-        "a module with `sparse=True`",
-        lambda t, o: bool(_sparse_modules(t)),
-        lambda t, o: f"sparse=True of the module {_sparse_modules(t)[0]!r}",
-    ),
-    "sparse gradients do not come back through a cast",
-    "Build it with sparse=False, or leave out param_dtype",
-)
-REDUCE_DTYPE_ON_ONE_DEVICE = Pair(
-    _REDUCE_DTYPE, Choice("a model on one device", lambda t, o: not t.wrapped), "nothing is reduced"
-)
-REDUCE_DTYPE_WITH_COMM_HOOK = Pair(
-    _REDUCE_DTYPE, _COMM_HOOK, "the hook decides how gradients are sent", "Leave one of them out"
-)
 
 
 def _sparse_modules(target: Target) -> list[str]:
@@ -400,50 +195,255 @@ def _sparse_modules(target: Target) -> list[str]:
     return [name for name, module in target.model.named_modules() if getattr(module, "sparse", False)]
 
 
-# Optimizer state that is divided among the ranks.
+# The table, row by row, in the order in which they are asked.
 
-SHARD_STATE_WITHOUT_DDP = Pair(
-    _SHARD_STATE,
-    _NOT_ONE_DDP,
-    "state is divided by DDP's buckets",
-    lambda t, o: f"Leave it out{': FSDP shards it by itself' if t.fsdp1 or t.fsdp2 else ', or wrap the model in one'}",
-)
-CLIP_VALUE_WITH_SHARDS_OF_WHOLE_PARAMETERS = Pair(
-    Choice("`clip=ClipValue(…)`", lambda t, o: isinstance(o.clip, ClipValue)),
-    Choice(
-        '`shard_state=True`, `schedule="backward"` and an optimizer that is not known to be elementwise',
-        lambda t, o: o.communication.shard_state and o.schedule == "backward" and bool(_not_elementwise(t)),
-        lambda t, o: f"shard_state=True, schedule='backward' and {_not_elementwise(t)[0]}, not known to be elementwise",
+OF_OPTIONS: Mapping[str, Pair] = {
+    "DEFER_IN_HOOKS": Pair(
+        Choice('`defer=True` with `schedule="backward"`', lambda t, o: o.defer is True and o.schedule == "backward"),
+        Choice(
+            "`undo`, `clip`, `nonfinite`, `offload` or `random`",
+            lambda t, o: not o.may_update_beside_backward and not o.disabled,
+            lambda t, o: " and ".join(_in_updates(o)),
+        ),
+        "these have a part in each update, which runs in the hook therefore",
+        "Leave out defer=True, with which a thread updates buckets beside backward",
     ),
-    "the gradient of a whole parameter is on another rank",
-    "Use schedule='forward'",
-)
-UNDO_WITH_SHARD_STATE = Pair(
-    _UNDO,
-    _SHARD_STATE,
-    "a step is not known to stand on all ranks before the rows have been gathered",
-    "Leave out one of the two",
-)
-TWO_PASS_WITH_SHARD_STATE = Pair(
-    _TWO_PASS,
-    _SHARD_STATE,
-    "each rank has its own rows of the reduced gradients alone",
-    "Leave out mode, and use schedule='forward'",
-)
-COMM_HOOK_WITH_SHARD_STATE = Pair(
-    _COMM_HOOK, _SHARD_STATE, "gradients are sent in another way", "Leave out one of the two"
-)
+    "SKIP_WITH_BACKWARD": Pair(
+        _SKIP,
+        _BACKWARD_WITHOUT_UNDO,
+        "every gradient is needed before the first update",
+        lambda t, o: f"Use {_put_back(o)}schedule='forward'; or nonfinite='raise'",
+    ),
+    "SKIP_WITH_CLIP_THAT_RAISES": Pair(
+        _SKIP,
+        Choice(
+            "`ClipNorm(error_if_nonfinite=True)`",
+            lambda t, o: isinstance(o.clip, ClipNorm) and o.clip.error_if_nonfinite,
+        ),
+        "one leaves out the steps for which the other raises",
+        "Leave one out",
+    ),
+    "UNDO_WITH_FORWARD": Pair(_UNDO, _FORWARD, "nothing is written before `step()`"),
+    "MODE_WITH_FORWARD": Pair(
+        _NOT_EXACT, _FORWARD, 'the norm is known before anything is written, and `mode="exact"` costs nothing'
+    ),
+    "EXACT_WITH_BACKWARD": Pair(
+        # FullyShardedDataParallel takes no mode of ClipNorm, and has a row of its own.
+        Choice('`ClipNorm(mode="exact")`', lambda t, o: _mode(o) == "exact" and not t.fsdp1),
+        _BACKWARD_WITHOUT_UNDO,
+        "every gradient is needed before the first update",
+        _ways_to_clip,
+    ),
+    "MODE_WITH_UNDO": Pair(_NOT_EXACT, _UNDO, '`mode="exact"` goes with `undo`', "Use mode='exact', or leave out undo"),
+    "SCALER_WITH_BACKWARD": Pair(
+        Choice("`scaler`", lambda t, o: o.scaler is not None),
+        _BACKWARD_WITHOUT_UNDO,
+        "weights are updated before the scaler has seen whether a gradient is infinite",
+        lambda t, o: f"Use {_put_back(o)}schedule='forward', which needs no scaler argument",
+    ),
+    "OFFLOAD_WITH_SHARD_STATE": Pair(
+        _OFFLOAD, _SHARD_STATE, "optimizer state is sent between the ranks' devices", "Leave out one of the two"
+    ),
+}
+"""Two options, by name: what is known when the first weight is written, and how to have all that was asked for."""
 
-# ``INSTEP_DISABLE=1``: what changes the numbers of the plain loop, and needs an attachment, cannot be left out.
+OF_MODEL: Mapping[str, Pair] = {
+    # Pipelines, whose micro-batches and communication are the schedule's.
+    "PIPELINE_WITH_ACCUMULATION_STEPS": Pair(
+        Choice(
+            "`accumulation_steps`",
+            lambda t, o: o.accumulation_steps > 1,
+            lambda t, o: f"accumulation_steps={o.accumulation_steps}",
+        ),
+        _PIPELINE,
+        "the schedule has micro-batches of its own",
+        "Leave it out; to add up several calls of schedule.step(…), put `with overlap.accumulate():` around all but "
+        "the last",
+    ),
+    "PIPELINE_WITH_TWO_PASS": Pair(
+        _TWO_PASS,
+        _PIPELINE,
+        "the schedule runs each backward once",
+        "Leave out mode, and use undo=True or schedule='forward'",
+    ),
+    "PIPELINE_WITH_COMMUNICATION": Pair(
+        Choice(
+            "`comm_hook`, `mixed_precision` or `shard_state`",
+            lambda t, o: bool(_of_communication(o)),
+            lambda t, o: " and ".join(_of_communication(o)),
+        ),
+        _PIPELINE,
+        "the schedule says when gradients are sent",
+    ),
+    "PIPELINE_WITH_FSDP1": Pair(
+        _PIPELINE,
+        Choice(
+            "`FullyShardedDataParallel` or `replicate`",
+            lambda t, o: bool(t.fsdp1) or len(t.ddps) < len(t.wrapped),
+            lambda t, o: "FullyShardedDataParallel" if t.fsdp1 else "instep.replicate",
+        ),
+        "torch's stages know of DDP and `fully_shard` alone, and each backward would reduce gradients",
+        "Use DistributedDataParallel, or fully_shard",
+    ),
+    # Mixed precision.
+    "MIXED_PRECISION_WITH_SEVERAL_MODELS": Pair(
+        _MIXED_PRECISION,
+        Choice("a list of modules", lambda t, o: len(t.called) > 1),
+        "casts are made inside the forward of one model",
+        "Attach each module with an optimizer of its own, or the module that holds them all",
+    ),
+    # FSDP.
+    "RANDOM_WITH_FSDP1": Pair(
+        _KEYED,
+        _FSDP1,
+        # The pieces change with the number of ranks, and have no index that is the same on all of them.
+        "its parameters are pieces without a place in the model",
+        "Use fully_shard",
+    ),
+    "BUCKET_BYTES_WITH_FSDP": Pair(
+        _BUCKET_BYTES,
+        _FSDP,
+        "its groups are stepped as they are reduced",
+        "Leave it out, and shard other modules",
+    ),
+    "MIXED_PRECISION_WITH_FSDP": Pair(
+        _MIXED_PRECISION,
+        _FSDP,
+        "FSDP has mixed precision of its own",
+        "Use fully_shard(…, mp_policy=…), FullyShardedDataParallel(…, mixed_precision=…)",
+    ),
+    "CLIP_NORM_WITH_FSDP1": Pair(
+        Choice("`clip=ClipNorm(…)`", lambda t, o: isinstance(o.clip, ClipNorm)),
+        _FSDP1,
+        "its shards have a norm of their own",
+        "Call model.clip_grad_norm_(…) between backward() and optimizer.step(), with schedule='forward' or undo=True; "
+        "or use fully_shard",
+    ),
+    "TWO_PASS_WITH_FULLY_SHARD": Pair(
+        _TWO_PASS,
+        Choice("`fully_shard`", lambda t, o: bool(t.fsdp2)),
+        "the first pass would reduce the gradients, too",
+        "Use schedule='forward' or undo=True, with which mode='exact' does",
+    ),
+    # DistributedDataParallel and ``replicate``.
+    "BUCKET_BYTES_WITH_DDP": Pair(
+        _BUCKET_BYTES,
+        Choice(
+            "`DistributedDataParallel` or `replicate`",
+            lambda t, o: bool(t.wrapped),
+            lambda t, o: kind_of(t.wrapped[0]),
+        ),
+        "it makes buckets of its own",
+        "Leave it out, and give bucket_cap_mb=… to DistributedDataParallel or replicate",
+    ),
+    "COMM_HOOK_WITH_REPLICATE": Pair(
+        _COMM_HOOK,
+        Choice("`replicate`", lambda t, o: any(isinstance(wrapper, Replicated) for wrapper in t.wrapped)),
+        "a hook is called with DDP's buckets",
+        "Leave it out (mixed_precision with reduce_dtype sends fewer bits), or use DistributedDataParallel",
+    ),
+    "COMM_HOOK_WITHOUT_DDP": Pair(_COMM_HOOK, _NOT_ONE_DDP, "a hook is called with DDP's buckets"),
+    # Mixed precision.
+    "PARAM_DTYPE_WITH_SPARSE_GRADIENTS": Pair(
+        Choice("`mixed_precision` with `param_dtype`", lambda t, o: _dtype(o, "param_dtype") is not None),
+        Choice(
+            "a module with `sparse=True`",
+            lambda t, o: bool(_sparse_modules(t)),
+            lambda t, o: f"sparse=True of the module {_sparse_modules(t)[0]!r}",
+        ),
+        "sparse gradients do not come back through a cast",
+        "Build it with sparse=False, or leave out param_dtype",
+    ),
+    "REDUCE_DTYPE_ON_ONE_DEVICE": Pair(
+        _REDUCE_DTYPE, Choice("a model on one device", lambda t, o: not t.wrapped), "nothing is reduced"
+    ),
+    "REDUCE_DTYPE_WITH_COMM_HOOK": Pair(
+        _REDUCE_DTYPE, _COMM_HOOK, "the hook decides how gradients are sent", "Leave one of them out"
+    ),
+    # Optimizer state that is divided among the ranks.
+    "SHARD_STATE_WITHOUT_DDP": Pair(
+        _SHARD_STATE,
+        _NOT_ONE_DDP,
+        "state is divided by DDP's buckets",
+        lambda t, o: (
+            f"Leave it out{': FSDP shards it by itself' if t.fsdp1 or t.fsdp2 else ', or wrap the model in one'}"
+        ),
+    ),
+    "CLIP_VALUE_WITH_SHARDS_OF_WHOLE_PARAMETERS": Pair(
+        Choice("`clip=ClipValue(…)`", lambda t, o: isinstance(o.clip, ClipValue)),
+        Choice(
+            '`shard_state=True`, `schedule="backward"` and an optimizer that is not known to be elementwise',
+            lambda t, o: o.communication.shard_state and o.schedule == "backward" and bool(_not_elementwise(t)),
+            lambda t, o: (
+                f"shard_state=True, schedule='backward' and {_not_elementwise(t)[0]}, not known to be elementwise"
+            ),
+        ),
+        "the gradient of a whole parameter is on another rank",
+        "Use schedule='forward'",
+    ),
+    "UNDO_WITH_SHARD_STATE": Pair(
+        _UNDO,
+        _SHARD_STATE,
+        "a step is not known to stand on all ranks before the rows have been gathered",
+        "Leave out one of the two",
+    ),
+    "TWO_PASS_WITH_SHARD_STATE": Pair(
+        _TWO_PASS,
+        _SHARD_STATE,
+        "each rank has its own rows of the reduced gradients alone",
+        "Leave out mode, and use schedule='forward'",
+    ),
+    "COMM_HOOK_WITH_SHARD_STATE": Pair(
+        _COMM_HOOK, _SHARD_STATE, "gradients are sent in another way", "Leave out one of the two"
+    ),
+}
+"""Options and kinds of model."""
+
+OF_PARAMETERS: Mapping[str, Pair] = {
+    "OFFLOAD_ON_CPU": Pair(
+        _OFFLOAD,
+        Choice(
+            "parameters on a CPU",
+            lambda t, o: _found_on_cpu(t) is not None,
+            lambda t, o: f"a model in host memory (the parameter {_found_on_cpu(t)})",
+        ),
+        "optimizer state is in host memory as it is",
+        "Leave out offload, which keeps it away from an accelerator",
+    ),
+    "PER_BUCKET_WITH_UNUSED_PARAMETERS": Pair(
+        _PER_BUCKET,
+        Choice(
+            "`find_unused_parameters=True`",
+            lambda t, o: any(getattr(wrapper, "find_unused_parameters", False) for wrapper in t.wrapped),
+        ),
+        "ranks that use other parameters would clip by other norms",
+        "Use mode='previous_norm'; or leave out mode, and use schedule='forward'; or, without shard_state, "
+        "mode='two_pass' or undo=True",
+    ),
+    "TWO_PASS_WITH_PARAMETERS_OUTSIDE": Pair(
+        _TWO_PASS,
+        Choice(
+            "a `DistributedDataParallel` that has some of the parameters",
+            lambda t, o: _outside_of_ddp(t) is not None,
+            lambda t, o: f"a DistributedDataParallel that has some of the parameters, and not {_outside_of_ddp(t)!r}",
+        ),
+        "DDP's norms are known after one backward, those of other parameters after two",
+        "Leave out mode, and use schedule='forward'",
+    ),
+}
+"""What asks for each parameter by its name."""
 
 _OTHER_NUMBERS = "the plain loop has other numbers"
 _TORCHS_OWN = "Leave it out (register_comm_hook and torch.autocast are torch's own), or unset INSTEP_DISABLE"
 
-PER_BUCKET_WITH_DISABLE = Pair(
-    _PER_BUCKET, _DISABLED, "the plain loop has no buckets", "Use another mode, or unset INSTEP_DISABLE"
-)
-COMM_HOOK_WITH_DISABLE = Pair(_COMM_HOOK, _DISABLED, _OTHER_NUMBERS, _TORCHS_OWN)
-MIXED_PRECISION_WITH_DISABLE = Pair(_MIXED_PRECISION, _DISABLED, _OTHER_NUMBERS, _TORCHS_OWN)
-RANDOM_WITH_DISABLE = Pair(
-    _KEYED, _DISABLED, "the plain loop draws other numbers", "Leave out random and seed, or unset INSTEP_DISABLE"
-)
+OF_DISABLED: Mapping[str, Pair] = {
+    "PER_BUCKET_WITH_DISABLE": Pair(
+        _PER_BUCKET, _DISABLED, "the plain loop has no buckets", "Use another mode, or unset INSTEP_DISABLE"
+    ),
+    "COMM_HOOK_WITH_DISABLE": Pair(_COMM_HOOK, _DISABLED, _OTHER_NUMBERS, _TORCHS_OWN),
+    "MIXED_PRECISION_WITH_DISABLE": Pair(_MIXED_PRECISION, _DISABLED, _OTHER_NUMBERS, _TORCHS_OWN),
+    "RANDOM_WITH_DISABLE": Pair(
+        _KEYED, _DISABLED, "the plain loop draws other numbers", "Leave out random and seed, or unset INSTEP_DISABLE"
+    ),
+}
+"""``INSTEP_DISABLE=1``: what changes the numbers of the plain loop, and needs an attachment, cannot be left out."""

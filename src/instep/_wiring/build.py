@@ -456,7 +456,7 @@ def _connect_model(parts: Parts, target: Target, options: Options) -> None:
         handles.append(wrapper.module.register_forward_hook(after_wrapped))
     hooks.late.watch(model, schedule.parameters)
     if sharding is not None:
-        sharding.connect(hooks.late.readers, handles)
+        sharding.connect(handles)
     for saved in {*target.called, *(wrapper.module for wrapper in target.wrapped)}:
         handles.append(saved.register_state_dict_pre_hook(BoundHook(hooks.before_model_state)))
         handles.append(saved.register_load_state_dict_pre_hook(BoundHook(hooks.before_load)))

@@ -106,9 +106,6 @@ class Readers:
     def watch(self, model: nn.Module, owners: Sequence[ModuleParameters], handles: Handles) -> None:
         """Hooks on the modules that hold attached parameters themselves."""
 
-    def watch_fsdp1(self, wrapper: nn.Module, parameters: Sequence[AttachedParameter], handles: Handles) -> None:
-        """Hooks before a ``FullyShardedDataParallel`` gathers these parameters."""
-
 
 Gather = Callable[[Sequence[Optimizer], Names, int], tuple[AttachedParameter, ...]]
 """Makes an ``AttachedParameter`` of each of these parameters that one of the optimizers has, numbered from there on."""
@@ -206,13 +203,16 @@ class Sharding:
     after_errors: AfterErrors
     in_fsdp1: bool
 
-    def connect(self, readers: Readers, handles: Handles) -> None:
+    def connect(self, handles: Handles) -> None:
         for number, group in enumerate(self.groups):
             module = group.module()
             assert module is not None
             shards = [a for a in self.schedule.parameters if a.spec.group == number]
             if self.in_fsdp1:
-                readers.watch_fsdp1(module, shards, handles)
+                # It gathers in the model's own forward, of which ``"backward"`` has been told.
+                if isinstance(self.schedule, ForwardSchedule):
+                    before_read = BoundHook(functools.partial(self.schedule.before_read, shards))
+                    handles.append(BeforeFSDP1Gathers(module, before_read))
             else:
                 before = BoundHook(functools.partial(self._before_gather, number, shards))
                 handles.append(module.register_forward_pre_hook(before, prepend=True))
@@ -515,8 +515,7 @@ class CheckedReaders(Readers):
 
     A module that has a hook is called by a longer way, and a model may have hundreds. So on a CPU, where no stream is
     to be noted, hooks are there from the first gradient of a step to the next forward alone. With ``undo`` they always
-    are: a part may run before the backward that is undone. FSDP1 gathers in the model's own forward, which has been
-    asked.
+    are: a part may run before the backward that is undone.
     """
 
     def __init__(self, schedule: BackwardSchedule, on_trial: bool) -> None:
@@ -586,10 +585,6 @@ class WaitingReaders(Readers):
                 reader = schedule.watch_reader(owner, parameters)
                 schedule.readers.append(reader)
                 handles.append(reader)
-
-    def watch_fsdp1(self, wrapper: nn.Module, parameters: Sequence[AttachedParameter], handles: Handles) -> None:
-        before_read = BoundHook(functools.partial(self._schedule.before_read, parameters))
-        handles.append(BeforeFSDP1Gathers(wrapper, before_read))
 
 
 def _compiled_in(model: nn.Module) -> list[nn.Module]:

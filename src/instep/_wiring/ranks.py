@@ -19,7 +19,7 @@ from instep._ranks.votes import StepVotes
 from instep._step.schedule import Schedule
 from instep._step.step import RunningStep
 from instep._torch.engine import runs
-from instep._torch.hooks import BoundHook
+from instep._torch.hooks import StandIn
 from instep.options import Communication, Options
 from instep.sources.ddp.reducer import forget_comm_hook
 from instep.target import Target
@@ -105,36 +105,28 @@ def stand_aside(
 _NAME = "join_hook"
 
 
-class Joining(BoundHook):
+class Joining(StandIn):
     """What one DDP instance answers ``join_hook()``, until it is removed. Copies of the instance do without.
 
     Attributes:
         joins: whether ``join()`` runs, as far as is known.
     """
 
-    __slots__ = ("_ddp", "_schedule", "_votes", "joins")
+    __slots__ = ("_schedule", "_votes", "joins")
 
     def __init__(self, ddp: DistributedDataParallel, votes: StepVotes, schedule: Schedule) -> None:
-        super().__init__(None)
+        super().__init__(ddp, _NAME, type(ddp).join_hook)
         self.joins = bool(ddp._join_config.enable)  # attached in the middle of it, or after one that is over
-        self._ddp = weakref.ref(ddp)
         self._votes = votes
         self._schedule = weakref.ref(schedule)
-        setattr(ddp, _NAME, self)
 
     def __call__(self, *args: Any, **options: Any) -> JoinHook:
-        ddp = self._ddp()
-        assert ddp is not None, "it is its attribute"
-        theirs = type(ddp).join_hook(ddp, **options)
+        assert self._call is not None, "nobody asks one that was removed"
+        theirs = self._call(self._owner(), **options)
         self.joins = True
         # A rank without any data runs no forward, and others may wait in their first one to hear what it trains.
         self._votes.begin_forward()
         return _Shadow(theirs, self)
-
-    def remove(self) -> None:
-        ddp = self._ddp()
-        if ddp is not None and vars(ddp).get(_NAME) is self:
-            delattr(ddp, _NAME)
 
     @property
     def steps(self) -> int:
@@ -160,7 +152,7 @@ class _Shadow(JoinHook):
     def main_hook(self) -> None:
         """The other ranks run an iteration."""
         joining, votes = self._joining, self._joining._votes
-        ddp = joining._ddp()
+        ddp = joining._owner()
         assert ddp is not None, "it runs this"
         if votes.ranks is not None and not votes.ranks.has_met:
             # They wait for this rank before they reduce anything, and it is not known yet whether they will reduce: so
