@@ -499,9 +499,9 @@ MUTANTS = [
     ),
     Mutant(
         "Trainer: a log that was replaced is taken off",
-        "InstepCallback.detach",
-        "if vars(of).get(name) is not ours:",
-        "if name not in vars(of):",
+        "StandIn.remove",
+        "owner is None or vars(owner).get(self._name) is not self",
+        "owner is None",
     ),
     Mutant("rest: a torn step wakes nobody", "Ledger.tear", "self.when_torn()"),
     Mutant(
@@ -623,7 +623,7 @@ MUTANTS = [
     Mutant(
         "run a backward of the module's own no more",
         "InstepCallback._detach",
-        "if self._runs_backward is not None",
+        "if self._replaced is not None",
         "if False",
     ),
     Mutant("overlook draws", "BackwardSideEffects.require_none", 'drew or self._generators.drawn() == "yes"', "False"),
@@ -2544,8 +2544,8 @@ MUTANTS = [
     Mutant("the stages of FSDP only add up, as far as it says", "build", "groups and pipeline is None", "groups"),
     Mutant(
         "a copy of a schedule does nothing",
-        "StageCall.__deepcopy__",
-        "getattr(type(copied), self._name).__get__(copied)",
+        "StandIn.__deepcopy__",
+        "_method_of(copied, self._name)",
         "BoundHook(None)",
     ),
     Mutant("a stage's methods stay watched when it is detached", "StandIn.remove", "del vars(owner)[self._name]"),
