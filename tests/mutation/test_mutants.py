@@ -1433,7 +1433,7 @@ MUTANTS = [
         '"set" if words.pop("left_to_torch") == repr(BY_ENVIRONMENT) else "not set"',
         'words.pop("left_to_torch") and "not set"',
     ),
-    Mutant("do not compare the order of parameters", "_differences", "zip(words, other, strict=False)", "()"),
+    Mutant("do not compare the order of parameters", "differences", "zip(words, other, strict=False)", "()"),
     Mutant("a rank that has joined does not vote", "_Shadow.main_hook", "votes.abstain(joining.steps)"),
     Mutant(
         "a rank that has joined answers one vote where the others ask first",
@@ -2720,7 +2720,7 @@ MUTANTS = [
     Mutant("signals: one that comes while handlers are exchanged leaves some", "_Waiting.__init__", "self._put_back()"),
     Mutant(
         "signals: a handler that was set meanwhile is lost",
-        "_Waiting.release",
+        "_Waiting._put_back",
         "if _handler_of(number) == self._note:",
         "if True:",
     ),

@@ -32,10 +32,10 @@ class StepVotes:
         owes: whether a backward that communicates was not followed by this rank's vote yet.
     """
 
-    def __init__(self, rank: Callable[[], int]) -> None:
+    def __init__(self, rank: Callable[[], int], ranks: StepRanks | None, voting: StepRanks | None) -> None:
         self.rank = rank
-        self.ranks: StepRanks | None = None
-        self.voting: StepRanks | None = None
+        self.ranks = ranks
+        self.voting = voting
         self.count = 0
         self.objected_on: int | None = None
         self.asks_first = False

@@ -310,8 +310,8 @@ class Parts:
 
 def build(target: Target, options: Options) -> Parts:
     """Nothing is put on the model yet."""
-    refs, ranks, votes = WeakRefs(target), ranks_of(target, options), StepVotes(rank)
-    votes.ranks, votes.voting = ranks, ranks if options.votes else None
+    refs, ranks = WeakRefs(target), ranks_of(target, options)
+    votes = StepVotes(rank, ranks, ranks if options.votes else None)
     zero = None
     if options.communication.shard_state and not options.disabled:
         from instep.sources.zero.source import Zero  # imports DTensor, which takes a while
