@@ -1396,7 +1396,9 @@ MUTANTS = [
     Mutant("do not compare what ranks train", "StepVotes._meet", "ranks.meet()"),
     Mutant("step though ranks train in different ways", "StepVotes.require_same", "self.ranks.require_same()"),
     Mutant("send what ranks that differ cannot answer", "StepVotes._meet", "self.stand_aside()"),
-    Mutant("keep the user's communication hook where ranks differ", "stand_aside", "forget_comm_hook(ddp)"),
+    Mutant(
+        "keep the user's communication hook where ranks differ", "IterationHooks.stand_aside", "forget_comm_hook(ddp)"
+    ),
     Mutant("vote with ranks that differ", "StepVotes._meet", "self.voting = None"),
     Mutant("say what is trained only where backward begins", "StepVotes.begin_forward", "ranks.tell()"),
     Mutant(
@@ -1819,8 +1821,8 @@ MUTANTS = [
     ),
     Mutant(
         "leave what is due when the forward of what DDP wraps has ended",
-        "_after_wrapped",
-        "living.synchronize()",
+        "IterationHooks.after_wrapped",
+        "self._schedule.synchronize()",
         "pass",
     ),
     Mutant(

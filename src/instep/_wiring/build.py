@@ -35,7 +35,7 @@ from instep._step.plain import PlainSchedule
 from instep._step.schedule import Schedule
 from instep._step.state import StepMembers
 from instep._step.step import RunningStep
-from instep._torch.engine import RunErrors, Traced, graph_task
+from instep._torch.engine import RunErrors, Traced
 from instep._torch.hooks import BoundHook, PlainPickles, UntracedHook, first_of_post_hooks, last_of_pre_hooks
 from instep._torch.lifetime import Owners, weakly
 from instep._torch.mixed_precision import LowPrecision
@@ -51,7 +51,7 @@ from instep._wiring.hooks import (
     SteppingItself,
     WaitingReaders,
 )
-from instep._wiring.ranks import Joining, communicates, rank, ranks_of, stand_aside
+from instep._wiring.ranks import Joining, rank, ranks_of
 from instep._wiring.weak_refs import Handles, WeakRefs
 from instep.buckets import ParameterSpec, Plan, bucket_bytes_for
 from instep.errors import InstepError
@@ -384,7 +384,7 @@ def connect(parts: Parts, target: Target, options: Options) -> None:
     for source in parts.sources:  # in front: one that refuses finds the optimizers as they were
         source.connect()
     if options.accumulation_steps > 1 and target.wrapped:
-        count = UntracedHook(partial(_count, weakref.ref(parts.accumulation)))  # DDP's own is not called in no_sync
+        count = UntracedHook(weakly(parts.hooks.count))  # DDP's own is not called in no_sync
         trained = (parameter for a in parts.schedule.parameters if (parameter := a.get()).requires_grad)
         parts.handles.extend(parameter.register_post_accumulate_grad_hook(count) for parameter in trained)
     _connect_optimizers(parts, target, options)
@@ -401,11 +401,6 @@ def connect(parts: Parts, target: Target, options: Options) -> None:
         loading = HostLoading(home)
         parts.handles.append(optimizer.register_load_state_dict_pre_hook(UntracedHook(loading.before)))
         parts.handles.append(optimizer.register_load_state_dict_post_hook(UntracedHook(loading.after)))
-
-
-def _count(accumulation: "weakref.ref[Accumulation]", parameter: object) -> None:
-    if (living := accumulation()) is not None:
-        living.count()
 
 
 def _connect_optimizers(parts: Parts, target: Target, options: Options) -> None:
@@ -438,9 +433,8 @@ def _connect_model(parts: Parts, target: Target, options: Options) -> None:
     hooks, handles = parts.hooks, parts.handles
     if (votes := parts.votes).ranks is not None:
         if not target.groups and options.communication.pipeline is None:  # FSDP gathers for autograd.grad, too
-            votes.communicates = partial(communicates, weakref.ref(parts.step))
-        sources, ddps = list(map(weakref.ref, parts.sources)), list(map(weakref.ref, target.ddps))
-        votes.stand_aside = partial(stand_aside, sources, ddps)
+            votes.communicates = weakly(hooks.communicates)
+        votes.stand_aside = weakly(hooks.stand_aside)
         handles.extend(Joining(ddp, votes, schedule) for ddp in target.ddps)
     handles.append(PlainPickles(model.modules()))
     before, after = BoundHook(hooks.before_forward), BoundHook(hooks.after_forward)
@@ -451,9 +445,8 @@ def _connect_model(parts: Parts, target: Target, options: Options) -> None:
         handles.append(called.register_forward_hook(after))
     if options.disabled:
         return
-    after_wrapped = BoundHook(partial(_after_wrapped, weakref.ref(schedule)))
     for wrapper in target.wrapped if options.schedule == "forward" else ():
-        handles.append(wrapper.module.register_forward_hook(after_wrapped))
+        handles.append(wrapper.module.register_forward_hook(BoundHook(hooks.after_wrapped)))
     hooks.late.watch(model, schedule.parameters)
     if sharding is not None:
         sharding.connect(handles)
@@ -466,12 +459,3 @@ def _connect_model(parts: Parts, target: Target, options: Options) -> None:
         handles.append(RunErrors(schedule))
     handles.append(Owners(target.optimizers, weakly(schedule.abandon)))
     handles.append(Owners([*target.called, *target.optimizers], weakly(parts.abandon)))
-
-
-def _after_wrapped(schedule: "weakref.ref[Schedule]", *_: object) -> None:
-    """The forward of what DDP wraps has returned: wait for the buckets that this forward did not read, as
-    ``Schedule.after_forward`` does, of which nobody hears where the loop calls ``forward()`` of the wrapper."""
-    if torch.compiler.is_compiling() or graph_task() is not None or not torch.is_grad_enabled():
-        return
-    if (living := schedule()) is not None:
-        living.synchronize()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -21,7 +22,7 @@ from instep._step.deferred import ForwardSchedule
 from instep._step.in_backward import BackwardSchedule
 from instep._step.schedule import Schedule
 from instep._step.step import RunningStep
-from instep._torch.engine import Phase, Traced, current, graph_task, profiled
+from instep._torch.engine import Phase, Traced, current, graph_task, profiled, runs
 from instep._torch.hooks import (
     BoundHook,
     PlainPickles,
@@ -43,6 +44,7 @@ from instep.errors import (
     UnsupportedOptimizerError,
 )
 from instep.sources import Source
+from instep.sources.ddp.reducer import forget_comm_hook
 from instep.sources.ddp.source import DDPSource
 from instep.sources.fsdp.modules import BeforeFSDP1Gathers, ShardedGroup, put_shards_in_place
 from instep.sources.fsdp.recovery import AfterErrors
@@ -299,6 +301,12 @@ class IterationHooks:
         self._schedule.after_forward()
         self.see_backward_from(output)
 
+    def after_wrapped(self, *_: object) -> None:
+        """The forward of what DDP wraps has returned: wait for the buckets that this forward did not read, as
+        ``Schedule.after_forward`` does, of which nobody hears where the loop calls ``forward()`` of the wrapper."""
+        if not torch.compiler.is_compiling() and graph_task() is None and torch.is_grad_enabled():
+            self._schedule.synchronize()
+
     def _require_alone(self) -> None:
         """Raise if the model was wrapped since, or is trained by another thread."""
         # torch's own record of the DDP instance whose forward is running; dynamo reads it too.
@@ -360,6 +368,22 @@ class IterationHooks:
         # Asked for here it is the outermost backward's end; in a hook on a parameter, maybe that of one nested in it.
         if self._stepping is not None:
             self._stepping.ask()
+
+    def count(self, parameter: object) -> None:
+        """A gradient was accumulated."""
+        self._accumulation.count()
+
+    def communicates(self) -> bool:
+        """Whether the running backward gives an attached parameter its gradient: ``autograd.grad`` gives none."""
+        with torch._C.DisableTorchFunctionSubclass():  # no value is used, and nobody who watches need be told
+            return any(runs(get_gradient_edge(p).node) for p in self._members.living() if p.requires_grad)
+
+    def stand_aside(self) -> None:
+        """The running backward, which has sent nothing yet, reduces gradients as torch does without instep."""
+        for source in self.late.sources:
+            source.disconnect()
+        for ddp in self._refs.ddps():
+            forget_comm_hook(ddp)
 
     def _begin_backward(self, thread: int) -> None:
         """For the first output ask for the backward's end.

@@ -1,13 +1,10 @@
 """Which ranks step together, what must be the same on all of them, and DDP's ``join()``."""
 
 import weakref
-from collections.abc import Sequence
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -17,15 +14,9 @@ from instep._ranks.process_groups import world
 from instep._ranks.step_ranks import StepRanks, neighbours_of
 from instep._ranks.votes import StepVotes
 from instep._step.schedule import Schedule
-from instep._step.step import RunningStep
-from instep._torch.engine import runs
 from instep._torch.hooks import StandIn
 from instep.options import Communication, Options
-from instep.sources.ddp.reducer import forget_comm_hook
 from instep.target import Target
-
-if TYPE_CHECKING:
-    from instep.sources import Source
 
 
 def rank() -> int:
@@ -71,27 +62,6 @@ def ranks_of(target: Target, options: Options) -> StepRanks | None:
         waits=meets,
         matters=meets or not options.asks_for_nothing,
     )
-
-
-def communicates(step: "weakref.ref[RunningStep]") -> bool:
-    """Whether the running backward gives an attached parameter its gradient: ``autograd.grad`` gives none."""
-    living = step()
-    with torch._C.DisableTorchFunctionSubclass():  # no value is used, and nobody who watches need be told
-        return living is not None and any(
-            runs(get_gradient_edge(p).node) for p in living.members.living() if p.requires_grad
-        )
-
-
-def stand_aside(
-    sources: "Sequence[weakref.ref[Source]]", ddps: "Sequence[weakref.ref[DistributedDataParallel]]"
-) -> None:
-    """The running backward, which has sent nothing yet, reduces gradients as torch does without instep."""
-    for source in sources:
-        if (living := source()) is not None:
-            living.disconnect()
-    for ref in ddps:
-        if (ddp := ref()) is not None:
-            forget_comm_hook(ddp)
 
 
 # DDP's ``join()``: a rank that has no data left votes with those that have, and all count steps alike afterwards.
