@@ -2722,7 +2722,7 @@ MUTANTS = [
     Mutant("signals: one that comes while handlers are exchanged leaves some", "_Waiting.__init__", "self._put_back()"),
     Mutant(
         "signals: a handler that was set meanwhile is lost",
-        "_Waiting._put_back",
+        "_Waiting.release",
         "if _handler_of(number) == self._note:",
         "if True:",
     ),

@@ -74,17 +74,20 @@ class _Waiting:
             self._before[number](number, frame)
 
     def _put_back(self) -> None:
+        """Where ``release`` was ended. Once: where the interpreter ends there are no handlers any more."""
         for number, handler in self._before.items():
-            if _handler_of(number) == self._note:  # else somebody has set another one meanwhile
+            if _handler_of(number) == self._note:
                 _set_handler(number, handler)
 
     def release(self) -> None:
         """Put the handlers back, and run those whose signal has come. Raises what they raise."""
         self._waits = False  # from here on each goes through, whether it is put back yet or not
         try:
-            self._put_back()
+            for number, handler in self._before.items():
+                if _handler_of(number) == self._note:  # else somebody has set another one meanwhile
+                    _set_handler(number, handler)
         except BaseException:  # of one that came meanwhile
-            self._put_back()  # once more: where the interpreter ends there are no handlers any more
+            self._put_back()
             raise
         if self._came:
             with ExitStack() as stack:  # each is run, also where one before it has raised
