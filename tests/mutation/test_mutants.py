@@ -1039,7 +1039,7 @@ MUTANTS = [
     ),
     Mutant(
         "take a parameter that came into the groups a second time",
-        "AddedParameters.adopt",
+        "ParametersOfModel.adopt",
         "_require_once(grouped, names)",
     ),
     Mutant(

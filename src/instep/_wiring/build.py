@@ -8,16 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
 from instep._gradients.clipping import ClipNorm, Clipping
 from instep._gradients.scaling import LossScale
-from instep._optim.dtensor import is_sharded, local_numel, mesh_of, shard_of
 from instep._optim.kinds import ToldStep, can_be_put_off, steps_as_known, steps_one, takes_hooks
 from instep._optim.offload import HostLoading, HostState, OffloadedState, Part
 from instep._optim.owners import in_views_of_ddp, in_views_of_replicate
-from instep._optim.parameters import AttachedParameter, Attribute
 from instep._optim.random_numbers import KeyedDraws
 from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo
@@ -39,12 +35,12 @@ from instep._torch.engine import RunErrors, Traced
 from instep._torch.hooks import BoundHook, PlainPickles, UntracedHook, first_of_post_hooks, last_of_pre_hooks
 from instep._torch.lifetime import Owners, weakly
 from instep._torch.mixed_precision import LowPrecision
-from instep._torch.placeholders import SpentGradient
 from instep._wiring.advice import deferring_of
 from instep._wiring.hooks import (
-    AddedParameters,
     CheckedReaders,
+    ErrorForUse,
     IterationHooks,
+    ParametersOfModel,
     PlainHooks,
     Readers,
     Sharding,
@@ -53,24 +49,20 @@ from instep._wiring.hooks import (
 )
 from instep._wiring.ranks import Joining, rank, ranks_of
 from instep._wiring.weak_refs import Handles, WeakRefs
-from instep.buckets import ParameterSpec, Plan, bucket_bytes_for
-from instep.errors import InstepError
-from instep.naming import parameters_of
+from instep.buckets import Plan, bucket_bytes_for
 from instep.options import BY_ENVIRONMENT, Options
 from instep.sources import Source
 from instep.sources.ddp.source import DDPSource
 from instep.sources.fsdp.fsdp1 import FSDP1Source
-from instep.sources.fsdp.modules import FSDP1Sync, FSDP2Sync, ReplicaSums, ShardedGroup, fsdp2_reading_streams
+from instep.sources.fsdp.modules import FSDP1Sync, FSDP2Sync, ReplicaSums, fsdp2_reading_streams
 from instep.sources.fsdp.recovery import AfterErrors
 from instep.sources.local import ForwardCounts, LocalSource
 from instep.sources.pipeline import PipelineSource
 from instep.sources.replicate.source import Replicated, ReplicatedSource
-from instep.target import Names, Target
+from instep.target import Target
 
 if TYPE_CHECKING:
     from instep.sources.zero.source import Zero
-
-ErrorForUse = Callable[[ParameterSpec, str], InstepError | None]
 
 
 class Chosen(NamedTuple):
@@ -117,65 +109,6 @@ def choose(
     frees = undo is None and not options.steps_itself
     readers = CheckedReaders(backward, on_trial=undo is not None)
     return Chosen(backward, backward, True, readers, backward.error_for_use if frees else None)
-
-
-@dataclass(frozen=True)
-class ParametersOfModel:
-    """Makes an ``AttachedParameter`` of each parameter of the model that an attached optimizer has.
-
-    Attributes:
-        groups: into which FSDP has divided the model.
-        zero: with ``shard_state``: knows the rows of this rank.
-        told: is called with each of the model's parameters, and its name in the bare model; ``None``: nobody asks.
-        error_for_use: what the use of a gradient that was applied raises; ``None``: nothing is put in its place.
-    """
-
-    refs: WeakRefs
-    groups: Sequence[ShardedGroup]
-    in_fsdp1: bool
-    zero: "Zero | None"
-    told: Callable[[torch.Tensor, str], None] | None
-    error_for_use: ErrorForUse | None
-
-    def gather(
-        self, optimizers: Sequence[Optimizer], names: Names, first_index: int = 0
-    ) -> tuple[AttachedParameter, ...]:
-        """Those of ``names`` that one of the attached ``optimizers`` has, numbered from ``first_index``."""
-        if self.told is not None and (model := self.refs.model()) is not None:
-            for name, parameter in parameters_of(model):
-                self.told(parameter, name)
-        owner = {
-            id(p): stepper
-            for optimizer, stepper in zip(optimizers, self.refs.steppers, strict=True)
-            for group in optimizer.param_groups
-            for p in group["params"]
-        }
-        owned = (
-            (parameter, places)
-            for parameter, places in names.values()
-            if id(parameter) in owner and not is_lazy(parameter)  # those are left to torch, whole
-        )
-        return tuple(
-            self._attached(parameter, places, index, owner[id(parameter)])
-            for index, (parameter, places) in enumerate(owned, first_index)
-        )
-
-    def _attached(
-        self, parameter: torch.Tensor, places: tuple[Attribute, ...], index: int, stepper: Stepper
-    ) -> AttachedParameter:
-        name = places[0].name
-        nbytes = local_numel(parameter) * parameter.element_size()
-        group = next((n for n, g in enumerate(self.groups) if id(parameter) in g.members), None)
-        spec = ParameterSpec(index, name, parameter.shape, parameter.dtype, parameter.device, nbytes, group)
-        spent = None
-        if self.error_for_use is not None:
-            spent = SpentGradient(parameter, name, weakly(self.error_for_use, spec))
-        # A sharded model puts other tensors in the parameters' places while it computes.
-        held = () if self.in_fsdp1 or (group is not None and is_sharded(parameter)) else places
-        zero = self.zero
-        find = zero.shards.shard_of if zero is not None and id(parameter) in zero.reduced else shard_of
-        shard = find(parameter, stepper.optimizer())
-        return AttachedParameter(parameter, spec, held, stepper, spent, shard, mesh_of(parameter))
 
 
 def make_sources(
@@ -298,7 +231,7 @@ class Parts:
 
     def backward(self, loss: Losses, gradient: torch.Tensor | None = None) -> None:
         """See ``Schedule.backward``."""
-        self.schedule.backward(loss, gradient, self.hooks.late.adopt)
+        self.schedule.backward(loss, gradient, self.hooks.parameters.adopt)
 
     def abandon(self) -> None:
         """Model and optimizers are gone: whoever keeps this keeps nothing of them."""
@@ -335,30 +268,29 @@ def build(target: Target, options: Options) -> Parts:
     draws = None if seed is None else KeyedDraws(seed, partial(getattr, step.ledger, "step_count"))
     for stepper in refs.steppers:
         stepper.draws = draws
-    told = None if draws is None else draws.name
-    parameters = ParametersOfModel(refs, target.groups, bool(target.fsdp1), zero, told, chosen.error_for_use)
+    told, readers, in_fsdp1 = None if draws is None else draws.name, chosen.readers, bool(target.fsdp1)
+    uses, sources, handles = ForwardCounts(), list[Source](), Handles()
+    parameters = ParametersOfModel(
+        refs, schedule, target.groups, in_fsdp1, zero, told, chosen.error_for_use, readers, sources, handles
+    )
     schedule.parameters = parameters.gather(target.optimizers, target.names)
 
-    uses = ForwardCounts()
-    sources = make_sources(target, options, chosen, accumulation, zero, uses)
+    sources += make_sources(target, options, chosen, accumulation, zero, uses)
     if target.wrapped or target.fsdp2:
         schedule.divides(in_views_of_ddp if target.ddps else in_views_of_replicate)
     if target.groups and not target.fsdp1:
         schedule.read_by(partial(fsdp2_reading_streams, refs.model))
 
-    handles: Handles = []
     sharding = None
     if target.groups:
-        sharding = Sharding(target.groups, schedule, uses, AfterErrors(target.model), bool(target.fsdp1))
+        sharding = Sharding(target.groups, schedule, uses, AfterErrors(target.model), in_fsdp1)
     stepping = SteppingItself(target.optimizers, schedule, sources) if options.steps_itself else None
-    readers = chosen.readers
     if chosen.sink is not None:
         stepping_ask = [] if stepping is None else [weakref.WeakMethod(stepping.ask)]
         at_open = [readers.while_open.start, *(source.begin_step for source in sources)]
         chosen.sink.at_open = [*stepping_ask, *map(weakref.WeakMethod, at_open)]
-    late = AddedParameters(refs, schedule, sources, parameters.gather, readers, handles)
     kind = PlainHooks if options.disabled else IterationHooks
-    hooks = kind(refs, step, schedule, late, zero, sharding, stepping, handles)
+    hooks = kind(refs, step, schedule, parameters, zero, sharding, stepping, handles)
     readers.hooks = weakref.ref(hooks)
     if not options.disabled:
         # Nobody else needs to know of forwards, and of the backwards that begin at their outputs.
@@ -447,7 +379,7 @@ def _connect_model(parts: Parts, target: Target, options: Options) -> None:
         return
     for wrapper in target.wrapped if options.schedule == "forward" else ():
         handles.append(wrapper.module.register_forward_hook(BoundHook(hooks.after_wrapped)))
-    hooks.late.watch(model, schedule.parameters)
+    hooks.parameters.watch(model, schedule.parameters)
     if sharding is not None:
         sharding.connect(handles)
     for saved in {*target.called, *(wrapper.module for wrapper in target.wrapped)}:

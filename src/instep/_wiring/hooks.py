@@ -14,9 +14,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from instep._optim.parameters import AttachedParameter, require_unchanged
+from instep._optim.dtensor import is_sharded, local_numel, mesh_of, shard_of
+from instep._optim.parameters import AttachedParameter, Attribute, require_unchanged
 from instep._optim.stepper import Stepper
 from instep._step.deferred import ForwardSchedule
 from instep._step.in_backward import BackwardSchedule
@@ -34,8 +36,10 @@ from instep._torch.hooks import (
 )
 from instep._torch.interrupts import look_for_handlers
 from instep._torch.lifetime import weakly
+from instep._torch.placeholders import SpentGradient
 from instep._torch.watch import ModuleHooks
 from instep._wiring.weak_refs import Handles, WeakRefs
+from instep.buckets import ParameterSpec
 from instep.errors import (
     ConcurrentBackwardError,
     HyperparameterChangedError,
@@ -43,6 +47,7 @@ from instep.errors import (
     StaleAttachmentError,
     UnsupportedOptimizerError,
 )
+from instep.naming import parameters_of
 from instep.sources import Source
 from instep.sources.ddp.reducer import forget_comm_hook
 from instep.sources.ddp.source import DDPSource
@@ -109,29 +114,74 @@ class Readers:
         """Hooks on the modules that hold attached parameters themselves."""
 
 
-Gather = Callable[[Sequence[Optimizer], Names, int], tuple[AttachedParameter, ...]]
-"""Makes an ``AttachedParameter`` of each of these parameters that one of the optimizers has, numbered from there on."""
+ErrorForUse = Callable[[ParameterSpec, str], InstepError | None]
 
 
-class AddedParameters:
-    """Takes in parameters that ``add_param_group`` has added to an attached optimizer."""
+@dataclass(eq=False)
+class ParametersOfModel:
+    """The parameters of the model that an attached optimizer has: at first, and those that ``add_param_group`` adds.
 
-    def __init__(
-        self,
-        refs: WeakRefs,
-        schedule: Schedule,
-        sources: Sequence[Source],
-        gather: Gather,
-        readers: Readers,
-        handles: Handles,
-    ) -> None:
-        self._refs = refs
-        self._schedule = schedule
-        self.sources = sources
-        self._gather = gather
-        self.readers = readers
-        self._handles = handles
-        self._grouped = _parameters_in(refs.optimizers())
+    Attributes:
+        groups: into which FSDP has divided the model.
+        zero: with ``shard_state``: knows the rows of this rank.
+        told: is called with each of the model's parameters, and its name in the bare model; ``None``: nobody asks.
+        error_for_use: what the use of a gradient that was applied raises; ``None``: nothing is put in its place.
+        sources: of their gradients; none yet, at first.
+    """
+
+    refs: WeakRefs
+    schedule: Schedule
+    groups: Sequence[ShardedGroup]
+    in_fsdp1: bool
+    zero: "Zero | None"
+    told: Callable[[torch.Tensor, str], None] | None
+    error_for_use: ErrorForUse | None
+    readers: Readers
+    sources: Sequence[Source]
+    handles: Handles
+
+    def __post_init__(self) -> None:
+        self._grouped = _parameters_in(self.refs.optimizers())
+
+    def gather(
+        self, optimizers: Sequence[Optimizer], names: Names, first_index: int = 0
+    ) -> tuple[AttachedParameter, ...]:
+        """Those of ``names`` that one of the attached ``optimizers`` has, numbered from ``first_index``."""
+        if self.told is not None and (model := self.refs.model()) is not None:
+            for name, parameter in parameters_of(model):
+                self.told(parameter, name)
+        owner = {
+            id(p): stepper
+            for optimizer, stepper in zip(optimizers, self.refs.steppers, strict=True)
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        owned = (
+            (parameter, places)
+            for parameter, places in names.values()
+            if id(parameter) in owner and not is_lazy(parameter)  # those are left to torch, whole
+        )
+        return tuple(
+            self._attached(parameter, places, index, owner[id(parameter)])
+            for index, (parameter, places) in enumerate(owned, first_index)
+        )
+
+    def _attached(
+        self, parameter: torch.Tensor, places: tuple[Attribute, ...], index: int, stepper: Stepper
+    ) -> AttachedParameter:
+        name = places[0].name
+        nbytes = local_numel(parameter) * parameter.element_size()
+        group = next((n for n, g in enumerate(self.groups) if id(parameter) in g.members), None)
+        spec = ParameterSpec(index, name, parameter.shape, parameter.dtype, parameter.device, nbytes, group)
+        spent = None
+        if self.error_for_use is not None:
+            spent = SpentGradient(parameter, name, weakly(self.error_for_use, spec))
+        # A sharded model puts other tensors in the parameters' places while it computes.
+        held = () if self.in_fsdp1 or (group is not None and is_sharded(parameter)) else places
+        zero = self.zero
+        find = zero.shards.shard_of if zero is not None and id(parameter) in zero.reduced else shard_of
+        shard = find(parameter, stepper.optimizer())
+        return AttachedParameter(parameter, spec, held, stepper, spent, shard, mesh_of(parameter))
 
     def watch(self, model: nn.Module, parameters: Sequence[AttachedParameter]) -> None:
         """Hooks on the modules that hold ``parameters`` themselves."""
@@ -140,33 +190,33 @@ class AddedParameters:
             for place in attached.places:
                 if (owner := place.module()) is not None:
                     owners.setdefault(owner, []).append(attached)
-        self.readers.watch(model, list[ModuleParameters](owners.items()), self._handles)
+        self.readers.watch(model, list[ModuleParameters](owners.items()), self.handles)
 
     def adopt(self) -> None:
         """Between steps: take in the model's parameters that were added to an optimizer (``add_param_group``) since."""
-        optimizers = self._refs.optimizers()
+        optimizers = self.refs.optimizers()
         grouped = _parameters_in(optimizers)
-        model = self._refs.model()
-        if grouped == self._grouped or model is None or len(optimizers) < len(self._refs.steppers):
+        model = self.refs.model()
+        if grouped == self._grouped or model is None or len(optimizers) < len(self.refs.steppers):
             return
         self._require_in_place(grouped)
         put_shards_in_place(model)
         names = name_parameters(model)
         _require_once(grouped, names)
         self._grouped = grouped
-        known = {id(attached.peek()): attached for attached in self._schedule.parameters}
+        known = {id(attached.peek()): attached for attached in self.schedule.parameters}
         others = {key: names[key] for key in names if key not in known}
-        added: Sequence[AttachedParameter] = self._gather(optimizers, others, len(known))
+        added: Sequence[AttachedParameter] = self.gather(optimizers, others, len(known))
         everything = {**known, **{id(attached.get()): attached for attached in added}}
-        self._schedule.parameters = tuple(everything[key] for key in names if key in everything)
+        self.schedule.parameters = tuple(everything[key] for key in names if key in everything)
         for source in self.sources:
             added = source.adopt(added)
         self.watch(model, added)
-        self._handles.append(PlainPickles(model.modules()))
+        self.handles.append(PlainPickles(model.modules()))
 
     def _require_in_place(self, grouped: Sequence[Sequence[int]]) -> None:
-        for stepper, ids in zip(self._refs.steppers, map(set, grouped), strict=True):
-            for attached in self._schedule.parameters:
+        for stepper, ids in zip(self.refs.steppers, map(set, grouped), strict=True):
+            for attached in self.schedule.parameters:
                 if attached.stepper is stepper and id(attached.peek()) not in ids:
                     raise StaleAttachmentError(
                         f"parameter {attached.spec.name!r} is no longer in {stepper.name}.param_groups. detach() "
@@ -191,7 +241,7 @@ def _parameters_in(optimizers: Sequence[Optimizer]) -> list[list[int]]:
 _PARAMS = itemgetter("params")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sharding:
     """Hooks around the groups into which FSDP has divided a model: before a group is gathered, and after errors.
 
@@ -248,13 +298,13 @@ class IterationHooks:
         refs: WeakRefs,
         step: RunningStep,
         schedule: Schedule,
-        late: AddedParameters,
+        parameters: ParametersOfModel,
         zero: "Zero | None",
         sharding: Sharding | None,
         stepping: SteppingItself | None,
         handles: Handles,
     ) -> None:
-        self.late = late
+        self.parameters = parameters
         self.in_forward = self.in_backward = False
         self._refs = refs
         self._schedule = schedule
@@ -285,8 +335,8 @@ class IterationHooks:
             _unless_given_up(self._schedule, self._look)
         if torch.is_grad_enabled():
             self._begin_micro_batch()
-        if self.late.readers.while_open.are_there:
-            self.late.readers.while_open.stop()
+        if self.parameters.readers.while_open.are_there:
+            self.parameters.readers.while_open.stop()
         self.in_forward = True
 
     def after_forward(self, module: object, args: object, output: object) -> None:
@@ -327,8 +377,8 @@ class IterationHooks:
         if torch.is_grad_enabled() and not torch.jit.is_tracing():
             require_unchanged(self._schedule.parameters)
         if self._schedule.state != "open":
-            self.late.adopt()
-            for source in self.late.sources:
+            self.parameters.adopt()
+            for source in self.parameters.sources:
                 source.refresh()
 
     def _begin_micro_batch(self) -> None:
@@ -363,7 +413,7 @@ class IterationHooks:
         if self._schedule.begin_backward():
             if self._sharding is not None:
                 self._accumulation.count()  # no hook of FSDP2's parameters is called while gradients only add up
-            for source in self.late.sources:
+            for source in self.parameters.sources:
                 source.before_backward()
         # Asked for here it is the outermost backward's end; in a hook on a parameter, maybe that of one nested in it.
         if self._stepping is not None:
@@ -380,7 +430,7 @@ class IterationHooks:
 
     def stand_aside(self) -> None:
         """The running backward, which has sent nothing yet, reduces gradients as torch does without instep."""
-        for source in self.late.sources:
+        for source in self.parameters.sources:
             source.disconnect()
         for ddp in self._refs.ddps():
             forget_comm_hook(ddp)
@@ -488,7 +538,7 @@ class IterationHooks:
         self._accumulation.finish()
         self._schedule.times.step_begins()
         if self._schedule.follows:
-            _unless_given_up(self._schedule, self.late.adopt)
+            _unless_given_up(self._schedule, self.parameters.adopt)
         if self._zero is not None:
             self._zero.require_reduced(a for a in self._schedule.parameters if a.stepper is stepper)
         with profiled("before update"):
