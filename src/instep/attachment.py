@@ -167,7 +167,7 @@ class Attachment:
     @property
     def plan(self) -> Plan:
         """The buckets as they are now. They change after the first steps, when the order of gradients is known."""
-        return self._parts.planned.now()
+        return self._parts.plan
 
     @property
     def state(self) -> str:
@@ -600,9 +600,7 @@ class Attachment:
             for stepper in parts.refs.steppers:
                 stepper.restore_to_device()
             if not parts.hooks.in_backward:
-                parts.planned.keep()
-                for attached in parts.schedule.parameters:
-                    attached.let_go()
+                parts.let_go()
 
     def __enter__(self) -> "Attachment":
         return self
@@ -619,7 +617,7 @@ class Attachment:
             f"<instep.Attachment {self._parts.refs.name} with {optimizers}: schedule={self._options.schedule!r}, "
             f"{'' if deferral is None else f'steps {deferral}, '}"
             f"{len(plan.buckets)} buckets of {plan.nbytes / MIB:.2f} MiB, {self.step_count} steps, "
-            f"{''.join(f'{note}, ' for note in self._parts.planned.said())}{self.state}>"
+            f"{''.join(f'{note}, ' for note in self._parts.judged)}{self.state}>"
         )
 
     def _repr_html_(self) -> str:

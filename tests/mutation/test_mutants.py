@@ -768,7 +768,7 @@ MUTANTS = [
         'def __deepcopy__(self, memo: dict[int, Any]) -> "BoundHook":\n        return BoundHook(None)',
         'def __deepcopy__(self, memo: dict[int, Any]) -> "BoundHook":\n        return self',
     ),
-    Mutant("keep the parameters of a model that is gone", "Parts.abandon", "attached.let_go()"),
+    Mutant("keep the parameters of a model that is gone", "Parts.let_go", "attached.let_go()"),
     Mutant(
         "let a parameter's hook own its source",
         "LocalSource._listen_to_all",

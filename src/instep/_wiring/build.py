@@ -1,7 +1,7 @@
 """How an attachment is put together: its sources and schedule, its parts, and the hooks on model and optimizers."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -161,41 +161,7 @@ def _parts_of(schedule: "weakref.ref[Schedule]", stepper: "weakref.ref[Stepper]"
             yield parameter, attached.shard
 
 
-class Planned:
-    """The plan of an attachment: its buckets, and the optimizers that are not proven."""
-
-    def __init__(self, options: Options, schedule: Schedule, sources: Sequence[Source], step: RunningStep) -> None:
-        # Else the sources' buckets are those in which norms are taken, or gradients sent: not those that are stepped.
-        self._sources_step = options.schedule == "backward"
-        self._schedule = schedule
-        self._sources = sources
-        self._step = step
-        self._last: Plan | None = None
-
-    def now(self) -> Plan:
-        """The buckets as they are; of one that is detached, as they were."""
-        if self._last is not None:
-            return self._last
-        buckets = [bucket for source in self._sources for bucket in source.buckets if self._sources_step]
-        return Plan(self._schedule.planned(buckets), self.said())
-
-    def keep(self) -> None:
-        """The model is gone, or detached."""
-        self._last = self.now()
-
-    def said(self) -> tuple[str, ...]:
-        """What keeps foreign optimizers from being stepped in backward, or how many steps are still compared."""
-        judge = self._step.judge
-        return () if judge is None else tuple(filter(None, [str(judge)]))
-
-    def buckets(self) -> Iterator[Sequence[int]]:
-        """Those of the sources, by the indices of their parameters."""
-        for source in self._sources:
-            for bucket in source.buckets:
-                yield [spec.index for spec in bucket.parameters]
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Parts:
     """The parts of an attachment, made of what is attached and of the options.
 
@@ -204,18 +170,20 @@ class Parts:
         draws: with ``random="keyed"``: what updates draw from.
         sharding: of a model that FSDP has divided into groups.
         handles: what was put on the model and the optimizers; empty before it is connected, and once it is detached.
+        last_plan: of one whose model is gone, or detached.
     """
 
+    options: Options
     refs: WeakRefs
     schedule: Schedule
     sources: list[Source]
     step: RunningStep
-    planned: Planned
     zero: "Zero | None"
     draws: KeyedDraws | None
     sharding: Sharding | None
     hooks: IterationHooks
     handles: Handles
+    last_plan: Plan | None = None
 
     @property
     def accumulation(self) -> Accumulation:
@@ -229,16 +197,36 @@ class Parts:
     def votes(self) -> StepVotes:
         return self.step.ledger.votes
 
+    @property
+    def plan(self) -> Plan:
+        """The buckets as they are; of one that is detached, as they were."""
+        if self.last_plan is not None:
+            return self.last_plan
+        # Else the sources' buckets are those in which norms are taken, or gradients sent: not those that are stepped.
+        sources = self.sources if self.options.schedule == "backward" else ()
+        buckets = [bucket for source in sources for bucket in source.buckets]
+        return Plan(self.schedule.planned(buckets), self.judged)
+
+    @property
+    def judged(self) -> tuple[str, ...]:
+        """What keeps foreign optimizers from being stepped in backward, or how many steps are still compared."""
+        judge = self.step.judge
+        return () if judge is None else tuple(filter(None, [str(judge)]))
+
     def backward(self, loss: Losses, gradient: torch.Tensor | None = None) -> None:
         """See ``Schedule.backward``."""
         self.schedule.backward(loss, gradient, self.hooks.parameters.adopt)
 
     def abandon(self) -> None:
         """Model and optimizers are gone: whoever keeps this keeps nothing of them."""
-        self.planned.keep()
+        self.let_go()
+        self.sources.clear()
+
+    def let_go(self) -> None:
+        """Nobody will step the parameters any more."""
+        self.last_plan = self.plan
         for attached in self.schedule.parameters:
             attached.let_go()
-        self.sources.clear()
 
 
 def build(target: Target, options: Options) -> Parts:
@@ -299,10 +287,9 @@ def build(target: Target, options: Options) -> Parts:
         # As a forward of the model, once for all micro-batches of a run.
         runs.begin_run = weakly(hooks.before_forward, None, ())
         runs.end_run = weakly(hooks.after_forward, None, (), ())
-    planned = Planned(options, schedule, sources, step)
-    step.buckets = weakly(planned.buckets)
+    step.buckets = weakly(parameters.buckets)
     step.passes.buffers = partial(_buffers_of, refs)
-    return Parts(refs, schedule, sources, step, planned, zero, draws, sharding, hooks, handles)
+    return Parts(options, refs, schedule, sources, step, zero, draws, sharding, hooks, handles)
 
 
 def _buffers_of(refs: WeakRefs) -> Iterable[torch.Tensor]:

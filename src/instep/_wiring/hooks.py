@@ -4,7 +4,7 @@ import functools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
@@ -182,6 +182,12 @@ class ParametersOfModel:
         find = zero.shards.shard_of if zero is not None and id(parameter) in zero.reduced else shard_of
         shard = find(parameter, stepper.optimizer())
         return AttachedParameter(parameter, spec, held, stepper, spent, shard, mesh_of(parameter))
+
+    def buckets(self) -> Iterator[Sequence[int]]:
+        """Those of the sources, by the indices of their parameters."""
+        for source in self.sources:
+            for bucket in source.buckets:
+                yield [spec.index for spec in bucket.parameters]
 
     def watch(self, model: nn.Module, parameters: Sequence[AttachedParameter]) -> None:
         """Hooks on the modules that hold ``parameters`` themselves."""
