@@ -572,10 +572,10 @@ MUTANTS = [
     Mutant(
         "add contributions as they arrive",
         "_LeafSum.add",
-        "self._sums[number] = _plus(self._sums[number],",
-        "self._sums[self._next] = _plus(self._sums[self._next],",
+        "earlier = self._sums[number]\n            self._sums[number] =",
+        "earlier = self._sums[self._next]\n            self._sums[self._next] =",
     ),
-    Mutant("add into a gradient of autograd's", "_plus", "gradient.clone()", "gradient"),
+    Mutant("add into a gradient of autograd's", "_LeafSum.add", "gradient.clone()", "gradient"),
     Mutant("drop a sum whose last contribution is none", "_LeafSum.add", "if gradient is None:", "if False:"),
     Mutant("do not see that a parameter was frozen", "Graphs._require_alike", "not leaf.requires_grad", "False"),
     Mutant("end without a last micro-batch", "_with_is_last", "came < count", "False"),

@@ -69,38 +69,31 @@ class Chosen(NamedTuple):
     """A schedule, with what goes with it.
 
     Attributes:
+        readers: what is done before a module reads its parameters.
         sink: what the sources tell; ``None``: there are none.
         tells_all: whether the sink is told of every gradient, and not only where a source communicates for itself.
-        readers: what is done before a module reads its parameters.
         error_for_use: what the use of a gradient that was applied raises; ``None``: nothing is put in its place.
     """
 
     schedule: Schedule
-    sink: BackwardSchedule | MeasuringSink | None
-    tells_all: bool
     readers: Readers
-    error_for_use: ErrorForUse | None
+    sink: BackwardSchedule | MeasuringSink | None = None
+    tells_all: bool = False
+    error_for_use: ErrorForUse | None = None
 
 
-def choose(
-    options: Options,
-    step: RunningStep,
-    deferring: Callable[[], Deferring],
-) -> Chosen:
+def choose(options: Options, step: RunningStep, deferring: Callable[[], Deferring]) -> Chosen:
     """The schedule that ``options`` ask for. This is the one place that asks which it is."""
     steppers, votes = step.members.steppers, step.ledger.votes
     if options.disabled:
         why = None if options.left_to_torch == BY_ENVIRONMENT else options.left_to_torch
-        any_loop = options.takes_any_loop
-        plain = PlainSchedule(step, why, takes_any_loop=any_loop)
-        return Chosen(plain, None, False, Readers(), None)
+        return Chosen(PlainSchedule(step, why, takes_any_loop=options.takes_any_loop), Readers())
     if options.schedule == "forward":
         # An update that runs later raises elsewhere: of a step() that is the user's own, the loop expects it there.
         may_wait = [s for s in steppers if can_be_put_off(s.optimizer()) and steps_as_known(s.optimizer())]
         reading = ReadOrder(options.bucket_bytes, options.most_put_off_together)
         forward = ForwardSchedule(step, may_wait, reading, deferring())
-        measures = isinstance(options.clip, ClipNorm)
-        return Chosen(forward, forward.measuring, measures, WaitingReaders(forward), None)
+        return Chosen(forward, WaitingReaders(forward), forward.measuring, isinstance(options.clip, ClipNorm))
     undo = Undo(host=options.undo == "host") if options.undo else None
     votes.asks_first = undo is not None and options.nonfinite != "allow"
     scale = None if options.scaler is None else LossScale(options.scaler)
@@ -108,7 +101,7 @@ def choose(
     backward = BackwardSchedule(step, beside, undo, scale)
     frees = undo is None and not options.steps_itself
     readers = CheckedReaders(backward, on_trial=undo is not None)
-    return Chosen(backward, backward, True, readers, backward.error_for_use if frees else None)
+    return Chosen(backward, readers, backward, True, backward.error_for_use if frees else None)
 
 
 def make_sources(
