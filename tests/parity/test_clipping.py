@@ -1038,7 +1038,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     },
     "a scaler and backward": (
         {"scaler": GradScaler("cpu")},
-        r"scaler does not go with .*undo=True.*schedule='forward'",
+        r"scaler does not go with .*schedule='forward'.*undo=True",
     ),
     "an unknown schedule": (
         {"schedule": "sideways"},

@@ -143,7 +143,7 @@ def _in_updates(options: Options) -> list[str]:
 
 def _put_back(options: Options) -> str:
     """``undo`` as a remedy, where the other options take it."""
-    return "" if options.communication.shard_state else "undo=True, with which such a step is put back, or "
+    return "" if options.communication.shard_state else ", or undo=True, with which such a step is put back"
 
 
 def _ways_to_clip(target: Target, options: Options) -> str:
@@ -212,7 +212,7 @@ OF_OPTIONS: Mapping[str, Pair] = {
         _SKIP,
         _BACKWARD_WITHOUT_UNDO,
         "every gradient is needed before the first update",
-        lambda t, o: f"Use {_put_back(o)}schedule='forward'; or nonfinite='raise'",
+        lambda t, o: f"Use schedule='forward'{_put_back(o)}; or nonfinite='raise'",
     ),
     "SKIP_WITH_CLIP_THAT_RAISES": Pair(
         _SKIP,
@@ -239,7 +239,7 @@ OF_OPTIONS: Mapping[str, Pair] = {
         Choice("`scaler`", lambda t, o: o.scaler is not None),
         _BACKWARD_WITHOUT_UNDO,
         "weights are updated before the scaler has seen whether a gradient is infinite",
-        lambda t, o: f"Use {_put_back(o)}schedule='forward', which needs no scaler argument",
+        lambda t, o: f"Use schedule='forward', which needs no scaler argument{_put_back(o)}",
     ),
     "OFFLOAD_WITH_SHARD_STATE": Pair(
         _OFFLOAD, _SHARD_STATE, "optimizer state is sent between the ranks' devices", "Leave out one of the two"
