@@ -1393,13 +1393,13 @@ MUTANTS = [
         "neighbours.ranks if neighbours.are_all else None",
         "neighbours.ranks",
     ),
-    Mutant("do not compare what ranks train", "StepVotes._meet", "ranks.meet()"),
+    Mutant("do not compare what ranks train", "StepVotes.meet", "ranks.meet()"),
     Mutant("step though ranks train in different ways", "StepVotes.require_same", "self.ranks.require_same()"),
-    Mutant("send what ranks that differ cannot answer", "StepVotes._meet", "self.stand_aside()"),
+    Mutant("send what ranks that differ cannot answer", "StepVotes.meet", "self.stand_aside()"),
     Mutant(
         "keep the user's communication hook where ranks differ", "IterationHooks.stand_aside", "forget_comm_hook(ddp)"
     ),
-    Mutant("vote with ranks that differ", "StepVotes._meet", "self.voting = None"),
+    Mutant("vote with ranks that differ", "StepVotes.meet", "self.voting = None"),
     Mutant("say what is trained only where backward begins", "StepVotes.begin_forward", "ranks.tell()"),
     Mutant(
         "do not wait for the others before the first backward communicates",

@@ -38,7 +38,10 @@ def deferring_of(options: Options, refs: WeakRefs, others: OtherRanks | None, ti
         if isinstance(options.defer, bool):
             return Always() if options.defer else Never("defer=False")
         return DeferralTrial(partial(_prevented_beside_backward, refs), wording=BESIDE_BACKWARD, times=seen)
-    own = [optimizer for optimizer in refs.optimizers() if steps_inside_step(optimizer, options)]
+    # Of these ``step()`` is called as it is, though ``defer=True`` was given: what it raises, logs or counts is there
+    # when it has returned, as the loop expects it.
+    whole = options.defer is True and not options.puts_off_unasked and options.random is None
+    own = [optimizer for optimizer in refs.optimizers() if whole and not steps_as_known(optimizer)]
     if own and len(own) == len(refs.optimizers()):
         return Never(f"{class_name(own[0])}.step() is of a class of your own: it runs where the loop calls it")
     if options.always_puts_off:
@@ -46,13 +49,6 @@ def deferring_of(options: Options, refs: WeakRefs, others: OtherRanks | None, ti
     if options.defer is False:
         return Never("defer=False")
     return DeferralTrial(partial(_prevented, refs), others, times=seen)
-
-
-def steps_inside_step(optimizer: Optimizer, options: Options) -> bool:
-    """Whether ``step()`` of this optimizer is called as it is, though ``defer=True`` was given. What it raises, logs or
-    counts is there when it has returned, as the loop expects it."""
-    splits = options.puts_off_unasked or options.random is not None
-    return options.defer is True and not splits and not steps_as_known(optimizer)
 
 
 def _prevented(refs: WeakRefs) -> str | None:

@@ -127,7 +127,7 @@ class _Shadow(JoinHook):
         if votes.ranks is not None and not votes.ranks.has_met:
             # They wait for this rank before they reduce anything, and it is not known yet whether they will reduce: so
             # this rank does not wait for them here.
-            self._meeting = Thread(target=votes.is_about_to_abstain, name="instep joins", daemon=True)
+            self._meeting = Thread(target=votes.meet, name="instep joins", daemon=True)
             self._meeting.start()
         self._theirs.main_hook()
         if not ddp.require_forward_param_sync:
