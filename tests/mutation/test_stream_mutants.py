@@ -77,7 +77,7 @@ MUTANTS = [
     _mutant(
         "the streams of modules that only read are not seen",
         "CheckedReaders._before_read",
-        "schedule.streams.producers.note_current(parameters[0].spec.device)",
+        "schedule.streams.producers.note_current(device)",
     ),
     _mutant(
         "the streams of modules are not seen",

@@ -606,26 +606,22 @@ class CheckedReaders(Readers):
     def watch(self, model: nn.Module, owners: Sequence[ModuleParameters], handles: Handles) -> None:
         for owner, parameters in owners:
             if owner is not model:
-                on_cpu = parameters[0].spec.device.type == "cpu"
-                ask = self._before_read_on_cpu if on_cpu else self._before_read
-                hook = BoundHook(weakly(ask, parameters))  # ``while_open`` may have it in a list
+                hook = BoundHook(weakly(self._before_read, parameters))  # ``while_open`` may have it in a list
                 handle = owner.register_forward_pre_hook(hook)
                 handles.append(handle)
-                if on_cpu and not self._on_trial:
+                if parameters[0].spec.device.type == "cpu" and not self._on_trial:
                     self.while_open.add(handle, hook)
 
-    def _before_read_on_cpu(self, parameters: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
-        # Where there are no streams to note, nothing is left to do in the model's own forward.
-        if not (torch.compiler.is_compiling() or (hooks := self.hooks()) is None or hooks.in_forward):
-            self._before_read(parameters, module, args)
-
     def _before_read(self, parameters: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
-        schedule, hooks = self._schedule, self.hooks()
-        if torch.compiler.is_compiling() or graph_task() is not None or hooks is None:
+        if torch.compiler.is_compiling() or (hooks := self.hooks()) is None:
             return
-        schedule.streams.producers.note_current(parameters[0].spec.device)
+        schedule, device = self._schedule, parameters[0].spec.device
+        # In the model's own forward this has been asked already: on a CPU, without streams to note, nothing is left.
+        if (hooks.in_forward and device.type == "cpu") or graph_task() is not None:
+            return
+        schedule.streams.producers.note_current(device)
         if hooks.in_forward:
-            return  # the model's own, in which this has been asked already
+            return
         if any(map(schedule.is_applied, parameters)):
             schedule.before_forward()
         if self._on_trial and torch.is_grad_enabled():
