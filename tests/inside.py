@@ -33,7 +33,7 @@ def before_forward(overlap: instep.Attachment) -> None:
     """What instep does before the model's forward, and nothing of what others do there."""
     model = overlap._parts.refs.model()
     assert model is not None
-    overlap._parts.forwards.before_forward(model, ())
+    overlap._parts.hooks.before_forward(model, ())
 
 
 @contextmanager

@@ -1,12 +1,11 @@
 """What does not go together, as ``docs/features.md`` shows it: ``python -m tests.pairs`` writes the table there."""
 
-from instep._refusals import pairs
-from instep._refusals.pairs import Pair
+from instep._refusals.pairs import OF_DISABLED, OF_MODEL, OF_OPTIONS, OF_PARAMETERS
 from tests.documentation import ROOT
 from tests.loops.table import written
 
 PAGE = ROOT / "docs" / "features.md"
-PAIRS = {name: row for name, row in vars(pairs).items() if isinstance(row, Pair)}
+PAIRS = {**OF_OPTIONS, **OF_MODEL, **OF_PARAMETERS, **OF_DISABLED}
 """The rows of the table, by name, in the order in which they stand there."""
 
 

@@ -1,4 +1,4 @@
-"""The arguments that many public verbs share: models, optimizers, flags, counts and paths.
+"""The arguments that many public verbs share: models and optimizers.
 
 Each function takes what the user gave, and the class of the verb's errors. It returns the argument in one form, or
 raises an error that says what was found, and what to give instead.
@@ -112,12 +112,6 @@ def _unwrapped(optimizer: Any) -> Any:
         seen.add(id(inner))
         optimizer = inner
     return optimizer
-
-
-def require_flag(name: str, value: object, error: Error) -> None:
-    """Raise unless the argument is ``True`` or ``False``."""
-    if not isinstance(value, bool):
-        raise error(f"{name} must be True or False, not {value!r}")
 
 
 def _found(value: Any) -> str:

@@ -13,7 +13,7 @@ from instep._gradients.clipping import ClipNorm, ClipValue
 from instep._gradients.scaling import Policy
 from instep.attachment import Attachment, attached_parameters, replaceable
 from instep.errors import AttachError
-from instep.options import BY_ENVIRONMENT, Communication, Defer, Offload, Options, Randomness, Schedules, pipeline_of
+from instep.options import BY_ENVIRONMENT, Communication, Defer, Offload, Options, Schedules, pipeline_of
 from instep.sources.ddp.reducer import CommHook
 from instep.target import Target
 
@@ -166,7 +166,8 @@ def attach(
         nonfinite,
         Communication(comm_hook, mixed_precision, shard_state, pipeline_of(pipeline)),
         offload,
-        Randomness(random, seed),
+        random,
+        seed,
         left_to_torch=BY_ENVIRONMENT if os.environ.get("INSTEP_DISABLE", "") not in ("", "0") else None,
     )
     unlike = unlike_torchs(optimizer) if options.takes_any_loop else None

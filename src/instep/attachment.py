@@ -24,7 +24,6 @@ from instep._wiring.advice import advice
 from instep._wiring.build import build, connect
 from instep._wiring.saved import load_state, saved_state
 from instep._wiring.verbs import Stats, begin_recording, resync_from, stats_of, table_of
-from instep._wiring.weak_refs import living_parameters
 from instep.buckets import MIB, Plan
 from instep.errors import AttachError, InstepError, UncommittedStepError, class_name
 from instep.options import Options, pipeline_of
@@ -114,7 +113,7 @@ def attachments() -> "list[Attachment]":
 
 def attached_parameters() -> "dict[int, Attachment]":
     """By ``id``: every parameter that is attached, with its attachment."""
-    return {id(p): attachment for attachment in attachments() for p in living_parameters(attachment._parts.schedule)}
+    return {id(p): attachment for attachment in attachments() for p in attachment._parts.step.members.living()}
 
 
 def replaceable(optimizers: Iterable[Optimizer]) -> "list[Attachment]":
@@ -168,7 +167,7 @@ class Attachment:
     @property
     def plan(self) -> Plan:
         """The buckets as they are now. They change after the first steps, when the order of gradients is known."""
-        return self._parts.planned.now()
+        return self._parts.plan
 
     @property
     def state(self) -> str:
@@ -360,7 +359,7 @@ class Attachment:
         elif waiting is not None and (step := waiting.take(loss)) is not None:
             step.backward()
         else:
-            self._parts.schedule.backward(loss, gradient, self._parts.late.adopt)
+            self._parts.backward(loss, gradient)
 
     def micro_batches(
         self, loss_of: Callable[[Batch], torch.Tensor] | None = None, batches: Iterable[Batch] | None = None
@@ -508,7 +507,7 @@ class Attachment:
         schedule.hear_of_last_step()
         schedule.synchronize()
         schedule.require_whole()
-        gradients = any(p.grad is not None for p in living_parameters(schedule))
+        gradients = any(p.grad is not None for p in self._parts.step.members.living())
         if schedule.state == "open" or (self._parts.accumulation.only_adds and gradients):
             raise UncommittedStepError(
                 f"step {self.step_count + 1} is under way: a checkpoint is of committed steps. Save after "
@@ -600,10 +599,8 @@ class Attachment:
         finally:
             for stepper in parts.refs.steppers:
                 stepper.restore_to_device()
-            if not parts.threads.in_backward:
-                parts.planned.keep()
-                for attached in parts.schedule.parameters:
-                    attached.let_go()
+            if not parts.hooks.in_backward:
+                parts.let_go()
 
     def __enter__(self) -> "Attachment":
         return self
@@ -620,7 +617,7 @@ class Attachment:
             f"<instep.Attachment {self._parts.refs.name} with {optimizers}: schedule={self._options.schedule!r}, "
             f"{'' if deferral is None else f'steps {deferral}, '}"
             f"{len(plan.buckets)} buckets of {plan.nbytes / MIB:.2f} MiB, {self.step_count} steps, "
-            f"{''.join(f'{note}, ' for note in self._parts.planned.said())}{self.state}>"
+            f"{''.join(f'{note}, ' for note in self._parts.judged)}{self.state}>"
         )
 
     def _repr_html_(self) -> str:

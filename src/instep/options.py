@@ -47,15 +47,7 @@ class Communication:
         return None if policy is None else policy.reduce_dtype or policy.param_dtype
 
 
-@dataclass(frozen=True, slots=True)
-class Randomness:
-    """The options about the random numbers that updates draw."""
-
-    random: Literal["keyed"] | None = None
-    seed: int | None = None
-
-
-# Frozen, all three: ranks compare their options once, and every part of the attachment has been chosen by them.
+# Frozen, both: ranks compare their options once, and every part of the attachment has been chosen by them.
 @dataclass(frozen=True, slots=True)
 class Options:
     """All options of one attachment. Those that ``attach`` has are described there.
@@ -75,7 +67,8 @@ class Options:
     nonfinite: Policy = "allow"
     communication: Communication = field(default_factory=Communication)
     offload: Offload | None = None
-    randomness: Randomness = field(default_factory=Randomness)
+    random: Literal["keyed"] | None = None
+    seed: int | None = None
     steps_itself: bool = False
     left_to_torch: str | None = None
 
@@ -97,7 +90,7 @@ class Options:
     @property
     def splits_steps(self) -> bool:
         """Whether parts of a step may run apart from ``step()``, so that it matters which updates can be split."""
-        return self.schedule == "backward" or self.always_puts_off or self.randomness.random is not None
+        return self.schedule == "backward" or self.always_puts_off or self.random is not None
 
     @property
     def may_update_beside_backward(self) -> bool:
@@ -125,7 +118,7 @@ class Options:
             without: more options to leave out.
         """
         splitting = ["shard_state"] if self.communication.shard_state else []
-        splitting += ["random"] if self.randomness.random is not None else []
+        splitting += ["random"] if self.random is not None else []
         splitting += ["offload"] if self.offload is not None else []
         others = [*splitting, *without]
         # ``defer=True`` alone keeps such an optimizer out. Errors of a step that is put off say it in the same words.
@@ -154,15 +147,15 @@ class Options:
 
     def given(self) -> dict[str, str]:
         """The schedule and every option that is not the default, as ``attach`` names them."""
-        usual = dict(_each(Options()))
+        usual = dict(each_option(Options()))
         return {
             "schedule": repr(self.schedule),
-            **{name: repr(value) for name, value in _each(self) if value != usual[name]},
+            **{name: repr(value) for name, value in each_option(self) if value != usual[name]},
         }
 
     def in_words(self) -> dict[str, str]:
         """Every option with its value, in words that are the same in all processes: ranks compare them."""
-        words = {name: _in_words(name, value) for name, value in _each(self)}
+        words = {name: _in_words(name, value) for name, value in each_option(self)}
         words["INSTEP_DISABLE"] = "set" if words.pop("left_to_torch") == repr(BY_ENVIRONMENT) else "not set"
         return words
 
@@ -177,12 +170,12 @@ def pipeline_of(schedule: object) -> Pipeline | None:
     )
 
 
-def _each(options: Any) -> Iterator[tuple[str, Any]]:
-    """Every option by its name in ``attach``: those of ``communication`` and ``randomness`` among the others."""
+def each_option(options: Any) -> Iterator[tuple[str, Any]]:
+    """Every option by its name in ``attach``: those of ``communication`` among the others."""
     for name in (option.name for option in fields(options)):
         value = getattr(options, name)
-        if isinstance(value, (Communication, Randomness)):
-            yield from _each(value)
+        if isinstance(value, Communication):
+            yield from each_option(value)
         else:
             yield name, value
 

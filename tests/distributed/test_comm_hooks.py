@@ -181,7 +181,7 @@ def test_what_is_no_hook_is_refused(two_ranks: RankPool, comm_hook: Any, found: 
 
 def test_a_hook_needs_ddp() -> None:
     model = Blocks()
-    with pytest.raises(AttachError, match="there is none"):
+    with pytest.raises(AttachError, match="has no DistributedDataParallel"):
         instep.attach(
             model,
             torch.optim.SGD(model.parameters()),

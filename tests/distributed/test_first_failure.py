@@ -184,7 +184,7 @@ def at_exit() -> tuple[int, int]:
     assert neighbours is not None
     ranks = step_ranks.StepRanks(neighbours, [{}, {}], "model", waits=True, matters=True)
     ranks.open()
-    beside, unanswered = ranks._vote_group(), Unanswered()
+    beside, unanswered = ranks.open(), Unanswered()
     counts = []
     for is_gone in (False, True):
         if is_gone:

@@ -237,7 +237,7 @@ def mistakes() -> list[str]:
 
 def test_mistakes(two_ranks: RankPool) -> None:
     for found in two_ranks.run(mistakes):
-        assert "bucket_bytes=1000 does not apply to a model that FullyShardedDataParallel" in found[0]
+        assert "bucket_bytes=1000 does not go with FullyShardedDataParallel" in found[0]
         assert "model.clip_grad_norm_" in found[1]
         assert "use_orig_params=True" in found[2]
         assert "already updated the weights" in found[3] or "has updated" in found[3]

@@ -566,11 +566,11 @@ def mistakes() -> list[str]:
 
 def test_mistakes_at_attach(two_ranks: RankPool) -> None:
     for found in two_ranks.run(mistakes):
-        assert "bucket_bytes=1000 does not apply to a model that fully_shard" in found[0]
+        assert "bucket_bytes=1000 does not go with fully_shard" in found[0]
         assert "fully_shard(…, mp_policy=…)" in found[1]
         assert "'two_pass'" in found[2]
         assert "schedule='forward'" in found[2]
-        assert "comm_hook is for a model with one DistributedDataParallel" in found[3]
+        assert "comm_hook does not go with a model that has no DistributedDataParallel" in found[3]
         assert "shard first, then build the optimizer, then attach" in found[4]
         assert "shard first, then build the optimizer, then attach" in found[5]
 

@@ -247,7 +247,7 @@ def test_flat_shards_are_refused(two_ranks: RankPool) -> None:
 
 def _flat_shards() -> str:
     model = fsdp1(Dropping(torch.float32))
-    with pytest.raises(AttachError, match="random='keyed' does not go with") as raised:
+    with pytest.raises(AttachError, match="random='keyed' for Langevin does not go with") as raised:
         instep.attach(model, Langevin(model.parameters()), schedule="backward", **KEYED)
     return str(raised.value)
 

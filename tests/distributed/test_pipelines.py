@@ -482,10 +482,14 @@ def refusals() -> None:
     refused(r"must be a schedule of torch\.distributed\.pipelining", [first, second], pipeline=loop)
     refused(r"has 2 stages on this rank, and model is 1: .*\[stage\.submod for stage in stages\]", first)
     refused("Linear is none of them", [first, second, nn.Linear(2, 2)])
-    refused("accumulation_steps=2 does not go with pipeline=, which has 4", loop.models, accumulation_steps=2)
+    refused(
+        "accumulation_steps=2 does not go with pipeline: the schedule has micro-batches",
+        loop.models,
+        accumulation_steps=2,
+    )
     two_pass = ClipNorm(1.0, mode="two_pass")
     refused("two_pass.*runs each backward once", loop.models, schedule="backward", clip=two_pass)
-    refused("shard_state does not go with pipeline=", loop.models, shard_state=True)
+    refused("shard_state does not go with pipeline", loop.models, shard_state=True)
     refused(r"undo=True \(exact: [^;]*; or, as other", loop.models, schedule="backward", clip=ClipNorm(1.0))
     overlap = instep.attach(loop.models, optimizer, schedule="backward", pipeline=loop.pipeline)
     for call in (overlap.micro_batches, lambda: overlap.backward(torch.ones(1, requires_grad=True).sum(), more=True)):

@@ -476,7 +476,7 @@ def body_attach_refused() -> None:
         instep.attach(model.module, optimizer, schedule="backward")
     with pytest.raises(AttachError, match=r"replicate\(bucket_cap_mb=…\)"):
         instep.attach(model, optimizer, bucket_bytes=1024, schedule="backward")
-    with pytest.raises(AttachError, match="comm_hook is for DistributedDataParallel"):
+    with pytest.raises(AttachError, match="comm_hook does not go with replicate"):
         instep.attach(model, optimizer, comm_hook=(None, lambda state, bucket: state), schedule="backward")
     with pytest.raises(AttachError, match="schedule='forward'"):
         instep.attach(model, optimizer, clip=ClipNorm(1.0), schedule="backward")

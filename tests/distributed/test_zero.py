@@ -759,7 +759,7 @@ def mistakes() -> list[str]:
 
 def test_mistakes(two_ranks: RankPool) -> None:
     expected = [
-        "one DistributedDataParallel, and there is none",
+        "a model that has no DistributedDataParallel",
         "OfMine",
         "undo=True does not go with shard_state=True",
         "comm_hook does not go with shard_state=True",

@@ -352,9 +352,12 @@ MUTANTS = [
         "return self == usual",
         "return True",
     ),
-    Mutant("beside backward: tried on one core", "_prevented_beside_backward", "_one_core, ", ""),
+    Mutant("beside backward: tried on one core", "_prevented_beside_backward", ", _one_core))", "))"),
     Mutant(
-        "beside backward: tried on a model that is compiled", "_prevented_beside_backward", ", _compiled_backward)", ")"
+        "beside backward: tried on a model that is compiled",
+        "_prevented_beside_backward",
+        " or _compiled(refs, at_once)",
+        "",
     ),
     Mutant(
         "beside backward: said of a trial that goes on",
@@ -370,7 +373,7 @@ MUTANTS = [
     ),
     Mutant(
         "leave what was offered to a backward that has raised",
-        "BackwardHooks._failed",
+        "IterationHooks._failed",
         "self._schedule.backward_failed()",
     ),
     Mutant(
@@ -526,9 +529,9 @@ MUTANTS = [
     ),
     Mutant(
         "Trainer: a log that was replaced is taken off",
-        "InstepCallback.detach",
-        "if vars(of).get(name) is not ours:",
-        "if name not in vars(of):",
+        "StandIn.remove",
+        "owner is None or vars(owner).get(self._name) is not self",
+        "owner is None",
     ),
     Mutant("rest: a torn step wakes nobody", "Ledger.tear", "self.when_torn()"),
     Mutant(
@@ -596,10 +599,10 @@ MUTANTS = [
     Mutant(
         "add contributions as they arrive",
         "_LeafSum.add",
-        "self._sums[number] = _plus(self._sums[number],",
-        "self._sums[self._next] = _plus(self._sums[self._next],",
+        "earlier = self._sums[number]\n            self._sums[number] =",
+        "earlier = self._sums[self._next]\n            self._sums[self._next] =",
     ),
-    Mutant("add into a gradient of autograd's", "_plus", "gradient.clone()", "gradient"),
+    Mutant("add into a gradient of autograd's", "_LeafSum.add", "gradient.clone()", "gradient"),
     Mutant("drop a sum whose last contribution is none", "_LeafSum.add", "if gradient is None:", "if False:"),
     Mutant("do not see that a parameter was frozen", "Graphs._require_alike", "not leaf.requires_grad", "False"),
     Mutant("end without a last micro-batch", "_with_is_last", "came < count", "False"),
@@ -625,7 +628,7 @@ MUTANTS = [
     Mutant("wait beside a gradient of the step before", "Waiting._mark", "gradient is attached.spent:", "False:"),
     Mutant("leave the marks", "_Mark.remove", "parameter.grad = self.before", "pass"),
     Mutant("zero what the plain loop has not", "_Mark.zero", "parameter in reached", "True"),
-    Mutant("do not see that what waits was zeroed", "_Mark.is_cleared", "or self.gradient.is_zeroed", ""),
+    Mutant("do not see that what waits was zeroed", "_Mark.is_cleared", "or self.is_zeroed", ""),
     Mutant("forget what waits for a wrong last loss", "Waiting.take", "step.add(loss)  #", "pass  #"),
     Mutant("wait after detach", "Attachment._detach", "dropped := self._waiting.drop()", "dropped := 0"),
     Mutant("wait after a rollback", "Attachment.rollback", "self._waiting.drop()", "pass"),
@@ -647,7 +650,7 @@ MUTANTS = [
     Mutant(
         "run a backward of the module's own no more",
         "InstepCallback._detach",
-        "if self._runs_backward is not None",
+        "if self._replaced is not None",
         "if False",
     ),
     Mutant("overlook draws", "BackwardSideEffects.require_none", "drew or self._generators.drawn()", "False"),
@@ -786,7 +789,7 @@ MUTANTS = [
     Mutant("do not compare hyper-parameters in step()", "Writes._require_as_left", "require_settings_as_left(stepper)"),
     Mutant(
         "do not look at the parameters before a forward",
-        "ForwardHooks._look",
+        "IterationHooks._look",
         "require_unchanged(self._schedule.parameters)",
         "pass",
     ),
@@ -797,7 +800,7 @@ MUTANTS = [
         'def __deepcopy__(self, memo: dict[int, Any]) -> "BoundHook":\n        return BoundHook(None)',
         'def __deepcopy__(self, memo: dict[int, Any]) -> "BoundHook":\n        return self',
     ),
-    Mutant("keep the parameters of a model that is gone", "Parts.abandon", "attached.let_go()"),
+    Mutant("keep the parameters of a model that is gone", "Parts.let_go", "attached.let_go()"),
     Mutant(
         "let a parameter's hook own its source",
         "LocalSource._listen_to_all",
@@ -807,12 +810,12 @@ MUTANTS = [
     Mutant(
         "let a spent gradient own its step",
         "ParametersOfModel._attached",
-        "weakly(self._error_for_use, spec)",
-        "__import__('functools').partial(self._error_for_use, spec)",
+        "weakly(self.error_for_use, spec)",
+        "__import__('functools').partial(self.error_for_use, spec)",
     ),
     Mutant(
         "let a graph own the attachment",
-        "BackwardHooks.see_backward_from",
+        "IterationHooks.see_backward_from",
         "WeakHook(self.before_backward, threading.get_ident())",
         "UntracedHook(functools.partial(self.before_backward, threading.get_ident()))",
     ),
@@ -981,7 +984,7 @@ MUTANTS = [
     Mutant("detach that Ctrl-C has ended half way stays there", "Attachment.detach", "with held(heard()):", "if True:"),
     Mutant(
         "attach that Ctrl-C has ended leaves a hook that does something",
-        "StepHooks.before_step",
+        "IterationHooks.before_step",
         "if not self._handles or is_called_by_step(optimizer):",
         "if is_called_by_step(optimizer):",
     ),
@@ -1066,7 +1069,7 @@ MUTANTS = [
     Mutant("write over a write of which nobody is told", "AsLeft.require", "versions != self._versions", "False"),
     Mutant(
         "take a parameter that came into the groups a second time",
-        "AddedParameters.adopt",
+        "ParametersOfModel.adopt",
         "_require_once(grouped, names)",
     ),
     Mutant(
@@ -1401,11 +1404,13 @@ MUTANTS = [
         "neighbours.ranks if neighbours.are_all else None",
         "neighbours.ranks",
     ),
-    Mutant("do not compare what ranks train", "StepVotes._meet", "ranks.meet()"),
+    Mutant("do not compare what ranks train", "StepVotes.meet", "ranks.meet()"),
     Mutant("step though ranks train in different ways", "StepVotes.require_same", "self.ranks.require_same()"),
-    Mutant("send what ranks that differ cannot answer", "StepVotes._meet", "self.stand_aside()"),
-    Mutant("keep the user's communication hook where ranks differ", "stand_aside", "forget_comm_hook(ddp)"),
-    Mutant("vote with ranks that differ", "StepVotes._meet", "self.voting = None"),
+    Mutant("send what ranks that differ cannot answer", "StepVotes.meet", "self.stand_aside()"),
+    Mutant(
+        "keep the user's communication hook where ranks differ", "IterationHooks.stand_aside", "forget_comm_hook(ddp)"
+    ),
+    Mutant("vote with ranks that differ", "StepVotes.meet", "self.voting = None"),
     Mutant("say what is trained only where backward begins", "StepVotes.begin_forward", "ranks.tell()"),
     Mutant(
         "do not wait for the others before the first backward communicates",
@@ -1441,7 +1446,7 @@ MUTANTS = [
         '"set" if words.pop("left_to_torch") == repr(BY_ENVIRONMENT) else "not set"',
         'words.pop("left_to_torch") and "not set"',
     ),
-    Mutant("do not compare the order of parameters", "_differences", "zip(words, other, strict=False)", "()"),
+    Mutant("do not compare the order of parameters", "differences", "zip(words, other, strict=False)", "()"),
     Mutant("a rank that has joined does not vote", "_Shadow.main_hook", "votes.abstain(joining.steps)"),
     Mutant(
         "a rank that has joined answers one vote where the others ask first",
@@ -1465,7 +1470,6 @@ MUTANTS = [
         "_Shadow.post_hook",
         "self._joining._votes.joined(self._joining.steps)",
     ),
-    Mutant("DDP's join() stays changed after detach()", "Joining.remove", "delattr(ddp, _NAME)"),
     Mutant("vote only where a step is taken", "StepVotes.begin_backward", "if self.owes:", "if False:"),
     Mutant(
         "leave a step out on one rank alone",
@@ -1486,17 +1490,24 @@ MUTANTS = [
         "if step.ledger.torn is not None or self._failure.error is not None or step.ledger.redoes:",
         "if step.ledger.torn is not None or step.ledger.redoes:",
     ),
-    Mutant("let a second thread in", "Threads.begin_backward", 'self.require_one(thread, "backward")', "pass"),
+    Mutant(
+        "let a second thread in",
+        "IterationHooks._begin_backward",
+        'self._require_one_thread(thread, "backward")',
+        "pass",
+    ),
     Mutant(
         "take a clip of another bucket for a write of the user's", "AsLeft.__init__", "p if g._is_view() else g", "g"
     ),
     Mutant("average in no_sync too", "Replicated.no_sync", "        self.require_backward_grad_sync = False\n", ""),
     Mutant(
-        "leave FSDP's state as a failed backward left it", "BackwardHooks._failed", "self._sharding.backward_failed()"
+        "leave FSDP's state as a failed backward left it",
+        "IterationHooks._failed",
+        "self._sharding.after_errors.backward_failed()",
     ),
     Mutant(
         "go on counting micro-batches that are gone",
-        "BackwardHooks._failed",
+        "IterationHooks._failed",
         "self._accumulation.stepped()  # what the micro-batches before had added up is gone, too",
     ),
     Mutant("leave FSDP's state as a failed forward left it", "AfterErrors._failed", "self._rebuild(gradients=False)"),
@@ -1522,7 +1533,7 @@ MUTANTS = [
     ),
     Mutant(
         "hear of a backward after FSDP's first hook",
-        "BackwardHooks.see_backward_from",
+        "IterationHooks.see_backward_from",
         "if self._sharding is not None:",
         "if False:",
     ),
@@ -1752,7 +1763,9 @@ MUTANTS = [
         "if self._count_at_rest is not None and",
         "if False and",
     ),
-    Mutant("a closure at rest is not waited for", "StepHooks.before_step", "len(args) == 1 and not kwargs", "True"),
+    Mutant(
+        "a closure at rest is not waited for", "IterationHooks.before_step", "len(args) == 1 and not kwargs", "True"
+    ),
     Mutant(
         "zeros are taken off while gradients add up",
         "LocalSource.before_backward",
@@ -1821,8 +1834,8 @@ MUTANTS = [
     ),
     Mutant(
         "leave what is due when the forward of what DDP wraps has ended",
-        "_after_wrapped",
-        "living.synchronize()",
+        "IterationHooks.after_wrapped",
+        "self._schedule.synchronize()",
         "pass",
     ),
     Mutant(
@@ -1842,7 +1855,7 @@ MUTANTS = [
         "with self._sink.lock:  # the gradients of another device arrive on a thread of their own",
         "if True:",
     ),
-    Mutant("a compiled step is not noticed", "StepHooks.before_step", "elif compiled.yes:", "elif False:"),
+    Mutant("a compiled step is not noticed", "IterationHooks.before_step", "elif compiled.yes:", "elif False:"),
     Mutant(
         "torch.compile traces the process group of a reducer",
         "ReducerGroup.broadcast",
@@ -2045,7 +2058,7 @@ MUTANTS = [
     ),
     Mutant(
         "take the step() of a parent class for that of the loop",
-        "StepHooks.after_step",
+        "IterationHooks.after_step",
         "if self._handles and not is_called_by_step(optimizer):",
         "if True:",
     ),
@@ -2070,7 +2083,7 @@ MUTANTS = [
     ),
     Mutant(
         "hear of a backward after detach",
-        "BackwardHooks.before_backward",
+        "IterationHooks.before_backward",
         "if not self._handles:\n            return  # detached",
         "if False:\n            return  # detached",
     ),
@@ -2545,8 +2558,8 @@ MUTANTS = [
     Mutant("the stages of FSDP only add up, as far as it says", "build", "groups and pipeline is None", "groups"),
     Mutant(
         "a copy of a schedule does nothing",
-        "StageCall.__deepcopy__",
-        "getattr(type(copied), self._name).__get__(copied)",
+        "StandIn.__deepcopy__",
+        "_method_of(copied, self._name)",
         "BoundHook(None)",
     ),
     Mutant("a stage's methods stay watched when it is detached", "StandIn.remove", "del vars(owner)[self._name]"),
@@ -2579,7 +2592,7 @@ MUTANTS = [
     ),
     Mutant(
         "micro-batches of a pipeline are counted as forwards of their own",
-        "ForwardHooks.before_forward",
+        "IterationHooks.before_forward",
         " or self._accumulation.runs_stages",
         "",
     ),
@@ -3206,7 +3219,7 @@ MUTANTS = [
     ),
     Mutant(
         "parameters are looked at while torch.jit traces",
-        "ForwardHooks._look",
+        "IterationHooks._look",
         "torch.is_grad_enabled() and not torch.jit.is_tracing()",
         "torch.is_grad_enabled()",
     ),

@@ -702,7 +702,7 @@ def test_what_takes_turns_with_backward_stays_in_its_hooks(handed: list[int], mo
 )
 def test_an_option_with_a_part_in_each_update(option: dict[str, Any], handed: list[int]) -> None:
     """Asked for together they are refused; unasked, updates run in the hook."""
-    with pytest.raises(AttachError, match=f"{next(iter(option))} would have a part in each update"):
+    with pytest.raises(AttachError, match=f"does not go with {next(iter(option))}: these have a part in each update"):
         Loop(**option)
     loop = Loop(defer="auto", **option)
     loop.train(3)

@@ -1068,21 +1068,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "accumulation steps in parts": ({"accumulation_steps": 1.5}, r"accumulation_steps must be .*, not 1\.5"),
     "a number as scaler": (
         {"scaler": 65536.0, "undo": True},
-        r"scaler must be a torch\.amp\.GradScaler or None, not float",
+        r"scaler must be a torch\.amp\.GradScaler or None, not 65536",
     ),
     "undo somewhere": ({"undo": "disk"}, "undo must be True, False or 'host', not 'disk'"),
     "undo and forward": (
         {"undo": True, "schedule": "forward", "defer": True},
-        r"undo=True is for schedule='backward'.*Leave it out",
+        r"undo=True does not go with schedule='forward': nothing .*Leave it out",
     ),
     "undo on the host and forward": (
         {"undo": "host", "schedule": "forward", "defer": True},
-        "undo='host' is for schedule='backward'",
+        "undo='host' does not go with schedule='forward'",
     ),
     **{
         f"{mode} and forward": (
             {"clip": ClipNorm(1.0, mode=mode), "schedule": "forward", "defer": True},
-            rf"ClipNorm\(mode='{mode}'\) is for schedule='backward'.*mode='exact'",
+            rf"ClipNorm\(mode='{mode}'\) does not go with schedule='forward'.*mode='exact'",
         )
         for mode in ("two_pass", "per_bucket", "previous_norm")
     },
@@ -1094,10 +1094,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         )
         for mode in ("two_pass", "per_bucket", "previous_norm")
     },
-    "a scaler and backward": ({"scaler": GradScaler("cpu")}, r"scaler: .*undo=True.*schedule='forward'"),
+    "a scaler and backward": (
+        {"scaler": GradScaler("cpu")},
+        r"scaler does not go with .*schedule='forward'.*undo=True",
+    ),
     "an unknown schedule": (
         {"schedule": "sideways"},
-        "schedule='sideways' is not known: it is 'backward' or 'forward'",
+        "schedule must be 'backward' or 'forward', not 'sideways'",
     ),
 }
 

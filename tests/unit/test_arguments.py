@@ -287,7 +287,7 @@ def test_what_holds_optimizers_is_told_how_to_give_them(given: Given, held: Any,
         ),
         (
             lambda g: instep.attach(g.model, g.optimizer, schedule="sideways"),  # type: ignore[arg-type]
-            "schedule='sideways' is not known",
+            "schedule must be 'backward' or 'forward', not 'sideways'",
         ),
         (lambda g: instep.attach([], g.optimizer), "model is an empty list"),
         (
@@ -316,7 +316,7 @@ def test_what_holds_optimizers_is_told_how_to_give_them(given: Given, held: Any,
                 g.optimizer,
                 mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
             ),
-            "mixed_precision casts inside the forward of one model, and model is a list",
+            "mixed_precision does not go with a list of modules: casts are made inside the forward of one",
         ),
     ],
 )

@@ -39,7 +39,7 @@ BELOW = {
     "functional": "errors comm_hooks _arguments _torch _optim _step sources sources.ddp sources.fsdp attachment "
     "attaching",
     "checkpoint": "errors _arguments _torch _optim sources.fsdp naming attachment target _version",
-    "integrations": "errors _gradients sources.ddp options attachment attaching",
+    "integrations": "errors _torch _gradients sources.ddp options attachment attaching",
 }
 ALLOWED = {room: set(below.split()) for room, below in BELOW.items()}
 # From the ground up: a room stands on those before it.

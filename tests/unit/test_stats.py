@@ -130,7 +130,7 @@ def test_an_accelerator_s_work_is_not_timed_by_the_host(monkeypatch: pytest.Monk
     model, optimizer, overlap = attached(schedule="backward")
     train(model, optimizer)
     with monkeypatch.context() as patch:
-        patch.setattr("instep._wiring.verbs.living_parameters", lambda schedule: iter([torch.ones(1, device="meta")]))
+        patch.setattr("instep._step.state.StepMembers.living", lambda members: [torch.ones(1, device="meta")])
         assert overlap.stats().keys() == COUNTS
     overlap.detach()
 

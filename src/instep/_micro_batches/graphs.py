@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import methodcaller
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch.autograd.graph import Node
@@ -116,7 +116,7 @@ class Graphs:
                 if following is None:
                     continue
                 if following.name() == _LEAF:
-                    leaf = cast(_Leaf, following).variable
+                    leaf: torch.Tensor = cast(Any, following).variable
                     self._edges.setdefault(node, []).append((place, leaf))
                     self.contributions.setdefault(leaf, [0] * self._count)[number] += 1
                     if getattr(node, "_saved_sparse", False) or getattr(node, "_saved_sparse_grad", False):
@@ -173,23 +173,17 @@ class Graphs:
 
 def leaves_of(losses: Sequence[torch.Tensor]) -> set[torch.Tensor]:
     todo = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
-    seen, leaves = set(todo), set()
+    seen, leaves = set(todo), set[torch.Tensor]()
     while todo:
         for following, _ in todo.pop().next_functions:
             if following is None or following in seen:
                 continue
             seen.add(following)
             if following.name() == _LEAF:
-                leaves.add(cast(_Leaf, following).variable)
+                leaves.add(cast(Any, following).variable)
             else:
                 todo.append(following)
     return leaves
-
-
-class _Leaf(Protocol):
-    """The node at which backward writes ``.grad``."""
-
-    variable: torch.Tensor
 
 
 class _LeafSum:
@@ -223,7 +217,11 @@ class _LeafSum:
         """Add a contribution of micro-batch ``number``; ``None`` if there turned out to be none. Returns the gradient
         that goes on to the leaf's node: the sum, with the last one. The next backward of the same graphs begins
         again."""
-        self._sums[number] = _plus(self._sums[number], gradient)
+        if gradient is not None:
+            # It stays as it is, so the first one is copied: a gradient may be in use elsewhere in backward, and the
+            # node that computed it may use its memory again.
+            earlier = self._sums[number]
+            self._sums[number] = gradient.clone() if earlier is None else earlier.add_(gradient)
         self._left[number] -= 1
         # Micro-batches that are complete, and whose predecessors are.
         while self._next < len(self._left) and self._left[self._next] == 0:
@@ -260,11 +258,3 @@ def _contribute(
     for place, contributions in places.items():
         sums[place] = contributions.add(number, sums[place])
     return tuple(sums)
-
-
-def _plus(total: torch.Tensor | None, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Add ``gradient`` to a running sum, in place. It stays as it is, so the first one is copied: a gradient may be in
-    use elsewhere in backward, and the node that computed it may use its memory again."""
-    if gradient is None:
-        return total
-    return gradient.clone() if total is None else total.add_(gradient)

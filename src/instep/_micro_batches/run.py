@@ -134,7 +134,7 @@ def _one_by_one(
                 stack.enter_context(deferred.ended())
             elif not deferred.is_set:
                 stack.enter_context(_held_unless_last(parts, is_last))
-            parts.schedule.backward(loss, None, parts.late.adopt)
+            parts.backward(loss)
         losses.append(loss.detach())
     return losses
 
@@ -179,7 +179,7 @@ class Together:
         parts, losses = self._parts, self.losses
         if len(losses) < 2:  # one backward is the plain loop's own
             for loss in losses:
-                parts.schedule.backward(loss, None, parts.late.adopt)
+                parts.backward(loss)
         else:
             self._run_one(losses)
         return [loss.detach() for loss in losses]
@@ -205,7 +205,7 @@ class Together:
             parts.sharding.reduces_once()
         side_effects = BackwardSideEffects(parts)
         try:
-            parts.schedule.backward(losses, None, parts.late.adopt)
+            parts.backward(losses)
         except RuntimeError as error:
             if _HAS_HOOKS in str(error):
                 raise AccumulationError(

@@ -5,9 +5,6 @@ For loops that call backward themselves for each micro-batch, as those of framew
 uses it is told, and a loop that clears it has thrown the sum away, as in the plain loop.
 """
 
-from dataclasses import dataclass
-from functools import partial
-
 import torch
 
 from instep._micro_batches.graphs import leaves_of
@@ -15,9 +12,9 @@ from instep._micro_batches.run import Together, refuse_wrappers, require_own_ste
 from instep._optim.parameters import AttachedParameter
 from instep._step.remedies import never_cleared, while_waiting
 from instep._torch.lifetime import weakly
-from instep._torch.placeholders import WaitingGradient
+from instep._torch.placeholders import ZERO, WaitingGradient
 from instep._wiring.build import Parts
-from instep.errors import AccumulationError
+from instep.errors import AccumulationError, InstepError
 
 
 class Waiting:
@@ -104,7 +101,7 @@ class Waiting:
                 "zero_grad() of all attached optimizers, or none, between the micro-batches of a step; or leave out "
                 "more=True"
             )
-        if any(mark.gradient.is_zeroed for mark in marks):
+        if any(mark.is_zeroed for mark in marks):
             reached = leaves_of(step.losses)  # the plain loop has no gradient of the others, and none to zero
             for mark in marks:
                 mark.zero(reached)
@@ -119,28 +116,37 @@ class Waiting:
                 self.drop()
                 raise never_cleared(attached.spec.name, "backward()")
             if parameter.requires_grad:
-                waiting = WaitingGradient(parameter, partial(while_waiting, attached.spec.name))
-                self._marks.append(_Mark(attached, gradient, waiting))
-                parameter.grad = waiting
+                mark = _Mark(attached, gradient)
+                self._marks.append(mark)
+                parameter.grad = mark.gradient
 
 
-@dataclass(slots=True, eq=False)
 class _Mark:
     """What stands in ``.grad`` of one parameter while losses wait.
 
     Attributes:
         before: what stood there: nothing, or zeros, to which autograd adds.
         gradient: what stands there.
+        is_zeroed: whether the loop has zeroed that, which needs no values.
     """
 
-    attached: AttachedParameter
-    before: torch.Tensor | None
-    gradient: WaitingGradient
+    def __init__(self, attached: AttachedParameter, before: torch.Tensor | None) -> None:
+        self.attached = attached
+        self.before = before
+        self.is_zeroed = False
+        # Weakly: autograd keeps it.
+        self.gradient = WaitingGradient(attached.get(), attached.spec.name, weakly(self._explain))
+
+    def _explain(self, operation: str) -> InstepError | None:
+        if operation not in ZERO:
+            return while_waiting(self.attached.spec.name, operation)
+        self.is_zeroed = True
+        return None
 
     @property
     def is_cleared(self) -> bool:
         parameter = self.attached.peek()
-        return parameter is None or parameter.grad is not self.gradient or self.gradient.is_zeroed
+        return parameter is None or parameter.grad is not self.gradient or self.is_zeroed
 
     def zero(self, reached: set[torch.Tensor]) -> None:
         """Leave in ``.grad`` the zeros of the plain loop, if it has any there. It was zeroed."""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from instep._optim.overrides import is_manager
 from instep._optim.values import is_fake
 from instep._torch.versions import version_of
-from instep._torch.watch import class_of, plain_type
+from instep._torch.watch import plain_type
 
 # An optimizer object whose ``step`` was replaced, as diffusion trainers do it: beside that stands a method that steps
 # one parameter, and that the trainer calls in hooks.
@@ -151,13 +151,13 @@ def is_in_torch_optim(made_by: Callable[..., Optimizer]) -> bool:
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether the optimizer updates each element of a parameter from that element's gradient and state alone, so that
     a shard of a parameter may be stepped by itself. Classes of others that inherit from these may do otherwise."""
-    return class_of(optimizer) in _ELEMENTWISE and replaced_step(optimizer) is None
+    return plain_type(optimizer) in _ELEMENTWISE and replaced_step(optimizer) is None
 
 
 def fused_counts_writes(optimizer: Optimizer) -> bool:
     """Whether the fused kernel of one of torch's own optimizers counts a write of each parameter, as other kernels do.
     It is tried, once for each class: torch does not say, and up to 2.15 none does."""
-    return _fused_counts_writes(class_of(optimizer).__name__)
+    return _fused_counts_writes(plain_type(optimizer).__name__)
 
 
 @cache
@@ -188,7 +188,7 @@ _FUSED = methodcaller("get", "fused")
 
 def multiplies_matrices(optimizer: Optimizer) -> bool:
     """Whether the update of one of torch's own optimizers does, in which it reads torch's switches for products."""
-    return class_of(optimizer).__name__ == "Muon"
+    return plain_type(optimizer).__name__ == "Muon"
 
 
 def can_be_put_off(optimizer: Optimizer) -> bool:
@@ -209,7 +209,7 @@ def steps_as_known(optimizer: Optimizer) -> bool:
     look at the loop."""
     if replaced_step(optimizer) is not None or "_init_group" in vars(optimizer):  # which its step() calls
         return False
-    return is_in_torch_optim(class_of(optimizer)) and undecorated_step(class_of(optimizer)).__module__.startswith(
+    return is_in_torch_optim(plain_type(optimizer)) and undecorated_step(plain_type(optimizer)).__module__.startswith(
         "torch."
     )
 

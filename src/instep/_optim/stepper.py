@@ -419,7 +419,7 @@ class Stepper:
 
     @property
     def was_stopped(self) -> bool:
-        """Whether an error has ended the ``step()`` that was begun last. ``False``, too, where torch.compile hides it."""
+        """Whether an error has ended the ``step()`` that was begun last, as far as torch.compile does not hide it."""
         return self._call_is_seen and not self.is_stepping
 
     @property

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from instep._ranks.comparison import differences
 from instep.buckets import MIB
 from instep.errors import AttachError, InstepError
 
@@ -76,24 +77,17 @@ def _sendable(value: Any) -> tuple[str, Any]:
 def require_the_same(module: nn.Module, options: dict[str, Any], group: dist.ProcessGroup) -> None:
     """Raise ``AttachError`` on every rank, with the same words, if the ranks' models or options differ."""
     own = {
-        **{f"the option {name!r}": value for name, value in options.items()},
+        **{f"the option {name!r}": repr(value) for name, value in options.items()},
         **{f"parameter {name!r}": _description(p, p.requires_grad) for name, p in module.named_parameters()},
         **{f"buffer {name!r}": _description(b, True) for name, b in module.named_buffers()},
     }
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group)
     for rank, theirs in enumerate(everyone):
-        for name in {**everyone[0], **theirs}:
-            first, other = everyone[0].get(name, "missing"), theirs.get(name, "missing")
-            if first != other:
-                raise AttachError(
-                    f"replicate: {name} is {first} on rank 0 of the group and {other} on rank {rank}. Every rank must "
-                    "build the same model, with the same parameters frozen"
-                )
-        if list(everyone[0]) != list(theirs):
+        for difference in differences((0, everyone[0]), (rank, theirs)):
             raise AttachError(
-                f"replicate: rank 0 and rank {rank} of the group have the same parameters and buffers in another "
-                "order. Every rank must build the same model"
+                f"replicate: {difference}, as this group numbers its ranks. Every rank must build the same model, with "
+                "the same parameters frozen"
             )
 
 

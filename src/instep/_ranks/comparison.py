@@ -122,11 +122,11 @@ class Comparison:
 
     def _difference(self, rank: int, digest: str) -> str:
         theirs = map(dict, json.loads(self._store.get(f"words/{digest}")))
-        differences: list[str] = []
+        found: list[str] = []
         for here, there in zip(self._own, theirs, strict=True):
             first, second = (self._rank, here), (rank, there)
-            differences = differences or list(_differences(*sorted([first, second], key=itemgetter(0))))
-        return "; ".join(differences[:_NAMED_DIFFERENCES])
+            found = found or list(differences(*sorted([first, second], key=itemgetter(0))))
+        return "; ".join(found[:_NAMED_DIFFERENCES])
 
 
 class _StorePlace:
@@ -162,7 +162,8 @@ class _OtherRank:
         self.met: list[str] = []
 
 
-def _differences(lower: tuple[int, Words], higher: tuple[int, Words]) -> Iterator[str]:
+def differences(lower: tuple[int, Words], higher: tuple[int, Words]) -> Iterator[str]:
+    """Between what two ranks say, in words."""
     (first, words), (second, other) = lower, higher
     for name in {**words, **other}:
         here, there = words.get(name, "missing"), other.get(name, "missing")

@@ -264,23 +264,20 @@ class StepRanks:
 
     # What the ranks decide together.
 
-    def open(self) -> None:
+    def open(self) -> VoteGroup:
         """Make ready to vote. All ranks must call this, once for each backward; it costs nothing later."""
-        self._vote_group()
+        assert self._ranks is not None, "only ranks that have met vote"
+        return vote_group(self._neighbours.anchor, self._ranks)
 
     def cast(self, step: int, *, failed: bool = False, nonfinite: bool = False) -> Vote:
         """Say how ``step`` went here, without waiting."""
         rank, number = dist.get_rank(), self._number
         ballot = [rank if failed else NOBODY, rank if nonfinite else NOBODY, step, -step, number, -number]
-        return Vote(self._vote_group(), ballot)
+        return Vote(self.open(), ballot)
 
     def abstain(self) -> Vote:
         """Take part in a vote of the others, on a step that this rank has no part in."""
-        return Vote(self._vote_group(), [NOBODY] * 6)
-
-    def _vote_group(self) -> VoteGroup:
-        assert self._ranks is not None, "only ranks that have met vote"
-        return vote_group(self._neighbours.anchor, self._ranks)
+        return Vote(self.open(), [NOBODY] * 6)
 
     # What each rank finds out by itself, and tells the others without waiting for them: they need not come to it at the
     # same point of their loops, nor at all.

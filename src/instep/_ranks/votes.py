@@ -32,10 +32,10 @@ class StepVotes:
         owes: whether a backward that communicates was not followed by this rank's vote yet.
     """
 
-    def __init__(self, rank: Callable[[], int]) -> None:
+    def __init__(self, rank: Callable[[], int], ranks: StepRanks | None, voting: StepRanks | None) -> None:
         self.rank = rank
-        self.ranks: StepRanks | None = None
-        self.voting: StepRanks | None = None
+        self.ranks = ranks
+        self.voting = voting
         self.count = 0
         self.objected_on: int | None = None
         self.asks_first = False
@@ -85,7 +85,7 @@ class StepVotes:
         asks_nobody = self.voting is None and ranks.has_met and ranks.mismatch is None
         if asks_nobody or not self.communicates():
             return
-        self._meet(ranks)
+        self.meet()
         self._reduces = True
         if self.voting is not None:
             # For the backward before this one, which no step has followed here: votes stay in order on all ranks.
@@ -93,8 +93,10 @@ class StepVotes:
                 self.committed(step)
             self.owes = True
 
-    def _meet(self, ranks: StepRanks) -> None:
-        if not ranks.has_met:
+    def meet(self) -> None:
+        """A backward begins, here or on the others. Waits for the others before the first one."""
+        ranks = self.ranks
+        if ranks is not None and not ranks.has_met:
             ranks.meet()
             if ranks.mismatch is not None:
                 # The other ranks run this backward, too. All of them raise in optimizer.step(), behind it.
@@ -115,7 +117,7 @@ class StepVotes:
         """This rank stands behind ``step``, so far."""
         self.owes = False
         if self.ranks is not None and not self.ranks.has_met:
-            self._meet(self.ranks)  # nobody has seen the first backward begin
+            self.meet()  # nobody has seen the first backward begin
         return None if self.voting is None else self._cast(self.voting, step, nonfinite=nonfinite)
 
     def updated(self, step: int, *, failed: bool) -> Vote | None:
@@ -169,11 +171,6 @@ class StepVotes:
         self._before = 0
 
     # In DDP's join(), once this rank has no data left.
-
-    def is_about_to_abstain(self) -> None:
-        """The others may be about to begin a backward, and this rank has never been in one: meet them. Waits."""
-        if self.ranks is not None:
-            self._meet(self.ranks)
 
     def abstain(self, step: int) -> None:
         """The others have run a backward, and will vote on it. ``step`` steps were taken here. Waits for them if they

@@ -40,7 +40,9 @@ def unsupported(target: Target, options: Options) -> None:
             refuse(optimizer, options.way_to_step_whole())
         _refuse_differentiable(optimizer)
         if options.schedule == "backward":
-            _refuse_without_constructor(optimizer, options.way_to_step_whole())
+            # It may lack what every optimizer has (``state``, ``defaults``), too.
+            otherwise = options.way_to_step_whole()
+            _refuse_without_constructor(optimizer, f"by which instep knows that a step is complete. {otherwise}")
 
 
 def without_calls_around_the_step(target: Target, options: Options) -> None:
@@ -49,11 +51,7 @@ def without_calls_around_the_step(target: Target, options: Options) -> None:
     if options.clip is not None or options.nonfinite != "allow":
         for optimizer in target.optimizers:
             _refuse_second_evaluation(optimizer, options.way_to_step_whole("clip", "nonfinite"))
-            if not takes_hooks(optimizer):
-                raise UnsupportedOptimizerError(
-                    f"{class_name(optimizer)} was made without torch.optim.Optimizer.__init__: torch calls no hook "
-                    "around its step(), which clip and nonfinite need. Leave them out, or clip in the loop"
-                )
+            _refuse_without_constructor(optimizer, "which clip and nonfinite need. Leave them out, or clip in the loop")
 
 
 def _refuse_second_evaluation(optimizer: Optimizer, otherwise: str) -> None:
@@ -103,27 +101,22 @@ def _refuse_differentiable(optimizer: Optimizer) -> None:
         )
 
 
-def _refuse_without_constructor(optimizer: Optimizer, otherwise: str) -> None:
-    """It may lack what every optimizer has (``state``, ``defaults``), and nobody would be told of its ``step()``."""
+def _refuse_without_constructor(optimizer: Optimizer, needed: str) -> None:
+    """Nobody would be told of its ``step()``."""
     if not takes_hooks(optimizer):
         raise UnsupportedOptimizerError(
             f"{class_name(optimizer)} was made without torch.optim.Optimizer.__init__: torch calls no hook around its "
-            f"step(), by which instep knows that a step is complete. {otherwise}. If the class is yours, call "
-            "super().__init__(params, defaults) in its constructor"
+            f"step(), {needed}. If the class is yours, call super().__init__(params, defaults) in its constructor"
         )
 
 
 def keyed_without_hooks(target: Target, options: Options) -> None:
     for optimizer in drawing_by_key(target, options):
-        if not takes_hooks(optimizer):
-            raise UnsupportedOptimizerError(
-                f"{class_name(optimizer)} was made without torch.optim.Optimizer.__init__: torch calls no hook before "
-                "its step(), where random='keyed' takes its place. Leave out random and seed"
-            )
+        _refuse_without_constructor(optimizer, "where random='keyed' takes its place. Leave out random and seed")
 
 
 def drawing_by_key(target: Target, options: Options) -> list[Optimizer]:
     """The optimizers that may draw by key. torch's own draw nothing, so that ``random`` changes nothing of theirs."""
-    if options.randomness.random is None:
+    if options.random is None:
         return []
     return [optimizer for optimizer in target.optimizers if not is_torchs_own(optimizer)]

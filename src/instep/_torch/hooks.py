@@ -1,8 +1,8 @@
 """Hooks: that stay with their model and not with its copies, where they stand among the user's, and around calls."""
 
+import copy
 import copyreg
 import sys
-import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -89,7 +89,7 @@ class WeakHook(BoundHook):
 
 class StandIn(BoundHook):
     """Stands in the place of a method of an object, as an attribute of the object, until it is removed. Several may
-    stand before one method, and may be removed in any order.
+    stand before one method, and may be removed in any order. Copies of the object do without.
 
     Args:
         call: what it does; ``None``: it is removed, and another one stands before it.
@@ -104,6 +104,17 @@ class StandIn(BoundHook):
         self._before: Any = vars(owner).get(name)  # another one, or the user's; ``None``: the method of the class
         vars(owner)[name] = self
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._call or self.before()
+        return call(*args, **kwargs)
+
+    def before(self) -> Callable[..., Any]:
+        """What would be called without it: what it stands before."""
+        owner = self._owner()
+        assert owner is not None, "it is its attribute"
+        method: Callable[..., Any] = self._before or getattr(type(owner), self._name).__get__(owner)
+        return method
+
     def remove(self) -> None:
         self._call = None  # also where somebody else's stands before this one now
         owner = self._owner()
@@ -116,6 +127,21 @@ class StandIn(BoundHook):
             del vars(owner)[self._name]
         else:
             vars(owner)[self._name] = before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self._before is not None:
+            return copy.deepcopy(self._before, memo)
+        copied = memo.get(id(self._owner()))  # there by now: its attributes are copied last
+        return BoundHook(None) if copied is None else _method_of(copied, self._name)
+
+    def __reduce__(self) -> Any:
+        return _method_of, (self._owner(), self._name)
+
+
+def _method_of(owner: Any, name: str) -> Callable[..., Any]:
+    """What the class of ``owner`` has: nobody has put anything in its place."""
+    method: Callable[..., Any] = getattr(type(owner), name).__get__(owner)
+    return method
 
 
 # torch has public ways to register a hook, and none to say where among the others it runs.
@@ -250,12 +276,10 @@ class GuardedCall(StandIn):
         super().__init__(module, CALL, called)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._owner()
-        assert module is not None, "it is called by its module"
-        call: Callable[..., Any] = self._before or _plain_call(module)
+        call = self.before()
         if torch.compiler.is_compiling() or self._call is None:
             return call(*args, **kwargs)
-        around = self._call(module)
+        around = self._call(self._owner())
         if around is None:
             return call(*args, **kwargs)
         try:
@@ -268,18 +292,6 @@ class GuardedCall(StandIn):
             with suppress(Exception), held(heard()):
                 around.failed()
             raise
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo.get(id(self._owner()))  # made before what is in it
-        return BoundHook(None) if copied is None else _plain_call(copied)
-
-    def __reduce__(self) -> Any:
-        return _plain_call, (self._owner(),)
-
-
-def _plain_call(module: Any) -> Callable[..., Any]:
-    """What ``module`` would have, had nobody put anything in its place."""
-    return types.MethodType(type(module)._call_impl, module)
 
 
 def nodes_of(output: object) -> Iterator[Node]:
@@ -461,8 +473,6 @@ def _without_hooks(part: Any) -> Any:
         return tuple(map(_without_hooks, part))
     if type(part) is not dict:
         return part
-    if isinstance(part.get(CALL), GuardedCall):
-        part = {key: value for key, value in part.items() if key != CALL}
     tables = {name: part[name] for name in _TABLES if isinstance(part.get(name), Mapping)}
     ours = {
         number

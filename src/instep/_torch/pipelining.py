@@ -11,7 +11,6 @@ The names of these methods, ``_stage``, ``_stages``, ``_compute_loss`` and ``_n_
 ``tests/distributed/test_pipelines.py`` fails clearly when torch changes one.
 """
 
-import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from instep._torch.hooks import BoundHook, StandIn
+from instep._torch.hooks import StandIn
 
 BACKWARDS = ("backward_one_chunk", "backward_weight_one_chunk")
 """Of a stage: each runs one backward of a micro-batch, or of its weights alone."""
@@ -114,19 +113,10 @@ options of the call stand beside it."""
 
 class StageCall(StandIn):
     """A method of a stage, schedule or other object with something around it (an ``Around``, which must not lead to the
-    object), until it is removed. Copies of the object do without."""
+    object), until it is removed."""
 
     __slots__ = ()
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        owner = self._owner()
-        assert owner is not None, "it is its attribute"
-        inner = self._before or getattr(type(owner), self._name).__get__(owner)
-        call = partial(inner, *args, **options)
+        call = partial(self.before(), *args, **options)
         return call() if self._call is None else self._call(call, options)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if self._before is not None:
-            return copy.deepcopy(self._before, memo)
-        copied = memo.get(id(self._owner()))  # there by now: its attributes are copied last
-        return BoundHook(None) if copied is None else getattr(type(copied), self._name).__get__(copied)

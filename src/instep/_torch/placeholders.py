@@ -31,11 +31,24 @@ BeforeUse = Callable[[str, Sequence[Any]], None]
 
 class Placeholder(torch.Tensor):
     """A tensor of the gradient's shape, dtype and device without storage. What any use of its values means, the
-    subclass says."""
+    subclass says.
+
+    Args:
+        like: a gradient, the parameter of one, or another placeholder.
+        dtype, device: ``None``: those of ``like``.
+    """
 
     _class: "_OwnClass | None"
 
-    def __init__(self, *_: Any) -> None: ...
+    @staticmethod
+    def __new__(
+        cls, like: torch.Tensor, *_: Any, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> Any:
+        placeholder: Any = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=device or like.device
+        )
+        placeholder._class = _OwnClass.of(like)
+        return placeholder
 
     def _use(self, operation: str, args: Sequence[Any], dtype: Any, device: Any) -> torch.Tensor:
         """The tensor to use in its place; or an error is raised."""
@@ -111,31 +124,14 @@ class SpentGradient(Placeholder):
     gradients.
 
     Args:
-        like: the parameter whose gradient it stands for, or another spent gradient.
         name: of the parameter, for its ``repr``.
         explain: makes the error to raise from the name of the operation that was tried; ``None`` lets an operation
             pass that needs no values, and is all that is said once the attachment is gone.
     """
 
-    _of: str
-    _explain: Explain
-
-    @staticmethod
-    def __new__(
-        cls,
-        like: torch.Tensor,
-        name: str,
-        explain: Explain,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-    ) -> "SpentGradient":
-        spent: SpentGradient = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, dtype=dtype or like.dtype, device=device or like.device
-        )
-        spent._of = name
-        spent._explain = explain
-        spent._class = _OwnClass.of(like)
-        return spent
+    def __init__(self, like: torch.Tensor, name: str, explain: Explain, **form: Any) -> None:
+        self._of = name
+        self._explain = explain
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
         return f"SpentGradient(of {self._of!r}: applied during backward, and freed)"
@@ -152,13 +148,21 @@ class SpentGradient(Placeholder):
         finally:
             del error  # or it would refer to itself, by way of this frame
         makes_another = operation in (CONVERSION, DETACH)
-        return SpentGradient(self, self._of, self._explain, dtype, device) if makes_another else self
+        return type(self)(self, self._of, self._explain, dtype=dtype, device=device) if makes_another else self
 
     def _can_do_without_values(self, operation: str, args: Sequence[Any]) -> bool:
         if not args or (args[0] is not self and not isinstance(args[0], (list, tuple))):
             return False
         # A new tensor would be of another class than the gradient is.
         return operation in _WITHOUT_VALUES or (operation in NEW_LIKE and self._class is None)
+
+
+class WaitingGradient(SpentGradient):
+    """The sum of gradients of micro-batches whose backward has not run yet: any use of its values raises. ``explain``
+    lets pass that it is zeroed."""
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
+        return f"WaitingGradient(of {self._of!r}, of micro-batches whose backward has not run yet)"
 
 
 class HeldGradient(Placeholder):
@@ -170,18 +174,9 @@ class HeldGradient(Placeholder):
             it, and its arguments. Weak: its owner outlives no model, and must not through ``.grad``.
     """
 
-    _real: torch.Tensor
-    _before_use: Callable[[], BeforeUse | None]
-
-    @staticmethod
-    def __new__(cls, real: torch.Tensor, before_use: Callable[[], BeforeUse | None]) -> "HeldGradient":
-        held: HeldGradient = torch.Tensor._make_wrapper_subclass(
-            cls, real.shape, strides=real.stride(), dtype=real.dtype, device=real.device
-        )
-        held._real = real
-        held._before_use = before_use
-        held._class = _OwnClass.of(real)
-        return held
+    def __init__(self, real: torch.Tensor, before_use: Callable[[], BeforeUse | None]) -> None:
+        self._real = real
+        self._before_use = before_use
 
     def use(self) -> torch.Tensor:
         """The gradient itself, to be used now."""
@@ -214,13 +209,8 @@ class ZeroedGradient(HeldGradient):
         parameter: whose gradient it is, a plain tensor.
     """
 
-    @staticmethod
-    def __new__(cls, parameter: torch.Tensor) -> "ZeroedGradient":
-        zeroed: ZeroedGradient = torch.Tensor._make_wrapper_subclass(
-            cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
-        )
-        zeroed._real = _NOTHING
-        return zeroed
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._real = _NOTHING
 
     @staticmethod
     def is_unused(gradient: torch.Tensor | None) -> bool:
@@ -237,40 +227,6 @@ class ZeroedGradient(HeldGradient):
                     self.shape, self.stride(), dtype=self.dtype, device=self.device
                 ).zero_()
         return self._real
-
-
-class WaitingGradient(Placeholder):
-    """The sum of gradients of micro-batches whose backward has not run yet: any use of its values raises.
-
-    Args:
-        like: the parameter whose gradient it stands for.
-        explain: makes the error to raise from the name of the operation that was tried.
-
-    Attributes:
-        is_zeroed: whether the loop has zeroed it, which needs no values.
-    """
-
-    is_zeroed: bool
-    _explain: Callable[[str], Exception]
-
-    @staticmethod
-    def __new__(cls, like: torch.Tensor, explain: Callable[[str], Exception]) -> "WaitingGradient":
-        waiting: WaitingGradient = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, dtype=like.dtype, device=like.device
-        )
-        waiting.is_zeroed = False
-        waiting._explain = explain
-        waiting._class = _OwnClass.of(like)
-        return waiting
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
-        return "WaitingGradient(of micro-batches whose backward has not run yet)"
-
-    def _use(self, operation: str, args: Sequence[Any], dtype: Any, device: Any) -> torch.Tensor:
-        if operation not in ZERO:
-            raise self._explain(operation)
-        self.is_zeroed = True
-        return self
 
 
 _NOTHING = torch.empty(0)

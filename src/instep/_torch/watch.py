@@ -300,10 +300,10 @@ class _Watched(torch.Tensor):
             self.__class__ = watched
 
 
-def plain_type(parameter: torch.Tensor) -> type:
-    """Its class, as it is when nobody watches."""
-    kind = type(parameter)
-    return kind._plain if issubclass(kind, _Watched) else kind
+def plain_type(of: Any) -> type[Any]:
+    """The class of a parameter or an optimizer, as it is when nobody watches."""
+    kind: type[Any] = type(of)
+    return kind._plain if issubclass(kind, (_Watched, _Waiting)) else kind
 
 
 def _of_its_class(parameter: torch.Tensor, detached: torch.Tensor) -> torch.Tensor:
@@ -326,8 +326,8 @@ _NEW_PARAMETER = torch.nn.Parameter.__new__.__code__
 _MODES = 3  # that may be on at once: more than a loop has
 
 
-def _unwatch(parameter: torch.Tensor) -> None:
-    parameter.__class__ = plain_type(parameter)
+def _unwatch(of: Any) -> None:
+    of.__class__ = plain_type(of)
 
 
 def _watched_in(values: Any) -> Iterator[Any]:
@@ -364,13 +364,7 @@ class StateWatch:
             optimizer.__class__ = self._classes[cls]
 
     def stop(self, optimizer: Optimizer) -> None:
-        _unwatch_state(optimizer)
-
-
-def class_of(optimizer: Optimizer) -> type[Optimizer]:
-    """Its class, as it is when nobody watches."""
-    kind: Any = type(optimizer)
-    return kind._plain if issubclass(kind, _Waiting) else kind  # type: ignore[no-any-return]
+        _unwatch(optimizer)
 
 
 class _Waiting:
@@ -395,7 +389,7 @@ class _Waiting:
         if used is not None:
             used(self)
         watched = type(self)
-        _unwatch_state(self)
+        _unwatch(self)
         try:
             yield self
         finally:
@@ -404,7 +398,7 @@ class _Waiting:
 
     @property
     def state(self) -> Any:
-        if "state" in vars(self) and not hasattr(class_of(self), "state"):  # type: ignore[arg-type]
+        if "state" in vars(self) and not hasattr(plain_type(self), "state"):
             # As torch's own have it. Without a change of class: the thread that updates asks, too.
             if (used := _Waiting._owner_of(self)) is not None:
                 used(self)
@@ -433,7 +427,3 @@ class _Waiting:
     def __copy__(self) -> Any:
         with self._told() as plain:
             return copy.copy(plain)
-
-
-def _unwatch_state(optimizer: Any) -> None:
-    optimizer.__class__ = class_of(optimizer)

@@ -1,7 +1,7 @@
 """What keeps steps from being put off, or from running beside backward, and what the running loop could gain."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -38,7 +38,10 @@ def deferring_of(options: Options, refs: WeakRefs, others: OtherRanks | None, ti
         if isinstance(options.defer, bool):
             return Deferring(f"defer={options.defer}", asked=options.defer)
         return DeferralTrial(partial(_prevented_beside_backward, refs), wording=BESIDE_BACKWARD, times=seen)
-    own = [optimizer for optimizer in refs.optimizers() if steps_inside_step(optimizer, options)]
+    # Of these ``step()`` is called as it is, though ``defer=True`` was given: what it raises, logs or counts is there
+    # when it has returned, as the loop expects it.
+    whole = options.defer is True and not options.puts_off_unasked and options.random is None
+    own = [optimizer for optimizer in refs.optimizers() if whole and not steps_as_known(optimizer)]
     if own and len(own) == len(refs.optimizers()):
         return Deferring(f"{class_name(own[0])}.step() is of a class of your own: it runs where the loop calls it")
     if options.always_puts_off:
@@ -49,25 +52,18 @@ def deferring_of(options: Options, refs: WeakRefs, others: OtherRanks | None, ti
     return DeferralTrial(partial(_prevented, refs), others, times=seen)
 
 
-def steps_inside_step(optimizer: Optimizer, options: Options) -> bool:
-    """Whether ``step()`` of this optimizer is called as it is, though ``defer=True`` was given. What it raises, logs or
-    counts is there when it has returned, as the loop expects it."""
-    splits = options.puts_off_unasked or options.randomness.random is not None
-    return options.defer is True and not splits and not steps_as_known(optimizer)
-
-
 def _prevented(refs: WeakRefs) -> str | None:
     """Why putting a step off cannot be faster here; ``None``: it can."""
-    return _first(refs, _joins, _unknown, _unfused, _one_core, _compiled)
+    reasons = (reason(refs) for reason in (_joins, _unknown, _unfused, _one_core))
+    at_once = "its forward reads all weights at once, as soon as it begins"
+    return next(filter(None, reasons), None) or _compiled(refs, at_once)
 
 
 def _prevented_beside_backward(refs: WeakRefs) -> str | None:
     """Why updates beside backward cannot be faster here; ``None``: they can."""
-    return _first(refs, _nothing_beside, _reduced_by_torch, _one_core, _compiled_backward)
-
-
-def _first(refs: WeakRefs, *reasons: Callable[[WeakRefs], str | None]) -> str | None:
-    return next((why for reason in reasons if (why := reason(refs)) is not None), None)
+    reasons = (reason(refs) for reason in (_nothing_beside, _reduced_by_torch, _one_core))
+    at_once = "its backward gives all gradients at once, where it ends"
+    return next(filter(None, reasons), None) or _compiled(refs, at_once)
 
 
 def _nothing_beside(refs: WeakRefs) -> str | None:
@@ -112,19 +108,11 @@ def _one_core(refs: WeakRefs) -> str | None:
     return None
 
 
-def _compiled(refs: WeakRefs) -> str | None:
+def _compiled(refs: WeakRefs, why: str) -> str | None:
     called = refs.called()
     if not called:
         return "the model is gone"
-    if all(map(_is_compiled, called)):
-        return "the whole model is compiled: its forward reads all weights at once, as soon as it begins"
-    return None
-
-
-def _compiled_backward(refs: WeakRefs) -> str | None:
-    if all(map(_is_compiled, refs.called())):
-        return "the whole model is compiled: its backward gives all gradients at once, where it ends"
-    return None
+    return f"the whole model is compiled: {why}" if all(map(_is_compiled, called)) else None
 
 
 def _is_compiled(model: nn.Module) -> bool:

@@ -1,23 +1,19 @@
 """How an attachment is put together: its sources and schedule, its parts, and the hooks on model and optimizers."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
 from instep._gradients.clipping import ClipNorm, Clipping
 from instep._gradients.scaling import LossScale
-from instep._optim.dtensor import is_sharded, local_numel, mesh_of, shard_of
 from instep._optim.kinds import ToldStep, steps_one, takes_hooks
 from instep._optim.offload import HostLoading, HostState, OffloadedState, Part
 from instep._optim.owners import IN_VIEWS_OF_DDP, IN_VIEWS_OF_REPLICATE
-from instep._optim.parameters import AttachedParameter, Attribute
 from instep._optim.random_numbers import KeyedDraws
 from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo
@@ -30,35 +26,30 @@ from instep._step.deferral import Deferring
 from instep._step.deferred import ForwardSchedule
 from instep._step.in_backward import BackwardSchedule
 from instep._step.judging import Judge
-from instep._step.norms import MeasuringSink
+from instep._step.norms import Losses, MeasuringSink
 from instep._step.plain import PlainSchedule
 from instep._step.schedule import Schedule
 from instep._step.state import StepMembers
 from instep._step.step import RunningStep
-from instep._torch.engine import RunErrors, Traced, graph_task
+from instep._torch.engine import RunErrors, Traced
 from instep._torch.hooks import BoundHook, PlainPickles, UntracedHook, first_of_post_hooks, last_of_pre_hooks
 from instep._torch.lifetime import Owners, weakly
 from instep._torch.mixed_precision import LowPrecision
-from instep._torch.placeholders import SpentGradient
 from instep._wiring.advice import deferring_of
 from instep._wiring.hooks import (
-    AddedParameters,
-    BackwardHooks,
     CheckedReaders,
-    ForwardHooks,
+    ErrorForUse,
+    IterationHooks,
+    ParametersOfModel,
     PlainHooks,
     Readers,
     Sharding,
-    StepHooks,
     SteppingItself,
-    Threads,
     WaitingReaders,
 )
-from instep._wiring.ranks import Joining, communicates, rank, ranks_of, stand_aside
+from instep._wiring.ranks import Joining, rank, ranks_of
 from instep._wiring.weak_refs import Handles, WeakRefs
-from instep.buckets import ParameterSpec, Plan, bucket_bytes_for
-from instep.errors import InstepError
-from instep.naming import parameters_of
+from instep.buckets import Plan, bucket_bytes_for
 from instep.options import BY_ENVIRONMENT, Options
 from instep.sources import Source
 from instep.sources.ddp.source import DDPSource
@@ -68,121 +59,47 @@ from instep.sources.fsdp.recovery import AfterErrors
 from instep.sources.local import ForwardCounts, LocalSource
 from instep.sources.pipeline import PipelineSource
 from instep.sources.replicate.source import Replicated, ReplicatedSource
-from instep.target import Names, Target
+from instep.target import Target
 
 if TYPE_CHECKING:
     from instep.sources.zero.source import Zero
-
-ErrorForUse = Callable[[ParameterSpec, str], InstepError | None]
 
 
 class Chosen(NamedTuple):
     """A schedule, with what goes with it.
 
     Attributes:
+        readers: what is done before a module reads its parameters.
         sink: what the sources tell; ``None``: there are none.
         tells_all: whether the sink is told of every gradient, and not only where a source communicates for itself.
-        readers: makes what is done before a module reads its parameters.
         error_for_use: what the use of a gradient that was applied raises; ``None``: nothing is put in its place.
     """
 
     schedule: Schedule
-    sink: BackwardSchedule | MeasuringSink | None
-    tells_all: bool
-    readers: Callable[[BackwardHooks], Readers]
-    error_for_use: ErrorForUse | None
+    readers: Readers
+    sink: BackwardSchedule | MeasuringSink | None = None
+    tells_all: bool = False
+    error_for_use: ErrorForUse | None = None
 
 
-def choose(
-    options: Options,
-    step: RunningStep,
-    deferring: Callable[[], Deferring],
-) -> Chosen:
+def choose(options: Options, step: RunningStep, deferring: Callable[[], Deferring]) -> Chosen:
     """The schedule that ``options`` ask for. This is the one place that asks which it is."""
     votes = step.ledger.votes
     if options.disabled:
         why = None if options.left_to_torch == BY_ENVIRONMENT else options.left_to_torch
-        any_loop = options.takes_any_loop
-        plain = PlainSchedule(step, why, takes_any_loop=any_loop)
-        return Chosen(plain, None, False, lambda _: Readers(), None)
+        return Chosen(PlainSchedule(step, why, takes_any_loop=options.takes_any_loop), Readers())
     if options.schedule == "forward":
         reading = ReadOrder(options.bucket_bytes, options.most_put_off_together)
         forward = ForwardSchedule(step, reading, deferring())
-        measures = isinstance(options.clip, ClipNorm)
-        return Chosen(forward, forward.measuring, measures, lambda _: WaitingReaders(forward), None)
+        return Chosen(forward, WaitingReaders(forward), forward.measuring, isinstance(options.clip, ClipNorm))
     undo = Undo(host=options.undo == "host") if options.undo else None
     votes.asks_first = undo is not None and options.nonfinite != "allow"
     scale = None if options.scaler is None else LossScale(options.scaler)
     beside = deferring if options.may_update_beside_backward else None
     backward = BackwardSchedule(step, beside, undo, scale)
     frees = undo is None and not options.steps_itself
-    readers = partial(CheckedReaders, backward, on_trial=undo is not None)
-    return Chosen(backward, backward, True, readers, backward.error_for_use if frees else None)
-
-
-class ParametersOfModel:
-    """Makes an ``AttachedParameter`` of each parameter of the model that an attached optimizer has.
-
-    Args:
-        zero: with ``shard_state``: knows the rows of this rank.
-        told: is called with each of the model's parameters, and its name in the bare model; ``None``: nobody asks.
-        error_for_use: what the use of a gradient that was applied raises; ``None``: nothing is put in its place.
-    """
-
-    def __init__(
-        self,
-        target: Target,
-        refs: WeakRefs,
-        zero: "Zero | None",
-        told: Callable[[torch.Tensor, str], None] | None,
-        error_for_use: ErrorForUse | None,
-    ) -> None:
-        self._refs = refs
-        self._groups = target.groups
-        self._in_fsdp1 = bool(target.fsdp1)
-        self._zero = zero
-        self._told = told
-        self._error_for_use = error_for_use
-
-    def gather(
-        self, optimizers: Sequence[Optimizer], names: Names, first_index: int = 0
-    ) -> tuple[AttachedParameter, ...]:
-        """Those of ``names`` that one of the attached ``optimizers`` has, numbered from ``first_index``."""
-        if self._told is not None and (model := self._refs.model()) is not None:
-            for name, parameter in parameters_of(model):
-                self._told(parameter, name)
-        owner = {
-            id(p): stepper
-            for optimizer, stepper in zip(optimizers, self._refs.steppers, strict=True)
-            for group in optimizer.param_groups
-            for p in group["params"]
-        }
-        owned = (
-            (parameter, places)
-            for parameter, places in names.values()
-            if id(parameter) in owner and not is_lazy(parameter)  # those are left to torch, whole
-        )
-        return tuple(
-            self._attached(parameter, places, index, owner[id(parameter)])
-            for index, (parameter, places) in enumerate(owned, first_index)
-        )
-
-    def _attached(
-        self, parameter: torch.Tensor, places: tuple[Attribute, ...], index: int, stepper: Stepper
-    ) -> AttachedParameter:
-        name = places[0].name
-        nbytes = local_numel(parameter) * parameter.element_size()
-        group = next((n for n, g in enumerate(self._groups) if id(parameter) in g.members), None)
-        spec = ParameterSpec(index, name, parameter.shape, parameter.dtype, parameter.device, nbytes, group)
-        spent = None
-        if self._error_for_use is not None:
-            spent = SpentGradient(parameter, name, weakly(self._error_for_use, spec))
-        # A sharded model puts other tensors in the parameters' places while it computes.
-        held = () if self._in_fsdp1 or (group is not None and is_sharded(parameter)) else places
-        zero = self._zero
-        find = zero.shards.shard_of if zero is not None and id(parameter) in zero.reduced else shard_of
-        shard = find(parameter, stepper.optimizer())
-        return AttachedParameter(parameter, spec, held, stepper, spent, shard, mesh_of(parameter))
+    readers = CheckedReaders(backward, on_trial=undo is not None)
+    return Chosen(backward, readers, backward, True, backward.error_for_use if frees else None)
 
 
 def make_sources(
@@ -237,41 +154,7 @@ def _parts_of(schedule: "weakref.ref[Schedule]", stepper: "weakref.ref[Stepper]"
             yield parameter, attached.shard
 
 
-class Planned:
-    """The plan of an attachment: its buckets, and the optimizers that are not proven."""
-
-    def __init__(self, options: Options, schedule: Schedule, sources: Sequence[Source], step: RunningStep) -> None:
-        # Else the sources' buckets are those in which norms are taken, or gradients sent: not those that are stepped.
-        self._sources_step = options.schedule == "backward"
-        self._schedule = schedule
-        self._sources = sources
-        self._step = step
-        self._last: Plan | None = None
-
-    def now(self) -> Plan:
-        """The buckets as they are; of one that is detached, as they were."""
-        if self._last is not None:
-            return self._last
-        buckets = [bucket for source in self._sources for bucket in source.buckets if self._sources_step]
-        return Plan(self._schedule.planned(buckets), self.said())
-
-    def keep(self) -> None:
-        """The model is gone, or detached."""
-        self._last = self.now()
-
-    def said(self) -> tuple[str, ...]:
-        """What keeps foreign optimizers from being stepped in backward, or how many steps are still compared."""
-        judge = self._step.judge
-        return () if judge is None else tuple(filter(None, [str(judge)]))
-
-    def buckets(self) -> Iterator[Sequence[int]]:
-        """Those of the sources, by the indices of their parameters."""
-        for source in self._sources:
-            for bucket in source.buckets:
-                yield [spec.index for spec in bucket.parameters]
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Parts:
     """The parts of an attachment, made of what is attached and of the options.
 
@@ -280,21 +163,20 @@ class Parts:
         draws: with ``random="keyed"``: what updates draw from.
         sharding: of a model that FSDP has divided into groups.
         handles: what was put on the model and the optimizers; empty before it is connected, and once it is detached.
+        last_plan: of one whose model is gone, or detached.
     """
 
+    options: Options
     refs: WeakRefs
     schedule: Schedule
     sources: list[Source]
     step: RunningStep
-    planned: Planned
     zero: "Zero | None"
     draws: KeyedDraws | None
     sharding: Sharding | None
-    late: AddedParameters
-    threads: Threads
-    forwards: ForwardHooks | PlainHooks
-    steps: StepHooks
+    hooks: IterationHooks
     handles: Handles
+    last_plan: Plan | None = None
 
     @property
     def accumulation(self) -> Accumulation:
@@ -308,18 +190,42 @@ class Parts:
     def votes(self) -> StepVotes:
         return self.step.ledger.votes
 
+    @property
+    def plan(self) -> Plan:
+        """The buckets as they are; of one that is detached, as they were."""
+        if self.last_plan is not None:
+            return self.last_plan
+        # Else the sources' buckets are those in which norms are taken, or gradients sent: not those that are stepped.
+        sources = self.sources if self.options.schedule == "backward" else ()
+        buckets = [bucket for source in sources for bucket in source.buckets]
+        return Plan(self.schedule.planned(buckets), self.judged)
+
+    @property
+    def judged(self) -> tuple[str, ...]:
+        """What keeps foreign optimizers from being stepped in backward, or how many steps are still compared."""
+        judge = self.step.judge
+        return () if judge is None else tuple(filter(None, [str(judge)]))
+
+    def backward(self, loss: Losses, gradient: torch.Tensor | None = None) -> None:
+        """See ``Schedule.backward``."""
+        self.schedule.backward(loss, gradient, self.hooks.parameters.adopt)
+
     def abandon(self) -> None:
         """Model and optimizers are gone: whoever keeps this keeps nothing of them."""
-        self.planned.keep()
+        self.let_go()
+        self.sources.clear()
+
+    def let_go(self) -> None:
+        """Nobody will step the parameters any more."""
+        self.last_plan = self.plan
         for attached in self.schedule.parameters:
             attached.let_go()
-        self.sources.clear()
 
 
 def build(target: Target, options: Options) -> Parts:
     """Nothing is put on the model yet."""
-    refs, ranks, votes = WeakRefs(target), ranks_of(target, options), StepVotes(rank)
-    votes.ranks, votes.voting = ranks, ranks if options.votes else None
+    refs, ranks = WeakRefs(target), ranks_of(target, options)
+    votes = StepVotes(rank, ranks, ranks if options.votes else None)
     zero = None
     if options.communication.shard_state and not options.disabled:
         from instep.sources.zero.source import Zero  # imports DTensor, which takes a while
@@ -339,50 +245,44 @@ def build(target: Target, options: Options) -> Parts:
     step.gather = None if zero is None else zero.shards.gather
     chosen = choose(options, step, partial(deferring_of, options, refs, ranks, step.times))
     schedule = chosen.schedule
-    seed = None if options.disabled else options.randomness.seed
+    seed = None if options.disabled else options.seed
     draws = None if seed is None else KeyedDraws(seed, partial(getattr, step.ledger, "step_count"))
     for stepper in refs.steppers:
         stepper.draws = draws
-    parameters = ParametersOfModel(target, refs, zero, None if draws is None else draws.name, chosen.error_for_use)
+    told, readers, in_fsdp1 = None if draws is None else draws.name, chosen.readers, bool(target.fsdp1)
+    uses, sources, handles = ForwardCounts(), list[Source](), Handles()
+    parameters = ParametersOfModel(
+        refs, schedule, target.groups, in_fsdp1, zero, told, chosen.error_for_use, readers, sources, handles
+    )
     schedule.parameters = parameters.gather(target.optimizers, target.names)
 
-    uses = ForwardCounts()
-    sources = make_sources(target, options, chosen, accumulation, zero, uses)
+    sources += make_sources(target, options, chosen, accumulation, zero, uses)
     if target.wrapped or target.fsdp2:
         schedule.divides(IN_VIEWS_OF_DDP if target.ddps else IN_VIEWS_OF_REPLICATE)
     if target.groups and not target.fsdp1:
         schedule.read_by(partial(fsdp2_reading_streams, refs.model))
 
-    handles: Handles = []
-    threads = Threads(refs.name, schedule)
     sharding = None
     if target.groups:
-        after_errors = AfterErrors(target.model)
-        sharding = Sharding(target.groups, schedule, uses, after_errors, in_fsdp1=bool(target.fsdp1))
+        sharding = Sharding(target.groups, schedule, uses, AfterErrors(target.model), in_fsdp1)
     stepping = SteppingItself(target.optimizers, schedule, sources) if options.steps_itself else None
-    backwards = BackwardHooks(schedule, sources, accumulation, threads, sharding, stepping, handles)
-    readers = chosen.readers(backwards)
     if chosen.sink is not None:
         stepping_ask = [] if stepping is None else [weakref.WeakMethod(stepping.ask)]
         at_open = [readers.while_open.start, *(source.begin_step for source in sources)]
         chosen.sink.at_open = [*stepping_ask, *map(weakref.WeakMethod, at_open)]
-    late = AddedParameters(refs, schedule, sources, parameters.gather, readers, handles)
-    forwards: ForwardHooks | PlainHooks
-    if options.disabled:
-        forwards = PlainHooks(step, schedule, handles)
-    else:
-        forwards = ForwardHooks(refs, step, schedule, sources, threads, late, backwards)
+    kind = PlainHooks if options.disabled else IterationHooks
+    hooks = kind(refs, step, schedule, parameters, zero, sharding, stepping, handles)
+    readers.hooks = weakref.ref(hooks)
+    if not options.disabled:
         # Nobody else needs to know of forwards, and of the backwards that begin at their outputs.
         schedule.may_rest = not (sources or target.groups or options.steps_itself)
     for runs in (source for source in sources if isinstance(source, PipelineSource)):
         # As a forward of the model, once for all micro-batches of a run.
-        runs.begin_run = weakly(forwards.before_forward, None, ())
-        runs.end_run = weakly(forwards.after_forward, None, (), ())
-    steps = StepHooks(step, schedule, late, zero, forwards, handles)
-    planned = Planned(options, schedule, sources, step)
-    step.buckets = weakly(planned.buckets)
+        runs.begin_run = weakly(hooks.before_forward, None, ())
+        runs.end_run = weakly(hooks.after_forward, None, (), ())
+    step.buckets = weakly(parameters.buckets)
     step.passes.buffers = partial(_buffers_of, refs)
-    return Parts(refs, schedule, sources, step, planned, zero, draws, sharding, late, threads, forwards, steps, handles)
+    return Parts(options, refs, schedule, sources, step, zero, draws, sharding, hooks, handles)
 
 
 def _buffers_of(refs: WeakRefs) -> Iterable[torch.Tensor]:
@@ -396,7 +296,7 @@ def connect(parts: Parts, target: Target, options: Options) -> None:
     for source in parts.sources:  # in front: one that refuses finds the optimizers as they were
         source.connect()
     if options.accumulation_steps > 1 and target.wrapped:
-        count = UntracedHook(partial(_count, weakref.ref(parts.accumulation)))  # DDP's own is not called in no_sync
+        count = UntracedHook(weakly(parts.hooks.count))  # DDP's own is not called in no_sync
         trained = (parameter for a in parts.schedule.parameters if (parameter := a.get()).requires_grad)
         parts.handles.extend(parameter.register_post_accumulate_grad_hook(count) for parameter in trained)
     _connect_optimizers(parts, target, options)
@@ -415,29 +315,24 @@ def connect(parts: Parts, target: Target, options: Options) -> None:
         parts.handles.append(optimizer.register_load_state_dict_post_hook(UntracedHook(loading.after)))
 
 
-def _count(accumulation: "weakref.ref[Accumulation]", parameter: object) -> None:
-    if (living := accumulation()) is not None:
-        living.count()
-
-
 def _connect_optimizers(parts: Parts, target: Target, options: Options) -> None:
-    schedule, steps, handles = parts.schedule, parts.steps, parts.handles
+    schedule, hooks, handles = parts.schedule, parts.hooks, parts.handles
     for optimizer, stepper in zip(target.optimizers, parts.refs.steppers, strict=True):
         if not takes_hooks(optimizer):
             continue  # torch tells nobody of its steps: nothing is put off, and nothing counted
         if steps_one(optimizer) is not None:
             handles.append(ToldStep(optimizer))
-        handle = optimizer.register_step_post_hook(UntracedHook(partial(steps.after_step, stepper)))
+        handle = optimizer.register_step_post_hook(UntracedHook(partial(hooks.after_step, stepper)))
         first_of_post_hooks(optimizer, handle)
         handles.append(handle)
         compiled = Traced()
         handles.append(optimizer.register_step_pre_hook(compiled))
-        handle = optimizer.register_step_pre_hook(UntracedHook(partial(steps.before_step, stepper, compiled)))
+        handle = optimizer.register_step_pre_hook(UntracedHook(partial(hooks.before_step, stepper, compiled)))
         last_of_pre_hooks(optimizer, handle)
         handles.append(handle)
         if not options.disabled and not options.steps_itself:
-            before_save = UntracedHook(partial(steps.before_state, stepper, True))
-            before_load = UntracedHook(partial(steps.before_state, stepper, False))
+            before_save = UntracedHook(partial(hooks.before_state, stepper, True))
+            before_load = UntracedHook(partial(hooks.before_state, stepper, False))
             handles.append(optimizer.register_state_dict_pre_hook(before_save))
             handles.append(optimizer.register_load_state_dict_pre_hook(before_load))
     if parts.zero is not None:
@@ -446,15 +341,15 @@ def _connect_optimizers(parts: Parts, target: Target, options: Options) -> None:
 
 
 def _connect_model(parts: Parts, target: Target, options: Options) -> None:
-    model, schedule, sharding, handles = target.model, parts.schedule, parts.sharding, parts.handles
+    model, schedule, sharding = target.model, parts.schedule, parts.sharding
+    hooks, handles = parts.hooks, parts.handles
     if (votes := parts.votes).ranks is not None:
         if not target.groups and options.communication.pipeline is None:  # FSDP gathers for autograd.grad, too
-            votes.communicates = partial(communicates, weakref.ref(schedule))
-        sources, ddps = list(map(weakref.ref, parts.sources)), list(map(weakref.ref, target.ddps))
-        votes.stand_aside = partial(stand_aside, sources, ddps)
+            votes.communicates = weakly(hooks.communicates)
+        votes.stand_aside = weakly(hooks.stand_aside)
         handles.extend(Joining(ddp, votes, schedule) for ddp in target.ddps)
     handles.append(PlainPickles(model.modules()))
-    before, after = BoundHook(parts.forwards.before_forward), BoundHook(parts.forwards.after_forward)
+    before, after = BoundHook(hooks.before_forward), BoundHook(hooks.after_forward)
     # A torch.jit module takes no hooks: it is left to torch.
     for called in (called for called in target.called if not isinstance(called, torch.jit.ScriptModule)):
         # Before FSDP2's hook, which gathers the weights: what a rank says comes first, also of a disabled one.
@@ -462,27 +357,17 @@ def _connect_model(parts: Parts, target: Target, options: Options) -> None:
         handles.append(called.register_forward_hook(after))
     if options.disabled:
         return
-    after_wrapped = BoundHook(partial(_after_wrapped, weakref.ref(schedule)))
     for wrapper in target.wrapped if options.schedule == "forward" else ():
-        handles.append(wrapper.module.register_forward_hook(after_wrapped))
-    parts.late.watch(model, schedule.parameters)
+        handles.append(wrapper.module.register_forward_hook(BoundHook(hooks.after_wrapped)))
+    hooks.parameters.watch(model, schedule.parameters)
     if sharding is not None:
-        sharding.connect(parts.late.readers, handles)
+        sharding.connect(handles)
     for saved in {*target.called, *(wrapper.module for wrapper in target.wrapped)}:
-        handles.append(saved.register_state_dict_pre_hook(BoundHook(parts.steps.before_model_state)))
-        handles.append(saved.register_load_state_dict_pre_hook(BoundHook(parts.steps.before_load)))
+        handles.append(saved.register_state_dict_pre_hook(BoundHook(hooks.before_model_state)))
+        handles.append(saved.register_load_state_dict_pre_hook(BoundHook(hooks.before_load)))
     if options.communication.mixed_precision is not None:
         handles.append(LowPrecision(model, options.communication.mixed_precision))
     if isinstance(schedule, BackwardSchedule):
         handles.append(RunErrors(schedule))
     handles.append(Owners(target.optimizers, weakly(schedule.abandon)))
     handles.append(Owners([*target.called, *target.optimizers], weakly(parts.abandon)))
-
-
-def _after_wrapped(schedule: "weakref.ref[Schedule]", *_: object) -> None:
-    """The forward of what DDP wraps has returned: wait for the buckets that this forward did not read, as
-    ``Schedule.after_forward`` does, of which nobody hears where the loop calls ``forward()`` of the wrapper."""
-    if torch.compiler.is_compiling() or graph_task() is not None or not torch.is_grad_enabled():
-        return
-    if (living := schedule()) is not None:
-        living.synchronize()

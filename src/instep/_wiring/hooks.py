@@ -3,26 +3,28 @@
 import functools
 import sys
 import threading
-import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from instep._optim.parameters import AttachedParameter, require_unchanged
+from instep._optim.dtensor import is_sharded, local_numel, mesh_of, shard_of
+from instep._optim.parameters import AttachedParameter, Attribute, require_unchanged
 from instep._optim.stepper import Stepper
-from instep._step.accumulation import Accumulation
 from instep._step.deferred import ForwardSchedule
 from instep._step.in_backward import BackwardSchedule
 from instep._step.schedule import Schedule
 from instep._step.step import RunningStep
-from instep._torch.engine import Phase, Traced, current, graph_task, profiled
+from instep._torch.engine import Phase, Traced, current, graph_task, profiled, runs
 from instep._torch.hooks import (
     BoundHook,
     PlainPickles,
@@ -34,8 +36,10 @@ from instep._torch.hooks import (
 )
 from instep._torch.interrupts import look_for_handlers
 from instep._torch.lifetime import weakly
+from instep._torch.placeholders import SpentGradient
 from instep._torch.watch import ModuleHooks
-from instep._wiring.weak_refs import Handles, WeakRefs, living_parameters
+from instep._wiring.weak_refs import Handles, WeakRefs
+from instep.buckets import ParameterSpec
 from instep.errors import (
     ConcurrentBackwardError,
     HyperparameterChangedError,
@@ -43,7 +47,9 @@ from instep.errors import (
     StaleAttachmentError,
     UnsupportedOptimizerError,
 )
+from instep.naming import parameters_of
 from instep.sources import Source
+from instep.sources.ddp.reducer import forget_comm_hook
 from instep.sources.ddp.source import DDPSource
 from instep.sources.fsdp.modules import ShardedGroup, before_fsdp1_gathers, put_shards_in_place
 from instep.sources.fsdp.recovery import AfterErrors
@@ -52,42 +58,6 @@ from instep.target import Names, name_parameters
 
 if TYPE_CHECKING:
     from instep.sources.zero.source import Zero
-
-
-class Threads:
-    """One thread trains a model: raises where another one begins a forward or a backward meanwhile."""
-
-    def __init__(self, name: str, schedule: Schedule) -> None:
-        self.in_backward = False
-        self._name = name
-        self._schedule = schedule
-        # The thread whose forward the running backward, or the open step, belongs to.
-        self._thread: int | None = None
-
-    def require_one(self, thread: int, what: str) -> None:
-        """A forward, or a backward whose forward was on ``thread``, is about to begin: raise
-        ``ConcurrentBackwardError`` while the step of another thread is open."""
-        if self._thread not in (None, thread) and (self.in_backward or self._schedule.state == "open"):
-            raise ConcurrentBackwardError(
-                f"a {what} of {self._name} began on one thread while the step of another one is open: their "
-                "gradients would be mixed. Train a model on one thread at a time, or give each thread a model and an "
-                "optimizer of its own"
-            )
-
-    def begin_backward(self, thread: int, end: Callable[[], None], failed: Callable[[], None]) -> None:
-        """A backward has come to an output of the model. For the first output ask for the backward's ``end``.
-
-        Without a lock, which Ctrl-C might leave taken: on accelerators the threads of two devices may both ask, and the
-        second call of ``end`` finds nothing to do.
-        """
-        try:
-            self.require_one(thread, "backward")
-        except ConcurrentBackwardError as error:
-            self._schedule.lost(error)
-        self._thread = thread
-        if not self.in_backward:
-            current().at(Phase.SETTLED, end, failed)
-            self.in_backward = True  # now that its end will be heard of, whatever comes
 
 
 class SteppingItself:
@@ -119,8 +89,9 @@ class SteppingItself:
         self._clear()
 
     def _clear(self) -> None:
-        for parameter in living_parameters(self._schedule):
-            parameter.grad = None
+        for attached in self._schedule.parameters:
+            if (parameter := attached.peek()) is not None:
+                parameter.grad = None
 
 
 ModuleParameters = tuple[nn.Module, list[AttachedParameter]]
@@ -132,41 +103,91 @@ class Readers:
 
     Attributes:
         while_open: those of its hooks that are there from the first gradient of a step to the next forward alone.
+        hooks: what they are a part of. Weakly: that owns them.
     """
 
     def __init__(self) -> None:
         self.while_open = ModuleHooks()
+        self.hooks: Callable[[], IterationHooks | None] = lambda: None
 
     def watch(self, model: nn.Module, owners: Sequence[ModuleParameters], handles: Handles) -> None:
         """Hooks on the modules that hold attached parameters themselves."""
 
-    def watch_fsdp1(self, wrapper: nn.Module, parameters: Sequence[AttachedParameter], handles: Handles) -> None:
-        """Hooks before a ``FullyShardedDataParallel`` gathers these parameters."""
+
+ErrorForUse = Callable[[ParameterSpec, str], InstepError | None]
 
 
-Gather = Callable[[Sequence[Optimizer], Names, int], tuple[AttachedParameter, ...]]
-"""Makes an ``AttachedParameter`` of each of these parameters that one of the optimizers has, numbered from there on."""
+@dataclass(eq=False)
+class ParametersOfModel:
+    """The parameters of the model that an attached optimizer has: at first, and those that ``add_param_group`` adds.
 
+    Attributes:
+        groups: into which FSDP has divided the model.
+        zero: with ``shard_state``: knows the rows of this rank.
+        told: is called with each of the model's parameters, and its name in the bare model; ``None``: nobody asks.
+        error_for_use: what the use of a gradient that was applied raises; ``None``: nothing is put in its place.
+        sources: of their gradients; none yet, at first.
+    """
 
-class AddedParameters:
-    """Takes in parameters that ``add_param_group`` has added to an attached optimizer."""
+    refs: WeakRefs
+    schedule: Schedule
+    groups: Sequence[ShardedGroup]
+    in_fsdp1: bool
+    zero: "Zero | None"
+    told: Callable[[torch.Tensor, str], None] | None
+    error_for_use: ErrorForUse | None
+    readers: Readers
+    sources: Sequence[Source]
+    handles: Handles
 
-    def __init__(
-        self,
-        refs: WeakRefs,
-        schedule: Schedule,
-        sources: Sequence[Source],
-        gather: Gather,
-        readers: Readers,
-        handles: Handles,
-    ) -> None:
-        self._refs = refs
-        self._schedule = schedule
-        self._sources = sources
-        self._gather = gather
-        self.readers = readers
-        self._handles = handles
-        self._grouped = _parameters_in(refs.optimizers())
+    def __post_init__(self) -> None:
+        self._grouped = _parameters_in(self.refs.optimizers())
+
+    def gather(
+        self, optimizers: Sequence[Optimizer], names: Names, first_index: int = 0
+    ) -> tuple[AttachedParameter, ...]:
+        """Those of ``names`` that one of the attached ``optimizers`` has, numbered from ``first_index``."""
+        if self.told is not None and (model := self.refs.model()) is not None:
+            for name, parameter in parameters_of(model):
+                self.told(parameter, name)
+        owner = {
+            id(p): stepper
+            for optimizer, stepper in zip(optimizers, self.refs.steppers, strict=True)
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        owned = (
+            (parameter, places)
+            for parameter, places in names.values()
+            if id(parameter) in owner and not is_lazy(parameter)  # those are left to torch, whole
+        )
+        return tuple(
+            self._attached(parameter, places, index, owner[id(parameter)])
+            for index, (parameter, places) in enumerate(owned, first_index)
+        )
+
+    def _attached(
+        self, parameter: torch.Tensor, places: tuple[Attribute, ...], index: int, stepper: Stepper
+    ) -> AttachedParameter:
+        name = places[0].name
+        nbytes = local_numel(parameter) * parameter.element_size()
+        group = next((n for n, g in enumerate(self.groups) if id(parameter) in g.members), None)
+        spec = ParameterSpec(index, name, parameter.shape, parameter.dtype, parameter.device, nbytes, group)
+        spent = None
+        if self.error_for_use is not None:
+            spent = SpentGradient(parameter, name, weakly(self.error_for_use, spec))
+        # A sharded model puts other tensors in the parameters' places while it computes.
+        held = () if self.in_fsdp1 or (group is not None and is_sharded(parameter)) else places
+        zero = self.zero
+        find = zero.shards.shard_of if zero is not None and id(parameter) in zero.reduced else shard_of
+        shard = find(parameter, stepper.optimizer())
+        return AttachedParameter(parameter, spec, held, stepper, spent, shard, mesh_of(parameter))
+
+    def buckets(self) -> Iterator[Sequence[int]]:
+        """Those of the sources, by the indices of their parameters."""
+        for source in self.sources:
+            for bucket in source.buckets:
+                yield [spec.index for spec in bucket.parameters]
 
     def watch(self, model: nn.Module, parameters: Sequence[AttachedParameter]) -> None:
         """Hooks on the modules that hold ``parameters`` themselves."""
@@ -175,33 +196,33 @@ class AddedParameters:
             for place in attached.places:
                 if (owner := place.module()) is not None:
                     owners.setdefault(owner, []).append(attached)
-        self.readers.watch(model, list[ModuleParameters](owners.items()), self._handles)
+        self.readers.watch(model, list[ModuleParameters](owners.items()), self.handles)
 
     def adopt(self) -> None:
         """Between steps: take in the model's parameters that were added to an optimizer (``add_param_group``) since."""
-        optimizers = self._refs.optimizers()
+        optimizers = self.refs.optimizers()
         grouped = _parameters_in(optimizers)
-        model = self._refs.model()
-        if grouped == self._grouped or model is None or len(optimizers) < len(self._refs.steppers):
+        model = self.refs.model()
+        if grouped == self._grouped or model is None or len(optimizers) < len(self.refs.steppers):
             return
         self._require_in_place(grouped)
         put_shards_in_place(model)
         names = name_parameters(model)
         _require_once(grouped, names)
         self._grouped = grouped
-        known = {id(attached.peek()): attached for attached in self._schedule.parameters}
+        known = {id(attached.peek()): attached for attached in self.schedule.parameters}
         others = {key: names[key] for key in names if key not in known}
-        added: Sequence[AttachedParameter] = self._gather(optimizers, others, len(known))
+        added: Sequence[AttachedParameter] = self.gather(optimizers, others, len(known))
         everything = {**known, **{id(attached.get()): attached for attached in added}}
-        self._schedule.parameters = tuple(everything[key] for key in names if key in everything)
-        for source in self._sources:
+        self.schedule.parameters = tuple(everything[key] for key in names if key in everything)
+        for source in self.sources:
             added = source.adopt(added)
         self.watch(model, added)
-        self._handles.append(PlainPickles(model.modules()))
+        self.handles.append(PlainPickles(model.modules()))
 
     def _require_in_place(self, grouped: Sequence[Sequence[int]]) -> None:
-        for stepper, ids in zip(self._refs.steppers, map(set, grouped), strict=True):
-            for attached in self._schedule.parameters:
+        for stepper, ids in zip(self.refs.steppers, map(set, grouped), strict=True):
+            for attached in self.schedule.parameters:
                 if attached.stepper is stepper and id(attached.peek()) not in ids:
                     raise StaleAttachmentError(
                         f"parameter {attached.spec.name!r} is no longer in {stepper.name}.param_groups. detach() "
@@ -226,166 +247,82 @@ def _parameters_in(optimizers: Sequence[Optimizer]) -> list[list[int]]:
 _PARAMS = itemgetter("params")
 
 
+@dataclass(frozen=True, eq=False)
 class Sharding:
     """Hooks around the groups into which FSDP has divided a model: before a group is gathered, and after errors.
 
-    Args:
+    Attributes:
         uses: told of each group's forwards.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[ShardedGroup],
-        schedule: Schedule,
-        uses: ForwardCounts,
-        after_errors: AfterErrors,
-        *,
-        in_fsdp1: bool,
-    ) -> None:
-        self.in_fsdp1 = in_fsdp1
-        self._groups = groups
-        self._schedule = schedule
-        self._uses = uses
-        self._after_errors = after_errors
+    groups: Sequence[ShardedGroup]
+    schedule: Schedule
+    uses: ForwardCounts
+    after_errors: AfterErrors
+    in_fsdp1: bool
 
-    def connect(self, readers: Readers, handles: Handles) -> None:
-        for number, group in enumerate(self._groups):
+    def connect(self, handles: Handles) -> None:
+        for number, group in enumerate(self.groups):
             module = group.module()
             assert module is not None
-            shards = [a for a in self._schedule.parameters if a.spec.group == number]
+            shards = [a for a in self.schedule.parameters if a.spec.group == number]
             if self.in_fsdp1:
-                readers.watch_fsdp1(module, shards, handles)
+                # It gathers in the model's own forward, of which ``"backward"`` has been told.
+                if isinstance(self.schedule, ForwardSchedule):
+                    before_read = BoundHook(functools.partial(self.schedule.before_read, shards))
+                    handles.extend(before_fsdp1_gathers(module, before_read))
             else:
                 before = BoundHook(functools.partial(self._before_gather, number, shards))
                 handles.append(module.register_forward_pre_hook(before, prepend=True))
-        handles.extend(self._after_errors.connect(weakly(self._schedule.drain_failed_backwards)))
+        handles.extend(self.after_errors.connect(weakly(self.schedule.drain_failed_backwards)))
 
     def reduces_once(self) -> None:
         """The next backward reduces each group's gradients once, however many forwards it is of; or one has ended."""
-        self._uses.clear()
-
-    def backward_failed(self) -> None:
-        self._after_errors.backward_failed()
+        self.uses.clear()
 
     def _before_gather(self, number: int, shards: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
         if torch.compiler.is_compiling() or graph_task() is not None:
             return
         if torch.is_grad_enabled():
-            self._uses.ran(number)
-        self._schedule.before_gather(shards)
+            self.uses.ran(number)
+        self.schedule.before_gather(shards)
 
 
-class PlainHooks:
-    """What torch calls around a model with ``INSTEP_DISABLE=1``: micro-batches are counted, and backwards seen to
-    begin."""
+class IterationHooks:
+    """What torch calls around a model's forward, where a backward of it begins and ends, around ``optimizer.step()``,
+    and before state or weights are saved or loaded.
 
-    def __init__(self, step: RunningStep, schedule: Schedule, handles: Handles) -> None:
-        self._schedule = schedule
-        self._votes, self._accumulation = step.ledger.votes, step.accumulation
-        self._handles = handles
+    A model is trained on one thread: an error says so where another one begins a forward or a backward meanwhile.
 
-    def before_forward(self, module: object, args: object) -> None:
-        if torch.compiler.is_compiling() or graph_task() is not None or self._accumulation.runs_stages:
-            return
-        if torch.is_grad_enabled():
-            self._votes.begin_forward()
-            self._accumulation.decide()
-
-    def after_forward(self, module: object, args: object, output: object) -> None:
-        if torch.compiler.is_compiling() or graph_task() is not None or self._accumulation.runs_stages:
-            return
-        before_backward = WeakHook(self._before_backward)
-        for node in nodes_of(output):
-            node.register_prehook(before_backward)
-
-    def _before_backward(self, gradients: object) -> None:
-        if self._handles and self._schedule.begin_backward() and self._accumulation.is_sharded:
-            self._accumulation.count()  # no hook of FSDP2's parameters is called while gradients only add up
-
-
-class BackwardHooks:
-    """What torch calls where a backward of the model begins and ends."""
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        sources: Sequence[Source],
-        accumulation: Accumulation,
-        threads: Threads,
-        sharding: Sharding | None,
-        stepping: SteppingItself | None,
-        handles: Handles,
-    ) -> None:
-        self.in_forward = False  # whether the model's own is running
-        self._schedule = schedule
-        self._sources = sources
-        self._accumulation = accumulation
-        self._threads = threads
-        self._sharding = sharding
-        self._stepping = stepping
-        self._handles = handles
-
-    def see_backward_from(self, output: object) -> None:
-        """A forward has returned ``output``, at which a backward may begin."""
-        before_backward = WeakHook(self.before_backward, threading.get_ident())
-        for node in nodes_of(output):
-            node.register_prehook(before_backward)
-        if self._sharding is not None:
-            # FSDP gathers weights in a hook on the same tensors, before the nodes' own. It raises there if a peer is
-            # gone, and nobody would have heard of this backward.
-            for tensor in tensors_of(output):
-                first_of_tensor_hooks(tensor, before_backward)
-
-    def before_backward(self, thread: int, gradients: object) -> None:
-        """An output of the model is about to get its gradient. Its forward was on ``thread``."""
-        if not self._handles:
-            return  # detached since this graph was made
-        self._threads.begin_backward(thread, self._end, self._failed)
-        self.in_forward = False  # a forward that raised has not said that it is over
-        self._schedule.begin_on_device(thread)
-        if self._schedule.begin_backward():
-            if self._sharding is not None:
-                self._accumulation.count()  # no hook of FSDP2's parameters is called while gradients only add up
-            for source in self._sources:
-                source.before_backward()
-        # Asked for here it is the outermost backward's end; in a hook on a parameter, maybe that of one nested in it.
-        if self._stepping is not None:
-            self._stepping.ask()
-
-    def _end(self) -> None:
-        self._threads.in_backward = False
-        self._schedule.end_backward()
-        if self._sharding is not None:
-            self._sharding.reduces_once()
-
-    def _failed(self) -> None:
-        self._end()
-        self._schedule.backward_failed()
-        if self._sharding is not None:
-            self._sharding.backward_failed()
-            self._accumulation.stepped()  # what the micro-batches before had added up is gone, too
-
-
-class ForwardHooks:
-    """What torch calls around the model's forward."""
+    Attributes:
+        in_forward: whether the model's own is running.
+        in_backward: whether a backward is.
+    """
 
     def __init__(
         self,
         refs: WeakRefs,
         step: RunningStep,
         schedule: Schedule,
-        sources: Sequence[Source],
-        threads: Threads,
-        late: AddedParameters,
-        backwards: BackwardHooks,
+        parameters: ParametersOfModel,
+        zero: "Zero | None",
+        sharding: Sharding | None,
+        stepping: SteppingItself | None,
+        handles: Handles,
     ) -> None:
+        self.parameters = parameters
+        self.in_forward = self.in_backward = False
         self._refs = refs
         self._schedule = schedule
-        self._sources = sources
-        self._votes, self._accumulation = step.ledger.votes, step.accumulation
-        self._threads = threads
-        self._late = late
-        self._backwards = backwards
+        self._members, self._votes, self._accumulation = step.members, step.ledger.votes, step.accumulation
+        self._zero = zero
+        self._sharding = sharding
+        self._stepping = stepping
+        self._handles = handles
+        # The thread whose forward the running backward, or the open step, belongs to.
+        self._thread: int | None = None
+
+    # Forward.
 
     def before_forward(self, module: object, args: object) -> None:
         """The model is about to run."""
@@ -404,9 +341,9 @@ class ForwardHooks:
             _unless_given_up(self._schedule, self._look)
         if torch.is_grad_enabled():
             self._begin_micro_batch()
-        if self._late.readers.while_open.are_there:
-            self._late.readers.while_open.stop()
-        self._backwards.in_forward = True
+        if self.parameters.readers.while_open.are_there:
+            self.parameters.readers.while_open.stop()
+        self.in_forward = True
 
     def after_forward(self, module: object, args: object, output: object) -> None:
         """The model's forward has returned."""
@@ -414,11 +351,17 @@ class ForwardHooks:
             return
         if self._accumulation.runs_stages:
             if self._accumulation.is_sharded:
-                self._backwards.see_backward_from(output)  # after an error in it FSDP's state is rebuilt
+                self.see_backward_from(output)  # after an error in it FSDP's state is rebuilt
             return
-        self._backwards.in_forward = False
+        self.in_forward = False
         self._schedule.after_forward()
-        self._backwards.see_backward_from(output)
+        self.see_backward_from(output)
+
+    def after_wrapped(self, *_: object) -> None:
+        """The forward of what DDP wraps has returned: wait for the buckets that this forward did not read, as
+        ``Schedule.after_forward`` does, of which nobody hears where the loop calls ``forward()`` of the wrapper."""
+        if not torch.compiler.is_compiling() and graph_task() is None and torch.is_grad_enabled():
+            self._schedule.synchronize()
 
     def _require_alone(self) -> None:
         """Raise if the model was wrapped since, or is trained by another thread."""
@@ -431,7 +374,7 @@ class ForwardHooks:
                 "composable replicate(), which hides it), and attach that"
             )
         if torch.is_grad_enabled():
-            self._threads.require_one(threading.get_ident(), "forward")
+            self._require_one_thread(threading.get_ident(), "forward")
 
     def _look(self) -> None:
         """Raise if the parameters are not those that were attached any more. Take in those that were added."""
@@ -440,8 +383,8 @@ class ForwardHooks:
         if torch.is_grad_enabled() and not torch.jit.is_tracing():
             require_unchanged(self._schedule.parameters)
         if self._schedule.state != "open":
-            self._late.adopt()
-            for source in self._sources:
+            self.parameters.adopt()
+            for source in self.parameters.sources:
                 source.refresh()
 
     def _begin_micro_batch(self) -> None:
@@ -449,29 +392,94 @@ class ForwardHooks:
         accumulation = self._accumulation
         # The loop may have given these micro-batches up. zero_grad() does not clear what FSDP2 adds up.
         given_up = accumulation.is_partial and not accumulation.is_sharded
-        if given_up and all(p.grad is None for p in living_parameters(self._schedule)):
+        if given_up and all(p.grad is None for p in self._members.living()):
             accumulation.stepped()
         accumulation.decide()
 
+    # Backward.
 
-class StepHooks:
-    """What torch calls around ``optimizer.step()``, and before state or weights are saved or loaded."""
+    def see_backward_from(self, output: object) -> None:
+        """A forward has returned ``output``, at which a backward may begin."""
+        before_backward = WeakHook(self.before_backward, threading.get_ident())
+        for node in nodes_of(output):
+            node.register_prehook(before_backward)
+        if self._sharding is not None:
+            # FSDP gathers weights in a hook on the same tensors, before the nodes' own. It raises there if a peer is
+            # gone, and nobody would have heard of this backward.
+            for tensor in tensors_of(output):
+                first_of_tensor_hooks(tensor, before_backward)
 
-    def __init__(
-        self,
-        step: RunningStep,
-        schedule: Schedule,
-        late: AddedParameters,
-        zero: "Zero | None",
-        forwards: ForwardHooks | PlainHooks,
-        handles: Handles,
-    ) -> None:
-        self._schedule = schedule
-        self._votes, self._accumulation = step.ledger.votes, step.accumulation
-        self._late = late
-        self._zero = zero
-        self._forwards = forwards  # kept: a graph may go backward when the model is gone, and its optimizer is not
-        self._handles = handles
+    def before_backward(self, thread: int, gradients: object) -> None:
+        """An output of the model is about to get its gradient. Its forward was on ``thread``."""
+        if not self._handles:
+            return  # detached since this graph was made
+        self._begin_backward(thread)
+        self.in_forward = False  # a forward that raised has not said that it is over
+        self._schedule.begin_on_device(thread)
+        if self._schedule.begin_backward():
+            if self._sharding is not None:
+                self._accumulation.count()  # no hook of FSDP2's parameters is called while gradients only add up
+            for source in self.parameters.sources:
+                source.before_backward()
+        # Asked for here it is the outermost backward's end; in a hook on a parameter, maybe that of one nested in it.
+        if self._stepping is not None:
+            self._stepping.ask()
+
+    def count(self, parameter: object) -> None:
+        """A gradient was accumulated."""
+        self._accumulation.count()
+
+    def communicates(self) -> bool:
+        """Whether the running backward gives an attached parameter its gradient: ``autograd.grad`` gives none."""
+        with torch._C.DisableTorchFunctionSubclass():  # no value is used, and nobody who watches need be told
+            return any(runs(get_gradient_edge(p).node) for p in self._members.living() if p.requires_grad)
+
+    def stand_aside(self) -> None:
+        """The running backward, which has sent nothing yet, reduces gradients as torch does without instep."""
+        for source in self.parameters.sources:
+            source.disconnect()
+        for ddp in self._refs.ddps():
+            forget_comm_hook(ddp)
+
+    def _begin_backward(self, thread: int) -> None:
+        """For the first output ask for the backward's end.
+
+        Without a lock, which Ctrl-C might leave taken: on accelerators the threads of two devices may both ask, and the
+        second call of ``_end`` finds nothing to do.
+        """
+        try:
+            self._require_one_thread(thread, "backward")
+        except ConcurrentBackwardError as error:
+            self._schedule.lost(error)
+        self._thread = thread
+        if not self.in_backward:
+            current().at(Phase.SETTLED, self._end, self._failed)
+            self.in_backward = True  # now that its end will be heard of, whatever comes
+
+    def _require_one_thread(self, thread: int, what: str) -> None:
+        """A forward, or a backward whose forward was on ``thread``, is about to begin: raise
+        ``ConcurrentBackwardError`` while the step of another thread is open."""
+        if self._thread not in (None, thread) and (self.in_backward or self._schedule.state == "open"):
+            raise ConcurrentBackwardError(
+                f"a {what} of {self._refs.name} began on one thread while the step of another one is open: their "
+                "gradients would be mixed. Train a model on one thread at a time, or give each thread a model and an "
+                "optimizer of its own"
+            )
+
+    def _end(self) -> None:
+        self.in_backward = False
+        self._schedule.end_backward()
+        if self._sharding is not None:
+            self._sharding.reduces_once()
+
+    def _failed(self) -> None:
+        self._end()
+        self._schedule.backward_failed()
+        if self._sharding is not None:
+            self._sharding.after_errors.backward_failed()
+            self._accumulation.stepped()  # what the micro-batches before had added up is gone, too
+
+    # ``optimizer.step()``, and what is saved or loaded.
 
     def before_step(
         self, stepper: Stepper, compiled: Traced, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -536,7 +544,7 @@ class StepHooks:
         self._accumulation.finish()
         self._schedule.times.step_begins()
         if self._schedule.follows:
-            _unless_given_up(self._schedule, self._late.adopt)
+            _unless_given_up(self._schedule, self.parameters.adopt)
         if self._zero is not None:
             self._zero.require_reduced(a for a in self._schedule.parameters if a.stepper is stepper)
         with profiled("before update"):
@@ -555,6 +563,26 @@ class StepHooks:
         self._schedule.before_save()
 
 
+class PlainHooks(IterationHooks):
+    """With ``INSTEP_DISABLE=1`` micro-batches are counted, and backwards seen to begin."""
+
+    def before_forward(self, module: object, args: object) -> None:
+        if torch.compiler.is_compiling() or graph_task() is not None or self._accumulation.runs_stages:
+            return
+        if torch.is_grad_enabled():
+            self._votes.begin_forward()
+            self._accumulation.decide()
+
+    def after_forward(self, module: object, args: object, output: object) -> None:
+        if torch.compiler.is_compiling() or graph_task() is not None or self._accumulation.runs_stages:
+            return
+        self.see_backward_from(output)
+
+    def before_backward(self, thread: int, gradients: object) -> None:
+        if self._handles and self._schedule.begin_backward() and self._accumulation.is_sharded:
+            self._accumulation.count()  # no hook of FSDP2's parameters is called while gradients only add up
+
+
 def _unless_given_up(schedule: Schedule, look: Callable[[], None]) -> None:
     try:
         look()
@@ -567,14 +595,12 @@ class CheckedReaders(Readers):
 
     A module that has a hook is called by a longer way, and a model may have hundreds. So on a CPU, where no stream is
     to be noted, hooks are there from the first gradient of a step to the next forward alone. With ``undo`` they always
-    are: a part may run before the backward that is undone. FSDP1 gathers in the model's own forward, which has been
-    asked.
+    are: a part may run before the backward that is undone.
     """
 
-    def __init__(self, schedule: BackwardSchedule, backwards: BackwardHooks, on_trial: bool) -> None:
+    def __init__(self, schedule: BackwardSchedule, on_trial: bool) -> None:
         super().__init__()
         self._schedule = schedule
-        self._backwards = backwards
         self._on_trial = on_trial
 
     def watch(self, model: nn.Module, owners: Sequence[ModuleParameters], handles: Handles) -> None:
@@ -583,23 +609,23 @@ class CheckedReaders(Readers):
                 device = parameters[0].spec.device
                 seen = None if device.type == "cpu" else self._schedule.streams.producers.known(device)
                 before_read = weakly(self._before_read, parameters)
-                hook = ReaderHook(before_read, self._backwards, device, seen)  # ``while_open`` may have it in a list
+                hook = ReaderHook(before_read, self.hooks, device, seen)  # ``while_open`` may have it in a list
                 handle = owner.register_forward_pre_hook(hook)
                 handles.append(handle)
                 if seen is None and not self._on_trial:
                     self.while_open.add(handle, hook)
 
     def _before_read(self, parameters: Sequence[AttachedParameter], module: nn.Module, args: object) -> None:
-        schedule = self._schedule
-        if graph_task() is not None:
+        schedule, hooks = self._schedule, self.hooks()
+        if graph_task() is not None or hooks is None:
             return
         schedule.streams.producers.note_current(parameters[0].spec.device)
         if any(map(schedule.is_applied, parameters)):
             schedule.before_forward()
         if self._on_trial and torch.is_grad_enabled():
-            self._see_backward_of(module)
+            self._see_backward_of(module, hooks)
 
-    def _see_backward_of(self, part: nn.Module) -> None:
+    def _see_backward_of(self, part: nn.Module, hooks: IterationHooks) -> None:
         """A backward may begin at what ``part``, which runs by itself, is about to return, and go through weights that
         an earlier one has written on trial."""
 
@@ -607,7 +633,7 @@ class CheckedReaders(Readers):
             once.remove()
             see_backward_from(output)
 
-        see_backward_from = weakly(self._backwards.see_backward_from)
+        see_backward_from = weakly(hooks.see_backward_from)
         once = part.register_forward_hook(BoundHook(see))
 
 
@@ -617,27 +643,27 @@ class ReaderHook(BoundHook):
 
     Args:
         before_read: is called where the part runs by itself.
+        hooks: those of the iteration, which know whether the model's forward runs; ``None``: they are gone.
         seen: the streams of ``device`` that use weights, to which the current one is added; ``None``: it has none.
     """
 
-    __slots__ = ("_backwards", "_index", "_seen")
+    __slots__ = ("_hooks", "_index", "_seen")
 
     def __init__(
         self,
         before_read: Callable[..., None],
-        backwards: BackwardHooks,
+        hooks: Callable[[], IterationHooks | None],
         device: torch.device,
         seen: set[torch.Stream] | None,
     ) -> None:
         super().__init__(before_read)
-        self._backwards = weakref.ref(backwards)
-        self._index, self._seen = device.index, seen
+        self._hooks, self._index, self._seen = hooks, device.index, seen
 
     def __call__(self, module: nn.Module, args: object) -> None:
         if torch.compiler.is_compiling():
             return
-        backwards = self._backwards()
-        if backwards is None or not backwards.in_forward:
+        hooks = self._hooks()
+        if hooks is None or not hooks.in_forward:
             super().__call__(module, args)
         elif self._seen is not None:
             self._seen.add(torch.accelerator.current_stream(self._index))
@@ -665,10 +691,6 @@ class WaitingReaders(Readers):
                 reader = schedule.watch_reader(owner, parameters)
                 schedule.readers.append(reader)
                 handles.append(reader)
-
-    def watch_fsdp1(self, wrapper: nn.Module, parameters: Sequence[AttachedParameter], handles: Handles) -> None:
-        before_read = BoundHook(functools.partial(self._schedule.before_read, parameters))
-        handles.extend(before_fsdp1_gathers(wrapper, before_read))
 
 
 def _compiled_in(model: nn.Module) -> list[nn.Module]:

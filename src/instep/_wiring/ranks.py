@@ -1,13 +1,10 @@
 """Which ranks step together, what must be the same on all of them, and DDP's ``join()``."""
 
 import weakref
-from collections.abc import Sequence
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -17,15 +14,9 @@ from instep._ranks.process_groups import world
 from instep._ranks.step_ranks import StepRanks, neighbours_of
 from instep._ranks.votes import StepVotes
 from instep._step.schedule import Schedule
-from instep._torch.engine import runs
-from instep._torch.hooks import BoundHook
-from instep._wiring.weak_refs import living_parameters
+from instep._torch.hooks import StandIn
 from instep.options import Communication, Options
-from instep.sources.ddp.reducer import forget_comm_hook
 from instep.target import Target
-
-if TYPE_CHECKING:
-    from instep.sources import Source
 
 
 def rank() -> int:
@@ -73,27 +64,6 @@ def ranks_of(target: Target, options: Options) -> StepRanks | None:
     )
 
 
-def communicates(schedule: "weakref.ref[Schedule]") -> bool:
-    """Whether the running backward gives an attached parameter its gradient: ``autograd.grad`` gives none."""
-    living = schedule()
-    with torch._C.DisableTorchFunctionSubclass():  # no value is used, and nobody who watches need be told
-        return living is not None and any(
-            runs(get_gradient_edge(p).node) for p in living_parameters(living) if p.requires_grad
-        )
-
-
-def stand_aside(
-    sources: "Sequence[weakref.ref[Source]]", ddps: "Sequence[weakref.ref[DistributedDataParallel]]"
-) -> None:
-    """The running backward, which has sent nothing yet, reduces gradients as torch does without instep."""
-    for source in sources:
-        if (living := source()) is not None:
-            living.disconnect()
-    for ref in ddps:
-        if (ddp := ref()) is not None:
-            forget_comm_hook(ddp)
-
-
 # DDP's ``join()``: a rank that has no data left votes with those that have, and all count steps alike afterwards.
 #
 # In ``join()`` a rank that is through calls a hook for each iteration of the others, in which it matches their
@@ -105,36 +75,28 @@ def stand_aside(
 _NAME = "join_hook"
 
 
-class Joining(BoundHook):
+class Joining(StandIn):
     """What one DDP instance answers ``join_hook()``, until it is removed. Copies of the instance do without.
 
     Attributes:
         joins: whether ``join()`` runs, as far as is known.
     """
 
-    __slots__ = ("_ddp", "_schedule", "_votes", "joins")
+    __slots__ = ("_schedule", "_votes", "joins")
 
     def __init__(self, ddp: DistributedDataParallel, votes: StepVotes, schedule: Schedule) -> None:
-        super().__init__(None)
+        super().__init__(ddp, _NAME, type(ddp).join_hook)
         self.joins = bool(ddp._join_config.enable)  # attached in the middle of it, or after one that is over
-        self._ddp = weakref.ref(ddp)
         self._votes = votes
         self._schedule = weakref.ref(schedule)
-        setattr(ddp, _NAME, self)
 
     def __call__(self, *args: Any, **options: Any) -> JoinHook:
-        ddp = self._ddp()
-        assert ddp is not None, "it is its attribute"
-        theirs = type(ddp).join_hook(ddp, **options)
+        assert self._call is not None, "nobody asks one that was removed"
+        theirs = self._call(self._owner(), **options)
         self.joins = True
         # A rank without any data runs no forward, and others may wait in their first one to hear what it trains.
         self._votes.begin_forward()
         return _Shadow(theirs, self)
-
-    def remove(self) -> None:
-        ddp = self._ddp()
-        if ddp is not None and vars(ddp).get(_NAME) is self:
-            delattr(ddp, _NAME)
 
     @property
     def steps(self) -> int:
@@ -160,12 +122,12 @@ class _Shadow(JoinHook):
     def main_hook(self) -> None:
         """The other ranks run an iteration."""
         joining, votes = self._joining, self._joining._votes
-        ddp = joining._ddp()
+        ddp = joining._owner()
         assert ddp is not None, "it runs this"
         if votes.ranks is not None and not votes.ranks.has_met:
             # They wait for this rank before they reduce anything, and it is not known yet whether they will reduce: so
             # this rank does not wait for them here.
-            self._meeting = Thread(target=votes.is_about_to_abstain, name="instep joins", daemon=True)
+            self._meeting = Thread(target=votes.meet, name="instep joins", daemon=True)
             self._meeting.start()
         self._theirs.main_hook()
         if not ddp.require_forward_param_sync:

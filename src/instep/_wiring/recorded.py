@@ -30,24 +30,11 @@ from instep.naming import modules_of
 from instep.target import called_in, name_parameters
 
 
-class Described(NamedTuple):
-    """The loop, in words.
-
-    Attributes:
-        options: of ``attach``; none: it is not attached.
-    """
-
-    label: str
-    options: Mapping[str, str]
-
-
-PLAIN = Described("plain", {})
-
-
 class RecordedLoop:
     """A loop that is to be recorded.
 
     Args:
+        options: of ``attach``, in words; ``None``: it is not attached.
         schedule: of its attachment, which is told whom to tell of buckets; ``None``: its steps are torch's.
     """
 
@@ -55,13 +42,16 @@ class RecordedLoop:
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        described: Described,
+        options: Mapping[str, str] | None,
         schedule: Schedule | None,
         pipeline: Pipeline | None,
     ) -> None:
         self.model = model
         self.optimizers = list(optimizers)
-        self.described = described
+        self.options: Mapping[str, str] = options or {}
+        self.label = "plain"
+        if options is not None:
+            self.label = f"instep, {', '.join(f'{name}={value}' for name, value in options.items())}"
         self._schedule = schedule
         self._pipeline = pipeline
         self._own: Recorder | None = None

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from instep._wiring.build import Parts
-from instep._wiring.weak_refs import living_parameters
 from instep.errors import CheckpointError
 
 STEPS, NORM, DTYPE, SEED, DRAWS = "step_count", "previous_norm", "norm_dtype", "seed", "draws"
@@ -78,7 +77,7 @@ def load_state(parts: Parts, state: Mapping[str, Any], stages: int) -> None:
         draws.earlier = state[DRAWS] - state[STEPS]
     schedule.step_count = state[STEPS]
     if clipping.mode == _PREVIOUS:
-        norm, device = state[NORM], next(living_parameters(schedule)).device
+        norm, device = state[NORM], parts.step.members.living()[0].device
         dtype = next(dtype for dtype in _OF_NORMS if str(dtype).endswith(f".{state[DTYPE]}"))
         clipping.grad_norm = None if math.isnan(norm) else torch.tensor(norm, dtype=dtype, device=device)
         clipping.begin()

@@ -12,8 +12,7 @@ from instep._ranks.collectives import broadcast_object, resync
 from instep._step.schedule import Schedule
 from instep._torch.pipelining import Pipeline
 from instep._wiring.build import Parts
-from instep._wiring.recorded import PLAIN, Described, RecordedLoop
-from instep._wiring.weak_refs import living_parameters
+from instep._wiring.recorded import RecordedLoop
 from instep.errors import InstepError
 from instep.options import Options
 from instep.target import called_in
@@ -30,10 +29,7 @@ def begin_recording(
     attached: tuple[Options, Schedule] | None = None,
 ) -> "Recording":
     """Of a loop whose steps are torch's; with ``attached``, instep's."""
-    described, schedule = PLAIN, None
-    if attached is not None:
-        given, schedule = attached[0].given(), attached[1]
-        described = Described(f"instep, {', '.join(f'{name}={value}' for name, value in given.items())}", given)
+    options, schedule = (None, None) if attached is None else (attached[0].given(), attached[1])
     if pipeline is None and len(called_in(model)) > 1:
         raise InstepError(
             "record() of several models: an iteration of a recording begins where one model's forward does. Attach "
@@ -41,7 +37,7 @@ def begin_recording(
         )
     from instep_tools.recording import Recording  # imports torch.profiler
 
-    return Recording(RecordedLoop(model, optimizers, described, schedule, pipeline), steps)
+    return Recording(RecordedLoop(model, optimizers, options, schedule, pipeline), steps)
 
 
 def resync_from(parts: Parts, rank: int) -> None:
@@ -89,7 +85,7 @@ def stats_of(parts: Parts) -> Stats:
         "votes": parts.votes.count,
         "freed_bytes": step.freed_bytes,
     }
-    if times.exposed is not None and all(p.device.type == "cpu" for p in living_parameters(parts.schedule)):
+    if times.exposed is not None and all(p.device.type == "cpu" for p in step.members.living()):
         stats["exposed_ms"] = 1000 * times.exposed
         stats["outside_ms"] = 1000 * times.outside
     return stats

@@ -1,17 +1,15 @@
 """What an attachment refers to without keeping it alive, and what is to be taken off again."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from instep._optim.stepper import Stepper
-from instep._step.schedule import Schedule
 from instep.target import Models, Target, Wrapped, called_in
 
 
@@ -68,10 +66,3 @@ def _living(models: "Sequence[weakref.ref[nn.Module]]") -> Models | None:
     """Each under the name that it had among all of them."""
     living = {str(number): model for number, ref in enumerate(models) if (model := ref()) is not None}
     return Models(living) if living else None
-
-
-def living_parameters(schedule: Schedule) -> Iterator[torch.Tensor]:
-    """The attached parameters that are still there."""
-    for attached in schedule.parameters:
-        if (parameter := attached.peek()) is not None:
-            yield parameter

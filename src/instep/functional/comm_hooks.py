@@ -15,7 +15,6 @@ import torch
 from torch.distributed import GradBucket
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from instep._arguments import require_flag
 from instep._optim.shadow import without_autocast
 from instep._step.state import FirstError
 from instep._step.streams import StepStreams
@@ -170,7 +169,8 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool, *, comm_hook: Co
         ddp(batch).backward()  # reduces by PowerSGD, and steps
         ```
     """
-    require_flag("gradient_is_bucket_view", gradient_is_bucket_view, AttachError)
+    if not isinstance(gradient_is_bucket_view, bool):
+        raise AttachError(f"gradient_is_bucket_view must be True or False, not {gradient_is_bucket_view!r}")
     if comm_hook is not None and not (isinstance(comm_hook, tuple) and len(comm_hook) == 2 and callable(comm_hook[1])):
         raise AttachError(f"comm_hook must be a tuple (state, hook), not {comm_hook!r}")
     divisor = Divisor()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from instep._gradients.clipping import ClipNorm, ClipValue
 from instep._gradients.scaling import Policy
+from instep._torch.hooks import StandIn
 from instep.attaching import attach
 from instep.attachment import Attachment
 from instep.errors import AttachError, InstepError
@@ -100,7 +101,7 @@ class InstepCallback(Callback):
         self._attachment: Attachment | None = None
         self._torn_by: BaseException | None = None
         self._accumulating = ExitStack()
-        self._runs_backward: LightningModule | None = None  # the module whose backward() is replaced
+        self._replaced: StandIn | None = None  # the module's backward()
 
     @property
     def attachment(self) -> Attachment | None:
@@ -139,9 +140,7 @@ class InstepCallback(Callback):
             scaler=_scaler(trainer) if self._undo else None,
         )
         if self._together or self._has_two_passes:
-            # On the instance: _detach() takes it off, and the class's own is there again.
-            self._runs_backward = pl_module
-            vars(pl_module)["backward"] = partial(self._backward, trainer, self._attachment)
+            self._replaced = StandIn(pl_module, "backward", partial(self._backward, trainer, self._attachment))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         # FSDP2 reduces the gradients of each micro-batch, with Lightning; accumulate() would add them up before.
@@ -194,9 +193,9 @@ class InstepCallback(Callback):
 
     def _detach(self) -> None:
         self._accumulating.close()
-        if self._runs_backward is not None:
-            vars(self._runs_backward).pop("backward", None)
-            self._runs_backward = None
+        if self._replaced is not None:
+            self._replaced.remove()
+            self._replaced = None
         if self._attachment is not None:
             self._attachment.detach()
             self._attachment = None

@@ -28,6 +28,7 @@ except ImportError as error:
 
 from instep._gradients.clipping import ClipNorm
 from instep._gradients.scaling import Policy
+from instep._torch.hooks import StandIn
 from instep.attaching import attach
 from instep.attachment import Attachment, attached
 from instep.errors import AttachError, InstepError
@@ -95,8 +96,7 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
             attach, schedule=schedule, defer=defer, bucket_bytes=bucket_bytes, undo=undo, nonfinite=nonfinite
         )
         self._logs_stats = log_stats
-        # While it trains: objects, names of methods that are replaced on them, by what, and what was there on them.
-        self._replaced: list[tuple[object, str, Any, Any]] = []
+        self._replaced: list[StandIn] = []  # while it trains
         self._accelerator: Any = None
         self._grad_norm: torch.Tensor | None = None
 
@@ -144,11 +144,12 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
                 args.gradient_accumulation_steps,
             )
         if clip is not None:
-            self._replace(accelerator, "clip_grad_norm_", self._norm_after_step)
+            self._replaced.append(StandIn(accelerator, "clip_grad_norm_", self._norm_after_step))
         if self._runs_backward(clip):
-            self._replace(accelerator, "backward", partial(_backward, overlap, accelerator, self._together))
+            backward = partial(_backward, overlap, accelerator, self._together)
+            self._replaced.append(StandIn(accelerator, "backward", backward))
         if self._logs_stats:
-            self._replace(trainer, "log", partial(_log_with_stats, self, overlap, trainer.log))
+            self._replaced.append(StandIn(trainer, "log", partial(_log_with_stats, overlap, trainer.log)))
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -166,23 +167,13 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
     def detach(self) -> None:
         """Give model, optimizer and ``Accelerator`` back as they came. Called when training ends. Call it yourself to
         use the model outside of the ``Trainer`` after training that has failed. Safe to call twice."""
-        for of, name, ours, before in self._replaced:
-            if vars(of).get(name) is not ours:
-                continue  # somebody has replaced it since, who may give it back to us: then it passes on
-            del vars(of)[name]
-            if before is not None:
-                setattr(of, name, before)
+        for replaced in self._replaced:
+            replaced.remove()
         self._replaced = []
         self._accelerator = None
         if self.overlap is not None:
             self.overlap.detach()
             self.overlap = None
-
-    def _replace(self, of: object, name: str, ours: Any) -> None:
-        """On the instance: ``detach`` takes it off. Then the class's own is there again, or what somebody had put
-        there."""
-        self._replaced.append((of, name, ours, vars(of).get(name)))
-        setattr(of, name, ours)
 
     def _runs_backward(self, clip: ClipNorm | None) -> bool:
         return self._together or (clip is not None and clip.mode == "two_pass")
@@ -192,7 +183,7 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
         named = {"clip_grad_norm_": clip is not None, "backward": self._runs_backward(clip)}
         for name in (name for name, is_replaced in named.items() if is_replaced):
             method = vars(accelerator).get(name)
-            is_ours = any(method is ours for _, _, ours, _ in self._replaced)  # after training that has failed
+            is_ours = method in self._replaced  # after training that has failed
             own = getattr(type(accelerator), name) is not getattr(Accelerator, name)
             if own or not (method is None or is_ours):
                 raise AttachError(
@@ -331,16 +322,10 @@ def _tell_meshes(trainer: Trainer) -> None:
 
 
 def _log_with_stats(
-    callback: InstepCallback,
-    overlap: Attachment,
-    log: Callable[..., None],
-    logs: dict[str, float],
-    *args: Any,
-    **kwargs: Any,
+    overlap: Attachment, log: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any
 ) -> None:
     """In place of ``Trainer.log``, which also logs evaluations, and at the end the speed of all of training."""
-    is_of_training = "loss" in logs and callback.overlap is overlap  # and not of what somebody calls afterwards
-    log({**logs, **named_stats(overlap)} if is_of_training else logs, *args, **kwargs)
+    log({**logs, **named_stats(overlap)} if "loss" in logs else logs, *args, **kwargs)
 
 
 def _trainer_of(state: TrainerState) -> Trainer:

@@ -362,8 +362,8 @@ def describe(loop: "RecordedLoop", batch: Sequence[str]) -> Setup:
     state = tree_leaves([list(one.state.values()) for one in optimizers])
     device = trained[0].device if trained else torch.device("cpu")
     return Setup(
-        label=loop.described.label,
-        options=loop.described.options,
+        label=loop.label,
+        options=loop.options,
         model=", ".join(dict.fromkeys(map(_name_of_module, loop.modules()))),
         count=sum(p.numel() for p in trained),
         dtypes=sorted({str(p.dtype).removeprefix("torch.") for p in trained}),
