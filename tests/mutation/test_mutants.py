@@ -782,8 +782,8 @@ MUTANTS = [
     ),
     Mutant(
         "leave the version counter to the kernel",
-        "Update.run",
-        "torch.autograd.graph.increment_version(self.tensors)",
+        "PreparedUpdate.run",
+        "torch.autograd.graph.increment_version(written)",
         "pass",
     ),
     Mutant("do not compare hyper-parameters in step()", "Writes._require_as_left", "require_settings_as_left(stepper)"),
@@ -2277,8 +2277,8 @@ MUTANTS = [
     ),
     Mutant(
         "keyed: what was added since backward is stepped in the groups of then",
-        "Stepper._update",
-        "if not all(map(self._layouts.groups.holds, update.owned)):",
+        "Stepper._take_in",
+        "if not (is_known or self._layouts.groups.were_moved(groups)):",
         "if False:",
     ),
     Mutant(

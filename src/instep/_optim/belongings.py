@@ -98,11 +98,12 @@ class BelongingsGuard(Stage):
     @contextmanager
     def around(self, update: Update) -> Iterator[None]:
         yield
-        if not self.rests:
-            self.note(update.owned)
+        self.note(update.owned)
 
     def note(self, parameters: Sequence[torch.Tensor]) -> None:
         """They were updated. What is kept of them now takes the place of what was noted before."""
+        if self.rests:
+            return
         mappings = _with_parameters(self.mappings) if self.mappings else []
         # As mostly there is nothing, and it is asked of each bucket, and in each step.
         kept = repeat(_NOTHING) if _keep_nothing(parameters, mappings) else (_look_at(p, mappings) for p in parameters)

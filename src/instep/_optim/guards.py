@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.shadow import GroupLayout, Members
-from instep._optim.stages import Stage, Update
+from instep._optim.stages import Stage
 from instep._optim.values import (
     ABSENT,
     PER_PARAMETER,
@@ -68,11 +68,6 @@ class SettingsGuard(Stage):
                     if snapshot.is_plain:
                         self._known[index] = snapshot
                 self._groups[index] = snapshot
-
-    @contextmanager
-    def around(self, update: Update) -> Iterator[None]:
-        self.look(update.optimizer, numbers_of(update.members))
-        yield
 
     def require_unchanged(self, optimizer: Optimizer) -> None:
         if self.layout.were_moved(optimizer.param_groups):
@@ -175,43 +170,20 @@ def require_same(name: str, where: str, before: "Snapshot", now: Mapping[str, An
         )
 
 
-# What the state holds of a bucket: read once for each update, and whether it was written since.
+# What the state holds of a bucket, and whether it was written since.
 
 
 Entry = Mapping[Any, Any] | None
 
 
-class Entries(NamedTuple):
-    """What the state holds of some parameters, as it was read. The tensors are large: no copies.
+class EntriesAsLeft(NamedTuple):
+    """What the state holds of some parameters, as an update has left it, to find out later whether somebody has written
+    it. The tensors are large: no copies.
 
     Attributes:
         sizes: of each entry, how many values it has: where there is none, 0.
         names: of all values, one entry after the other.
         values: in the same order.
-        are_plain: whether all values are tensors of torch's own two classes.
-    """
-
-    parameters: list[torch.Tensor]
-    entries: list[Entry]
-    sizes: list[int]
-    names: list[Any]
-    values: list[Any]
-    are_plain: bool
-
-    @classmethod
-    def of(cls, parameters: Sequence[torch.Tensor], state: Mapping[Any, Any]) -> "Entries":
-        entries: list[Entry] = list(map(state.get, parameters))
-        values = _values_of(entries)
-        return cls(
-            [*parameters], entries, list(map(length_hint, entries)), _names_of(entries), values, are_plain(values)
-        )
-
-
-class EntriesAsLeft(NamedTuple):
-    """Entries as an update has left them, to find out later whether somebody has written them.
-
-    Attributes:
-        parameters: and the next four: as ``Entries`` has them.
         tensors: those of the values that are tensors.
         versions: of the tensors.
         others: values that are no tensors and can be written, each with its fingerprint.
@@ -227,16 +199,17 @@ class EntriesAsLeft(NamedTuple):
     others: list[tuple[Any, Any]]
 
     @classmethod
-    def of(cls, read: Entries) -> "EntriesAsLeft":
-        tensors: list[torch.Tensor] = read.values
+    def of(cls, parameters: Sequence[torch.Tensor], state: Mapping[Any, Any]) -> "EntriesAsLeft":
+        entries: list[Entry] = list(map(state.get, parameters))
+        names, values = _names_of(entries), _values_of(entries)
+        tensors: list[torch.Tensor] = values
         others: list[tuple[Any, Any]] = []
-        if not read.are_plain:
-            tensors = [value for value in read.values if isinstance(value, torch.Tensor)]
-            written = [v for v in read.values if not isinstance(v, torch.Tensor) and not is_immutable(v)]
+        if not are_plain(values):
+            tensors = [value for value in values if isinstance(value, torch.Tensor)]
+            written = [value for value in values if not isinstance(value, torch.Tensor) and not is_immutable(value)]
             others = [(value, fingerprint(value)) for value in written]
-        return cls(
-            read.parameters, read.entries, read.sizes, read.names, read.values, tensors, versions_of(tensors), others
-        )
+        sizes = list(map(length_hint, entries))
+        return cls([*parameters], entries, sizes, names, values, tensors, versions_of(tensors), others)
 
     @classmethod
     def of_all(cls, parts: Sequence["EntriesAsLeft"]) -> "EntriesAsLeft":
@@ -414,14 +387,9 @@ class StateGuard(Stage):
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
         self.end_step()
 
-    @contextmanager
-    def around(self, update: Update) -> Iterator[None]:
-        yield
-        self.note(update.owned, update.optimizer.state)
-
     def note(self, parameters: Sequence[torch.Tensor], state: Mapping[Any, Any]) -> None:
         """Their update has left it like this."""
-        self.left.append(EntriesAsLeft.of(Entries.of(parameters, state)))
+        self.left.append(EntriesAsLeft.of(parameters, state))
 
     def find(self, state: Mapping[Any, Any], layouts: Layouts) -> None:
         """Kernels are about to be called, which find ``state`` as it is now."""

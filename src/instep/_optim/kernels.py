@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from instep._optim.guards import FoundState, Places, StateLayout, at_places
 from instep._optim.kinds import replaced_step
+from instep._optim.local_shard import LocalShard
 from instep._optim.shadow import GroupLayout, without_autocast
 from instep._optim.values import is_immutable
 from instep._torch.engine import AS_IT_IS, is_captured
@@ -168,11 +169,13 @@ class InBucket(NamedTuple):
     Attributes:
         tensors: to step: parameters, or aliases of them.
         owned: the optimizer's own parameter for each.
+        shards: for each the shard that is stepped in the parameter's place; ``None``: all are stepped whole.
     """
 
     tensors: Sequence[torch.Tensor]
     owned: Sequence[torch.Tensor]
     placing: Placing
+    shards: Sequence[LocalShard | None] | None = None
 
 
 class Kernel:
@@ -217,8 +220,10 @@ class Kernel:
     def _calls_of(
         self, optimizer: Optimizer, bucket: InBucket, groups: GroupLayout, found: FoundState
     ) -> list[KernelCall] | None:
-        tensors, owned, placing = bucket
+        tensors, owned, placing, shards = bucket
         on_cpu, placed = tensors[0].is_cpu, placing.placed
+        if shards is not None:
+            return None
         if not on_cpu and is_captured(tensors[0].device):
             return None  # step() asks whether it may be recorded
         if placed is None or placed.groups is not groups or placed.state is not found.layout:

@@ -374,8 +374,9 @@ class OffloadedState(Stage):
 
     @contextmanager
     def around(self, update: Update) -> Iterator[None]:
-        lent, state = self._state.lend(self._optimizer, update.owned, update.shards, update.entries), update.state
-        kept: Sequence[Entry | None] = update.entries
+        state = update.state
+        kept: Sequence[Entry | None] = update.entries or list(map(update.optimizer.state.get, update.owned))
+        lent = self._state.lend(self._optimizer, update.owned, update.shards, kept)
         state.update((p, entry) for p, entry in zip(update.tensors, lent.entries, strict=True) if entry is not None)
         try:
             yield

@@ -1,15 +1,17 @@
 """One call of an optimizer's update, and the stages around it: what an option, or a kind of optimizer, adds to it.
 
-A bucket's update is: divide the bucket into calls (``parameters.calls_of``), enter the stages, run the update, leave
-the stages (``stepper``). The regular case, an optimizer of torch's own without options, has two. They are entered in
-this order, and left in the opposite one:
+A bucket's update is: divide the bucket into calls (``parameters.calls_of``), prepare and run each (``stepper``). The
+regular case, an optimizer of torch's own without options, enters no stage around its call. Others enter, in this order,
+and leave in the opposite one:
 
     ``UndoCopies`` (``undo``)          ``undo``: copies of what the update writes
-    ``SettingsGuard`` (``guards``)     always: one step has one set of settings, which ``optimizer.step()`` finds again
-    ``StateGuard`` (``guards``)        always, where somebody asks: the state is as the update has left it
     ``CopiedEntries`` (here)           the state that the update finds is not simply that of the optimizer
     ``OffloadedState`` (``offload``)   ``offload="host"``: state is on the device for this update
+    ``BelongingsGuard`` (``belongings``)  a foreign optimizer: what is kept of its parameters is noted
     ``KeyedDraws`` (``random_numbers``)  ``random="keyed"``: generators are seeded for this update
+
+Two stages look at a step as a whole: ``SettingsGuard`` (``guards``), whose settings each update is prepared with, and
+``StateGuard``, which notes the state as each has left it.
 
 An update counts as begun once the first is entered: what that raises leaves everything as it was.
 
@@ -20,7 +22,7 @@ foreign optimizer steps as itself (``own_object``).
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, NamedTuple
@@ -61,21 +63,6 @@ class Update:
     def __post_init__(self) -> None:
         self.state = self.optimizer.state
 
-    def run(self, step: Callable[["Update"], None], *, counts_writes: bool) -> None:
-        """The update itself.
-
-        Args:
-            step: steps ``tensors``, with ``state``.
-            counts_writes: whether a write of each parameter is counted where the kernel does not: fused ones do not,
-                and autograd must notice that a weight was saved for a node that runs later.
-        """
-        self.has_run = True
-        try:
-            step(self)
-        finally:
-            if counts_writes:  # also of an update that raised: what it has written is written
-                torch.autograd.graph.increment_version(self.tensors)
-
 
 class ShadowCall(NamedTuple):
     """The update of some parameters by an object of the same class, one of torch's, that lives for this call.
@@ -112,6 +99,28 @@ class ShadowCall(NamedTuple):
 
 def step_shadow(update: Update) -> None:
     ShadowCall.of(update.optimizer, update.tensors, update.members, update.state).run(())
+
+
+class StagedCall(NamedTuple):
+    """One call of the update inside of the stages around it.
+
+    Attributes:
+        step: steps the tensors of ``update``, with its state.
+        lists: as those of ``ShadowCall``.
+    """
+
+    stages: Sequence["Stage"]
+    update: Update
+    step: Callable[[Update], None]
+    lists: Sequence[list[torch.Tensor]] = ()
+
+    def run(self, gradients: Sequence[torch.Tensor]) -> None:
+        """``gradients``: of the parameters. They are in ``.grad``."""
+        with ExitStack() as entered:
+            for stage in self.stages:
+                entered.enter_context(stage.around(self.update))
+            self.update.has_run = True
+            self.step(self.update)
 
 
 class Stage:

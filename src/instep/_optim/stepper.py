@@ -1,7 +1,7 @@
 """Steps a few parameters with the user's own optimizer, from the first bucket of a step to its last."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain, repeat
@@ -19,8 +19,8 @@ from instep._optim.local_shard import LocalShard
 from instep._optim.offload import OffloadedState
 from instep._optim.own_object import ObjectCall, OwnObject
 from instep._optim.random_numbers import KeyedDraws
-from instep._optim.shadow import CallUpdate, GroupLayout, autocast_here, how_to_step, parameters_of
-from instep._optim.stages import Begins, CopiedEntries, ShadowCall, Stage, Update, step_shadow
+from instep._optim.shadow import CallUpdate, GroupLayout, Members, autocast_here, how_to_step, parameters_of
+from instep._optim.stages import Begins, CopiedEntries, ShadowCall, Stage, StagedCall, Update, step_shadow
 from instep._torch.hooks import is_in_step
 from instep._torch.versions import VERSION, version_of, versions_of
 from instep.errors import HyperparameterChangedError, StaleAttachmentError, UnsupportedOptimizerError
@@ -56,7 +56,7 @@ class _RunningStep(NamedTuple):
         size: how many entries that had.
         kernel: that its ``step()`` calls, if that can be called in its place, over the state in the optimizer itself.
         is_known: whether the update is one of torch's.
-        stages: of an update that is not prepared.
+        stages: around an update that needs some, and those that look at the step as a whole.
         divides: the stage that wants portions of a bucket, each in an update of its own.
         scales: what its kernel was told of a loss scale: by ``id``, and of a tensor how often it was written.
         in_parts: whether it is none of the loop's: its parts are put back.
@@ -72,7 +72,7 @@ class _RunningStep(NamedTuple):
     in_parts: bool
 
 
-_Call = KernelCall | ShadowCall | ObjectCall
+_Call = KernelCall | ShadowCall | ObjectCall | StagedCall
 
 
 class PreparedUpdate:
@@ -227,21 +227,21 @@ class Stepper:
             StaleAttachmentError: a parameter is in no group any more, or the optimizer is gone.
             UnsupportedOptimizerError: the update does what bucket by bucket comes out otherwise than in one call.
         """
-        optimizer = self._optimizer() or self.optimizer()  # which raises if it is gone
-        running = self._running or self._begin(optimizer)
-        owned = parameters if in_place_of is None else in_place_of
-        update = Update(optimizer, parameters, owned, shards) if begins is not None and self.options else None
-
-        def run() -> None:
+        optimizer = self.optimizer()
+        if self._running is None:
+            self._begin(optimizer)
+        bucket = InBucket(parameters, in_place_of or parameters, placing or Placing(), shards)
+        with ExitStack() as entered:
             if begins is not None:
+                update = Update(optimizer, parameters, bucket.owned, shards)
+                for stage in self.options:
+                    entered.enter_context(stage.around(update))
                 begins()
-            if shards is not None or not self._step_prepared(parameters, owned, placing or Placing()):
-                self._update(running, update or Update(optimizer, parameters, owned, shards))
-
-        if update is None:
-            run()
-        else:
-            _through(iter(self.options), update, run)
+            gradients: list[Any] = list(map(GRADIENT, parameters))
+            (prepared,) = self.prepare([bucket])
+            if not (prepared.may_make_tensors or are_usual(parameters, gradients)):
+                (prepared,) = self.prepare([bucket], kernels=False)
+            prepared.run(gradients)
 
     def begin_parts(self) -> str | None:
         """Parts of an update are about to be stepped, and put back. What the optimizer holds that nobody could put
@@ -261,14 +261,16 @@ class Stepper:
         """
         optimizer = self.optimizer()
         running = self._running or self._begin(optimizer, in_parts=True)
-        own, noted = self.own_object, len(self._state_guard.left)
+        own = self.own_object
         assert own is not None, "torch's own are not judged"
+        members = self._layouts.groups.members_of(owned)
+        self._settings.look(optimizer, numbers_of(members))
         own.notes, own.belongings.rests = notes, True
         try:
-            self._update_portion(running, Update(optimizer, tensors, owned, None))
+            self._staged(running, Update(optimizer, tensors, owned, None, members)).run(())
         finally:
             own.notes, own.belongings.rests = True, False
-            del self._state_guard.left[noted:]  # that of buckets which backward has stepped stays
+            torch.autograd.graph.increment_version(tensors)
         return own.returned
 
     def end_parts(self) -> Beside | None:
@@ -331,62 +333,57 @@ class Stepper:
         self._running = _RunningStep(state, len(state), kernel, known, stages, divides, scales, in_parts)
         return self._running
 
-    def _step_prepared(self, tensors: Sequence[torch.Tensor], owned: Sequence[torch.Tensor], placing: Placing) -> bool:
-        (prepared,) = self.prepare([InBucket(tensors, owned, placing)])
-        gradients: list[Any] = [] if prepared is None else list(map(GRADIENT, tensors))
-        if prepared is None or not (prepared.may_make_tensors or are_usual(tensors, gradients)):
-            return False
-        prepared.run(gradients)
-        return True
+    def prepare(self, buckets: Sequence[InBucket], *, kernels: bool = True) -> list[PreparedUpdate]:
+        """The updates of ``buckets``.
 
-    def _update(self, running: _RunningStep, update: Update) -> None:
-        """In stages, whole or in portions."""
-        if running.divides is None:
-            self._update_portion(running, update)
-            return
-        if not all(map(self._layouts.groups.holds, update.owned)):
-            # Parameters were added to the groups since the step began, and ``step()`` has found gradients of them.
-            groups = update.optimizer.param_groups
-            if not self._layouts.groups.were_moved(groups):
-                self._layouts.groups = self._settings.layout = GroupLayout(self.name, groups)
-        for part in running.divides.portions_of(update.tensors):
-            shards = None if update.shards is None else update.shards[part]
-            self._update_portion(running, Update(update.optimizer, update.tensors[part], update.owned[part], shards))
-
-    def _update_portion(self, running: _RunningStep, update: Update) -> None:
-        update.members = self._layouts.groups.members_of(update.owned)
-        if self.offloaded is not None and not running.is_known:
-            update.entries = list(map(update.optimizer.state.get, update.owned))
-        own = self.own_object
-        step = step_shadow if own is None or running.is_known else partial(_step_object, own, self._kind.call)
-        _through(iter(running.stages), update, partial(update.run, step, counts_writes=self._looks_back))
-
-    def prepare(self, buckets: Sequence[InBucket]) -> list[PreparedUpdate | None]:
-        """The updates of ``buckets``: by the very kernel that ``step()`` would call, by a shadow, or by the foreign
-        object itself. ``None``: one is to be run in another way."""
+        Args:
+            kernels: where ``step()`` would call one, do so, if the gradients are what it takes (``are_usual``).
+        """
         optimizer = self._optimizer() or self.optimizer()
-        running, found, own = self._running or self._begin(optimizer), self._state_guard.found, self.own_object
-        calls: list[Sequence[_Call] | None] = [None] * len(buckets)
+        running, found = self._running or self._begin(optimizer), self._state_guard.found
         if running.divides is not None:
-            return [None] * len(buckets)
+            self._take_in(optimizer, buckets)
         members = [self._layouts.groups.members_of(bucket.owned) for bucket in buckets]
-        if running.kernel is not None and found is not None:
-            calls = [*running.kernel.calls(optimizer, buckets, self._layouts.groups, found)]
-        if running.is_known:
-            for number, bucket in enumerate(buckets):
-                if calls[number] is None and bucket.tensors is bucket.owned:
-                    calls[number] = [ShadowCall.of(optimizer, bucket.tensors, members[number], running.state)]
-        elif own is not None and own.beside.is_flat:
-            calls = [
-                [ObjectCall(own, self._kind.call, optimizer, bucket.owned, bucket.tensors, some)]
-                for bucket, some in zip(buckets, members, strict=True)
-            ]
+        calls: Sequence[Sequence[_Call] | None] = [None] * len(buckets)
+        if kernels and running.kernel is not None and found is not None:
+            calls = running.kernel.calls(optimizer, buckets, self._layouts.groups, found)
         self._settings.look(optimizer, sorted({n for some in members for n in numbers_of(some)}))
         guard = self._state_guard if self._looks_back else None
         return [
-            None if some is None else PreparedUpdate(some, bucket, guard, running.state)
-            for some, bucket in zip(calls, buckets, strict=True)
+            PreparedUpdate(some or self._calls_of(running, optimizer, bucket, mine), bucket, guard, running.state)
+            for some, bucket, mine in zip(calls, buckets, members, strict=True)
         ]
+
+    def _take_in(self, optimizer: Optimizer, buckets: Sequence[InBucket]) -> None:
+        """Parameters may have been added to the groups since the step began, whose gradients ``step()`` has found."""
+        groups = optimizer.param_groups
+        is_known = all(map(self._layouts.groups.holds, chain.from_iterable(bucket.owned for bucket in buckets)))
+        if not (is_known or self._layouts.groups.were_moved(groups)):
+            self._layouts.groups = self._settings.layout = GroupLayout(self.name, groups)
+
+    def _calls_of(
+        self, running: _RunningStep, optimizer: Optimizer, bucket: InBucket, members: Sequence[Members]
+    ) -> Sequence[_Call]:
+        """By a shadow, or by the foreign object itself; where anything is to be done around that, in stages."""
+        tensors, owned, _, shards = bucket
+        own = None if running.is_known else self.own_object
+        if running.divides is None and shards is None:
+            if own is None and tensors is owned:
+                return [ShadowCall.of(optimizer, tensors, members, running.state)]
+            if own is not None and own.beside.is_flat:
+                return [ObjectCall(own, self._kind.call, optimizer, owned, tensors, members)]
+        parts = [slice(None)] if running.divides is None else running.divides.portions_of(tensors)
+        calls = []
+        for part in parts:
+            mine = self._layouts.groups.members_of(owned[part])
+            update = Update(optimizer, tensors[part], owned[part], None if shards is None else shards[part], mine)
+            calls.append(self._staged(running, update))
+        return calls
+
+    def _staged(self, running: _RunningStep, update: Update) -> StagedCall:
+        own = None if running.is_known else self.own_object
+        step = step_shadow if own is None else partial(_step_object, own, self._kind.call)
+        return StagedCall(running.stages, update, step)
 
     # What the updates of the running step have done.
 
@@ -549,13 +546,6 @@ def _scales_of(optimizer: Optimizer) -> tuple[Any, ...]:
     if all(map(is_, scales, repeat(None))):  # as mostly, and asked in each step
         return ()
     return tuple((id(scale), version_of(scale) if isinstance(scale, torch.Tensor) else 0) for scale in scales)
-
-
-def _through(stages: Iterator[Stage], update: Update, run: Callable[[], None]) -> None:
-    with ExitStack() as entered:
-        for stage in stages:
-            entered.enter_context(stage.around(update))
-        run()
 
 
 def writes_state_without_gradient(optimizer: str) -> UnsupportedOptimizerError:

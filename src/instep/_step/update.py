@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 from instep._gradients.clipping import Clip
 from instep._optim.guards import (
     DEFAULT_DTYPE,
-    Entries,
     EntriesAsLeft,
     as_then,
     as_thread,
@@ -214,7 +213,7 @@ class AsLeft:
     def look(self, state: Mapping[Any, Any]) -> None:
         """They are to stay as they are now."""
         self._versions = self._found()
-        self._entries = EntriesAsLeft.of(Entries.of(self._tensors, state))
+        self._entries = EntriesAsLeft.of(self._tensors, state)
 
     def require(self, names: Sequence[str], state: Mapping[Any, Any], written: str) -> None:
         """Raise ``UncommittedStepError`` if somebody has written one of them.
