@@ -178,7 +178,7 @@ def one_hook_for_two() -> str:
 
 def test_one_hook_for_two_instances_is_refused(two_ranks: RankPool) -> None:
     for said in two_ranks.run(one_hook_for_two):
-        assert "Make a hook for each" in said
+        assert "two instances share one communication hook" in said
 
 
 def test_the_state_names_a_class_without_step_param() -> None:

@@ -402,6 +402,12 @@ MUTANTS = [
         "not divided and not stepper.steps_every_parameter and not",
         "not divided and not",
     ),
+    _mutant(
+        "undo: whether state could be put back is found out by a copy, which reads what is on its way",
+        "Undo.updated",
+        "require_contents(entry, parameter)",
+        "Contents(entry, self._host, parameter)",
+    ),
     _mutant("offload: state may share memory", "DeviceEntries._moved", "self._memory.add(memory.data_ptr())"),
 ]
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from instep._optim.belongings import Mappings, Places, mappings_of, places_of
 from instep._optim.beside import Beside
-from instep._optim.contents import Contents, copy_of, restore
+from instep._optim.contents import Contents, copy_of, require_contents, restore
 from instep._optim.kinds import is_torchs_own
 from instep._optim.own_object import Groups
 from instep._optim.random_numbers import Generators
@@ -359,7 +359,7 @@ class Undo:
             entry = optimizer.state.get(parameter)
             if entry is not None and saved.entry is None:
                 try:
-                    Contents(entry, self._host, parameter)
+                    require_contents(entry, parameter)
                 except TypeError as error:
                     raise _cannot_put_back(optimizer, parameter, error) from error
 
