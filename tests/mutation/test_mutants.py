@@ -786,6 +786,12 @@ MUTANTS = [
         "torch.autograd.graph.increment_version(written)",
         "pass",
     ),
+    Mutant(
+        "a rate that is a parameter is only told from others",
+        "_LookAtSetting.tensor",
+        "_Seen(tensor, self._elements)",
+        "super().tensor(tensor)",
+    ),
     Mutant("do not compare hyper-parameters in step()", "Writes._require_as_left", "require_settings_as_left(stepper)"),
     Mutant(
         "do not look at the parameters before a forward",

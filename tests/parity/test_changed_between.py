@@ -290,9 +290,10 @@ def write_lr(write: Callable[[torch.Tensor, float], object], optimizer: Any, i: 
         write(group["lr"], 0.01 / i)
 
 
-@pytest.mark.parametrize("way", ["forward", "late"])
-def test_a_rate_that_is_a_parameter(way: str) -> None:
-    compare(way, with_a_parameter_for_lr, partial(write_lr, in_place), "while due")
+@WHEN
+@in_these_ways
+def test_a_rate_that_is_a_parameter(way: str, when: str) -> None:
+    compare(way, with_a_parameter_for_lr, partial(write_lr, in_place), when)
 
 
 @WHEN

@@ -19,6 +19,7 @@ from instep._optim.values import (
     address_of,
     bytes_of,
     fingerprint,
+    fingerprint_of_setting,
     is_immutable,
     waits_for_host,
 )
@@ -112,7 +113,7 @@ class Snapshot:
 
     def __init__(self, group: Mapping[str, Any]) -> None:
         self._values = {key: value for key, value in group.items() if key not in PER_PARAMETER}
-        self._mutable = {k: fingerprint(v) for k, v in self._values.items() if not is_immutable(v)}
+        self._mutable = {k: fingerprint_of_setting(v) for k, v in self._values.items() if not is_immutable(v)}
         self.is_plain = not self._mutable
         mutable = {k: self._values[k] for k in self._mutable}
         self._on_device = {k: v.detach().clone() for k, v in mutable.items() if waits_for_host(v)}
@@ -135,7 +136,8 @@ class Snapshot:
             # Asked for every bucket: what cannot be changed in place and is the same object needs no look.
             if (value is not values.get(key, ABSENT) or key in mutable)
             and key not in PER_PARAMETER
-            and fingerprint(value) != (mutable[key] if key in mutable else fingerprint(values.get(key, ABSENT)))
+            and fingerprint_of_setting(value)
+            != (mutable[key] if key in mutable else fingerprint_of_setting(values.get(key, ABSENT)))
         }
 
     def difference(self, group: Mapping[str, Any]) -> str | None:

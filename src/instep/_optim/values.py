@@ -417,6 +417,18 @@ def fingerprint(value: Any, elements: int = MOST) -> Any:
     return Look(elements).of(value)
 
 
+class _LookAtSetting(Look):
+    """A parameter that is a setting, such as a learning rate that is learned, is no weight that is stepped."""
+
+    def tensor(self, tensor: torch.Tensor) -> Any:
+        return _Seen(tensor, self._elements)
+
+
+def fingerprint_of_setting(value: Any) -> Any:
+    """The same of a setting of a group, with the parameters that it holds looked into as other tensors are."""
+    return _LookAtSetting().of(value)
+
+
 def held_in(value: Any, kinds: tuple[type, ...], depth: int = DEPTH) -> Iterator[Any]:
     """What there is of ``kinds`` where ``fingerprint`` looks."""
     if isinstance(value, kinds):
