@@ -2654,6 +2654,18 @@ MUTANTS = [
         "self._values.get(slot, self._value_at(slot))",
     ),
     Mutant(
+        "own object: buckets may each keep what is kept by parameter in a dict of their own",
+        "Beside._keeps_elsewhere",
+        "all(mapping is not known for known in self._left.mappings)",
+        "False",
+    ),
+    Mutant(
+        "own object: the first update may make no dict by parameter",
+        "Beside.is_first",
+        "is_first=True",
+        "is_first=False",
+    ),
+    Mutant(
         "own object: buckets may leave other values",
         "Beside.note",
         "for slot in self._left_otherwise(n, changed)",

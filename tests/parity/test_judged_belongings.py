@@ -202,6 +202,97 @@ def test_what_is_moved_for_all_parameters(kind: type[Momentum], way: str) -> Non
 # What it reads of others, by whatever road.
 
 
+class KeepsDicts(Momentum):
+    """Of each step a dict by parameter: the last gradients of all."""
+
+    def made(self) -> None:
+        self.past: Any = []
+
+    def begin(self) -> None:
+        self.now = {p: p.grad.clone() for p in self.with_gradient()}
+
+    def update(self, p: Any) -> None:
+        p.sub_(sum(past.get(p, 0) for past in self.past[-2:]) + p.grad, alpha=0.05)
+
+    def end(self) -> None:
+        self.past.append(self.now)
+
+
+class KeepsOne(KeepsDicts):
+    """The last one alone, in place of the one before."""
+
+    def end(self) -> None:
+        self.past = [self.now]
+
+
+class KeepsOneInGroup(KeepsDicts):
+    def update(self, p: Any) -> None:
+        p.sub_(self.param_groups[0].get("past", {}).get(p, 0) + p.grad, alpha=0.05)
+
+    def end(self) -> None:
+        self.param_groups[0]["past"] = self.now
+
+
+@pytest.mark.parametrize("kind", [KeepsDicts, KeepsOne, KeepsOneInGroup])
+@each_way
+def test_what_is_kept_by_parameter_in_a_dict_of_each_step(kind: type[Momentum], way: str) -> None:
+    """Bucket by bucket, it would be a dict of each bucket, of which the last stays."""
+    require_plain(of_parameters(kind), way, kept, "depends on which parameters step together")
+
+
+class FillsOne(KeepsDicts):
+    """In place, and made with the first step."""
+
+    def begin(self) -> None:
+        self.past = self.past or [{}]
+
+    def update(self, p: Any) -> None:
+        super().update(p)
+        self.past[0][p] = p.grad.clone()
+
+    def end(self) -> None: ...
+
+
+@each_way
+def test_what_is_kept_by_parameter_in_a_dict_that_the_first_step_makes(way: str) -> None:
+    plan = require_same(of_parameters(FillsOne), way, lambda o: None)
+    assert "left to" not in str(plan.judged)
+
+
+class KeepsOneLater(KeepsOne):
+    """From the fifth step on: the first ones show nothing of it."""
+
+    def made(self) -> None:
+        super().made()
+        self.steps = 0
+
+    def begin(self) -> None:
+        self.steps += 1
+        if self.steps >= 5:
+            super().begin()
+
+    def end(self) -> None:
+        if self.steps >= 5:
+            super().end()
+
+
+def test_a_dict_of_each_step_that_comes_later_is_torn() -> None:
+    model = layers()
+    optimizer = KeepsOneLater(model.parameters())
+    with own_steps_are_judged(), instep.attach(model, optimizer, schedule="backward", bucket_bytes=1) as overlap:
+        for i in range(5):
+            loss = model(torch.full((2, 4), 0.1 * i)).square().sum()
+            if i == 4:
+                with pytest.raises(UnsupportedOptimizerError, match="depends on which parameters step together"):
+                    loss.backward()
+                break
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert overlap.state == "torn"
+        overlap.accept_torn()
+
+
 class ReadsState(Momentum):
     def begin(self) -> None:
         self.total = sum(float(entry["m"].abs().mean()) for entry in self.state.values())

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
 from enum import Enum
 from functools import partial
-from itertools import chain, compress, count
+from itertools import chain, compress, count, repeat
 from operator import attrgetter, is_, is_not, methodcaller
 from types import BuiltinFunctionType, CodeType
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ from instep._optim.values import (
     is_immutable,
     is_of_torch,
     kind_of,
+    mappings_in,
     put_dict,
     put_item,
     settings_in,
@@ -220,10 +221,14 @@ class _Left(NamedTuple):
     Attributes:
         at_once: what was changed by a bucket that was noted, by which groups had parameters in it.
         records: by source, where a bucket was asked: what that has left of the values that it changes.
+        mappings: all that there were before the first.
+        is_first: whether what is kept by parameter may be made now: all of the step is taken by ``step()`` afterwards.
     """
 
     at_once: dict[tuple[bool, ...], _Changes]
     records: dict[int, dict[Slot, AsItWas]]
+    mappings: Sequence[Any] = ()
+    is_first: bool = False
 
 
 class Beside:
@@ -264,7 +269,8 @@ class Beside:
         if not is_known:
             self._begin(optimizer, layout)
         self._at_once = None
-        self.reset_left()
+        there = [record.value for record in self._records.values()] if self.is_flat else self._values.values()
+        self._left = _Left({}, {}, [*mappings_in(there)])
         if self.is_flat:
             flat = [record.value for record in self._records.values()]
             lists = [held for held in flat if type(held) is list]
@@ -329,6 +335,8 @@ class Beside:
         # A group of which the bucket has no parameter need not be left as others leave it.
         asked = [n for n in range(len(self._sources)) if not self._is_group(n) or (n < len(groups) and groups[n])]
         disagreement = next((slot for n in asked for slot in self._left_otherwise(n, changed)), None)
+        if not self._left.is_first:
+            disagreement = next(filter(self._keeps_elsewhere, changed), disagreement)
         for number in asked:
             if number not in self._left.records:
                 left = [slot for slot in changed if slot[0] == number]
@@ -377,7 +385,17 @@ class Beside:
 
     def reset_left(self) -> None:
         """The next bucket is the first."""
-        self._left = _Left({}, {})
+        self._left = _Left({}, {}, self._left.mappings, self._left.is_first)
+
+    def is_first(self) -> None:
+        """See ``_Left``."""
+        self._left = self._left._replace(is_first=True)
+
+    def _keeps_elsewhere(self, slot: Slot) -> bool:
+        """Whether a bucket has put what it keeps by parameter into a mapping of its own: of the next bucket there would
+        be nothing in it."""
+        made = (m for m in mappings_in([self._value_at(slot)]) if any(map(isinstance, m, repeat(torch.Tensor))))
+        return any(all(mapping is not known for known in self._left.mappings) for mapping in made)
 
     def take_back(self) -> None:
         """The update has raised, or does not count."""
@@ -486,7 +504,7 @@ class Beside:
             self._values, self._records = {}, {}
         self.unseen, self._versions, self._shared = [], [], []
         self._at_once = None
-        self.reset_left()
+        self._left = _Left({}, {})
 
 
 def _without(names: Container[str], mapping: Mapping[str, Any]) -> dict[str, Any]:

@@ -361,6 +361,8 @@ def require_contents(value: Any, but: object = None) -> None:
 
 
 class _Checked(Contents):
+    """Asks what keeping it would ask, and keeps no tensor."""
+
     def keep(self, held: Any) -> Iterable[Any]:
         if not isinstance(held, torch.Tensor):
             return super().keep(held)

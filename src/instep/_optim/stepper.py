@@ -261,16 +261,17 @@ class Stepper:
         """
         optimizer = self.optimizer()
         running = self._running or self._begin(optimizer, in_parts=True)
-        own = self.own_object
+        own, noted = self.own_object, len(self._state_guard.left)
         assert own is not None, "torch's own are not judged"
         members = self._layouts.groups.members_of(owned)
         self._settings.look(optimizer, numbers_of(members))
+        call = self._staged(running, Update(optimizer, tensors, owned, None, members))
         own.notes, own.belongings.rests = notes, True
         try:
-            self._staged(running, Update(optimizer, tensors, owned, None, members)).run(())
+            PreparedUpdate([call], InBucket(tensors, owned, Placing()), self._state_guard, running.state).run([])
         finally:
             own.notes, own.belongings.rests = True, False
-            torch.autograd.graph.increment_version(tensors)
+            del self._state_guard.left[noted:]  # that of buckets which backward has stepped stays
         return own.returned
 
     def end_parts(self) -> Beside | None:

@@ -429,6 +429,16 @@ def fingerprint_of_setting(value: Any) -> Any:
     return _LookAtSetting().of(value)
 
 
+def mappings_in(values: Iterable[Any], depth: int = DEPTH) -> Iterator[Any]:
+    """All mappings that ``fingerprint`` would look into, one inside another too."""
+    for value in values:
+        if depth and not (is_immutable(value) or isinstance(value, (torch.Tensor, *_CLOSED))):
+            if isinstance(value, Mapping):
+                yield value
+            parts = parts_of(value) or {}
+            yield from mappings_in(parts.values() if len(parts) <= MOST else (), depth - 1)
+
+
 def held_in(value: Any, kinds: tuple[type, ...], depth: int = DEPTH) -> Iterator[Any]:
     """What there is of ``kinds`` where ``fingerprint`` looks."""
     if isinstance(value, kinds):

@@ -339,7 +339,7 @@ class PartsOfUpdate:
         self.reason = HOOKS if has_global_step_hooks() else self._stepper.begin_parts()
         compiles = _Compiles()
         if self.reason is None:
-            self._look_around()
+            self._look_around(is_first=not is_warm)
         for part in self._parts if self.reason is None else ():
             try:
                 self._take_part(part)
@@ -362,8 +362,10 @@ class PartsOfUpdate:
         assert own is not None, "torch's own are not judged"
         return own
 
-    def _look_around(self) -> None:
+    def _look_around(self, *, is_first: bool) -> None:
         try:
+            if is_first:
+                self._own.beside.is_first()
             self._around = _Around(self._optimizer, self._own.beside)
             self.reason = self._shares()
         except (TypeError, RecursionError) as error:
