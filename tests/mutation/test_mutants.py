@@ -792,6 +792,18 @@ MUTANTS = [
         "_Seen(tensor, self._elements)",
         "super().tensor(tensor)",
     ),
+    Mutant(
+        "undo: a model that is gone is asked for its weights",
+        "Rollback._restore",
+        "if attached.peek() is not None",
+        "if True",
+    ),
+    Mutant(
+        "torn: nobody knows what step() has found, once it is cleared",
+        "FinalWrites.before_step",
+        "self._step.round.begins(stepper, self._step.ledger, finds)",
+        "self._step.round.begins(stepper, self._step.ledger)",
+    ),
     Mutant("do not compare hyper-parameters in step()", "Writes._require_as_left", "require_settings_as_left(stepper)"),
     Mutant(
         "do not look at the parameters before a forward",

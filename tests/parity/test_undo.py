@@ -1,6 +1,8 @@
 """``undo``: a step that was taken on trial is put back bit for bit, and training goes on as if it had not been."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -748,3 +750,19 @@ def test_state_of_a_class_that_does_not_know_of_pinned_memory() -> None:
     held.add_(1)
     assert saved.put_back() is held
     assert held.tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.filterwarnings("error")  # what a finalizer raises is one
+def test_a_model_that_is_dropped_while_a_step_stands_on_trial() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    overlap = instep.attach(model, optimizer, schedule="backward", undo=True)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    refs = [weakref.ref(model.weight), weakref.ref(optimizer)]
+    del model, optimizer, overlap
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]

@@ -459,7 +459,7 @@ def test_of_what_step_was_left_to_do_nobody_says_that_it_was_not_done(model: Any
         model.extra.grad = torch.ones(3)  # no source has offered it
         with pytest.raises(ZeroDivisionError):
             optimizer.step()
-        if cleared and schedule == "forward":
+        if cleared:
             optimizer.zero_grad()
         with pytest.raises(TornStepError, match=r" may have been updated or not \(") as torn:
             model(batch(0)[0])

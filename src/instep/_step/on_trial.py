@@ -144,7 +144,10 @@ class Rollback:
     def _restore(self) -> InstepError | None:
         step = self._step
         self._kept.put_back(step.members.all)
-        applied = AttachedParameters(filter(step.members.is_applied, step.members.all))
+        living = (
+            attached for attached in step.members.all if attached.peek() is not None
+        )  # none of a model that is gone
+        applied = AttachedParameters(filter(step.members.is_applied, living))
         now, then = versions_of(applied.tensors()), step.members.versions_as_applied(applied)
         overwritten = [a.spec.name for a, version, left in zip(applied, now, then, strict=True) if version != left]
         state_of = next((stepper.name for stepper in step.members.steppers if stepper.state_was_written), None)

@@ -387,6 +387,7 @@ class Round:
         steppers_left: the optimizers with gradients of this step whose ``step()`` has not returned.
         stepper: of the optimizer whose ``step()`` runs, or was ended by an error that nobody has noticed yet.
         takes_step: whether the step is taken; ``None``: not known yet.
+        finds: parameters that the running ``step()`` has found gradients of.
         hidden: parameters whose gradient the running ``step()`` is not to find, with the gradient. Parameters are held
             weakly: a loop that drops its model after a ``step()`` that has raised is to get it freed.
     """
@@ -396,13 +397,14 @@ class Round:
         self.steppers_left: set[Stepper] = set()
         self.stepper: Stepper | None = None
         self.takes_step: bool | None = None
+        self.finds: Sequence[AttachedParameter] = ()
         self.hidden: list[tuple[AttachedParameter, torch.Tensor]] = []
         self._settings: Callable[[], None] | None = None  # puts back what a step that is left out writes
         self._settings_before: Callable[[], None] | None = None  # the same, of a step that is stopped
 
-    def begins(self, stepper: Stepper, ledger: Ledger) -> None:
+    def begins(self, stepper: Stepper, ledger: Ledger, finds: Sequence[AttachedParameter] = ()) -> None:
         """``step()`` is about to update."""
-        self.stepper = stepper
+        self.stepper, self.finds = stepper, finds
         ledger.happened(Event.STEP_BEGINS)
 
     def refuse(self, ledger: Ledger) -> None:
@@ -462,7 +464,7 @@ class Round:
     def drop_call(self) -> None:
         """No call runs any more. Others may still be owed."""
         self.stepper = self._settings = self._settings_before = None
-        self.hidden = []
+        self.hidden, self.finds = [], ()
 
     def end_step(self) -> None:
         """The step is over, or was none."""

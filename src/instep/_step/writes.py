@@ -565,7 +565,8 @@ class FinalWrites(Writes):
         self.clip_rest(left)
         self._step.before_update(stepper, left)
         rest = self._rest_of(stepper, left)
-        self._step.round.begins(stepper, self._step.ledger)
+        finds = [attached for attached in left if gradient_of(attached) is not None]
+        self._step.round.begins(stepper, self._step.ledger, finds)
         self._step_rest(stepper, rest)
         for parameter in parameters:
             parameter.grad = None
@@ -588,8 +589,12 @@ class FinalWrites(Writes):
 
     def step_stopped(self, stepper: Stepper) -> None:
         members, round_ = self._step.members, self._step.round
-        living = [a for a in members.all if a.peek() is not None]
-        with_gradient = [a for a in living if a.spec.index in members.offered or gradient_of(a) is not None]
+        living, finds = [a for a in members.all if a.peek() is not None], {a.spec.index for a in round_.finds}
+        # Also those that step() has found, and the loop has cleared since.
+        found = (
+            a for a in living if a.spec.index in members.offered or a.spec.index in finds or gradient_of(a) is not None
+        )
+        with_gradient = list(found)
         # Those that instep itself has stepped before step() began, and those whose optimizer's step() has returned.
         done = [attached for attached, _ in round_.hidden]
         done += [a for a in with_gradient if a.stepper is not stepper and a.stepper not in round_.steppers_left]
