@@ -762,7 +762,8 @@ def test_a_model_that_is_dropped_while_a_step_stands_on_trial() -> None:
         optimizer.step()
         optimizer.zero_grad()
     model(torch.ones(2, 4)).sum().backward()
-    refs = [weakref.ref(model.weight), weakref.ref(optimizer)]
+    weight, stepped_by = weakref.ref(model.weight), weakref.ref(optimizer)
     del model, optimizer, overlap
     gc.collect()
-    assert [ref() for ref in refs] == [None, None]
+    assert weight() is None
+    assert stepped_by() is None

@@ -565,7 +565,7 @@ class FinalWrites(Writes):
         self.clip_rest(left)
         self._step.before_update(stepper, left)
         rest = self._rest_of(stepper, left)
-        finds = [attached for attached in left if gradient_of(attached) is not None]
+        finds = [attached for attached in left if gradient_of(attached) is not None] if left else []
         self._step.round.begins(stepper, self._step.ledger, finds)
         self._step_rest(stepper, rest)
         for parameter in parameters:
