@@ -438,6 +438,35 @@ def test_an_error_in_the_flush_is_torn(model: Any) -> None:
         assert torn.value.unsure == tuple(name for name, _ in model.named_parameters() if name != "extra")
 
 
+class LogsNorms(torch.optim.SGD):
+    """In the third step: of no gradient there is none."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        norms = [p.grad.norm() for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if self.count == 3:
+            torch.stack(norms)
+        return super().step(closure)
+
+
+def test_a_step_that_needs_gradients_and_finds_none_is_told_so() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = LogsNorms(model.parameters(), lr=0.1)
+    with instep.attach(model, optimizer, schedule="backward") as overlap:
+        for _ in range(2):
+            model(torch.ones(2, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model(torch.ones(2, 2)).sum().backward()
+        with pytest.raises(RuntimeError, match="non-empty"):
+            optimizer.step()
+        with pytest.raises(TornStepError, match=r"LogsNorms.step\(\) raised, where it found no gradient"):
+            model(torch.ones(2, 2))
+        overlap.accept_torn()
+
+
 def stops(parameters: list[torch.Tensor]) -> None:
     """For an update: it raises at a parameter of this shape."""
     if any(parameter.shape == (3,) for parameter in parameters):

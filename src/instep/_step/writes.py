@@ -600,7 +600,10 @@ class FinalWrites(Writes):
         done += [a for a in with_gradient if a.stepper is not stepper and a.stepper not in round_.steppers_left]
         members.applied.update(attached.spec.index for attached in done)
         unsure = [a.spec.name for a in with_gradient if a.stepper is stepper and not members.is_applied(a)]
-        self.tear(InstepError(f"{stepper.name}.step() raised"), unsure)
+        why = ""
+        if not round_.finds and members.applied_by(stepper):
+            why = ", where it found no gradient: backward had applied all. If it needs some, use schedule='forward'"
+        self.tear(InstepError(f"{stepper.name}.step() raised{why}"), unsure)
 
     def committed(self, stepper: Stepper, applied: AttachedParameters) -> None:
         for parameter, spent in zip(applied.tensors(), applied.spent, strict=True):
