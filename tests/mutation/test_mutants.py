@@ -2672,6 +2672,18 @@ MUTANTS = [
         "False",
     ),
     Mutant(
+        "what a group keeps by parameter is not reached",
+        "reached",
+        ", *map(settings_in, optimizer.param_groups)",
+        "",
+    ),
+    Mutant(
+        "what is kept by parameter is put back by update()",
+        "KeptByParameter.restore",
+        "for key, contents in kept:\n                mapping[key] = contents.put_back()",
+        "mapping.update((key, contents.put_back()) for key, contents in kept)",
+    ),
+    Mutant(
         "own object: the first update may make no dict by parameter",
         "Beside.is_first",
         "is_first=True",

@@ -9,6 +9,7 @@ import threading
 import warnings
 import weakref
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -238,6 +239,32 @@ class KeepsOneInGroup(KeepsDicts):
 def test_what_is_kept_by_parameter_in_a_dict_of_each_step(kind: type[Momentum], way: str) -> None:
     """Bucket by bucket, it would be a dict of each bucket, of which the last stays."""
     require_plain(of_parameters(kind), way, kept, "depends on which parameters step together")
+
+
+class InAGroup(Momentum):
+    """Momentum in a dict by parameter, in the group."""
+
+    def update(self, p: Any) -> None:
+        m = self.param_groups[0].setdefault("m", {}).setdefault(p, torch.zeros_like(p))
+        p.sub_(m.mul_(0.9).add_(p.grad), alpha=0.05)
+
+
+class CountsByParameter(Momentum):
+    """In a ``Counter``, to which ``update()`` adds."""
+
+    def made(self) -> None:
+        self.ages: Any = Counter()
+
+    def update(self, p: Any) -> None:
+        self.ages[p] += 1
+        p.sub_(p.grad, alpha=0.05 / self.ages[p])
+
+
+@pytest.mark.parametrize("kind", [InAGroup, CountsByParameter])
+@each_way
+def test_what_is_kept_by_parameter_is_put_back(kind: type[Momentum], way: str) -> None:
+    plan = require_same(of_parameters(kind), way, kept)
+    assert "left to" not in str(plan.judged)
 
 
 class FillsOne(KeepsDicts):

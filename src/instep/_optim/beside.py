@@ -269,10 +269,9 @@ class Beside:
         if not is_known:
             self._begin(optimizer, layout)
         self._at_once = None
-        there = [record.value for record in self._records.values()] if self.is_flat else self._values.values()
-        self._left = _Left({}, {}, [*mappings_in(there)])
+        flat = [record.value for record in self._records.values()] if self.is_flat else []
+        self._left = _Left({}, {}, [*mappings_in(flat if self.is_flat else self._values.values())])
         if self.is_flat:
-            flat = [record.value for record in self._records.values()]
             lists = [held for held in flat if type(held) is list]
             own = [held for held in flat if type(held) is dict]
             self._at_once = _AtOnce([*dicts, *own], lists, optimizer.state)

@@ -17,8 +17,8 @@ from instep._optim.values import put_dict, reachable_values, settings_in
 
 
 def reached(optimizer: Optimizer, *kinds: type) -> Iterator[Any]:
-    """What there is of ``kinds`` that its attributes and shared state reach."""
-    owners = [read_by_update(optimizer), beside_parameters(optimizer.state)]
+    """What there is of ``kinds`` that its attributes, groups and shared state reach."""
+    owners = [read_by_update(optimizer), beside_parameters(optimizer.state), *map(settings_in, optimizer.param_groups)]
     return (value for value in reachable_values(owners, optimizer) if isinstance(value, kinds))
 
 

@@ -156,7 +156,8 @@ class KeptByParameter:
         for mapping, keys, kept in self._kept:
             for key in [key for key in mapping if isinstance(key, torch.Tensor) and id(key) not in keys]:
                 del mapping[key]
-            mapping.update((key, contents.put_back()) for key, contents in kept)
+            for key, contents in kept:
+                mapping[key] = contents.put_back()  # not by update(), which a Counter's adds to
 
 
 class BeforeUpdate:
