@@ -2668,7 +2668,7 @@ MUTANTS = [
     Mutant(
         "own object: buckets may each keep what is kept by parameter in a dict of their own",
         "Beside._keeps_elsewhere",
-        "all(mapping is not known for known in self._left.mappings)",
+        "all(mapping is not known for known in there)",
         "False",
     ),
     Mutant(

@@ -221,7 +221,7 @@ class _Left(NamedTuple):
     Attributes:
         at_once: what was changed by a bucket that was noted, by which groups had parameters in it.
         records: by source, where a bucket was asked: what that has left of the values that it changes.
-        mappings: all that there were before the first.
+        mappings: all that there were before the first; of an object that is flat the records have them.
         is_first: whether what is kept by parameter may be made now: all of the step is taken by ``step()`` afterwards.
     """
 
@@ -269,9 +269,9 @@ class Beside:
         if not is_known:
             self._begin(optimizer, layout)
         self._at_once = None
-        flat = [record.value for record in self._records.values()] if self.is_flat else []
-        self._left = _Left({}, {}, [*mappings_in(flat if self.is_flat else self._values.values())])
+        self._left = _Left({}, {}, () if self.is_flat else [*mappings_in(self._values.values())])
         if self.is_flat:
+            flat = [record.value for record in self._records.values()]
             lists = [held for held in flat if type(held) is list]
             own = [held for held in flat if type(held) is dict]
             self._at_once = _AtOnce([*dicts, *own], lists, optimizer.state)
@@ -394,7 +394,8 @@ class Beside:
         """Whether a bucket has put what it keeps by parameter into a mapping of its own: of the next bucket there would
         be nothing in it."""
         made = (m for m in mappings_in([self._value_at(slot)]) if any(map(isinstance, m, repeat(torch.Tensor))))
-        return any(all(mapping is not known for known in self._left.mappings) for mapping in made)
+        there = [record.value for record in self._records.values()] if self.is_flat else self._left.mappings
+        return any(all(mapping is not known for known in there) for mapping in made)
 
     def take_back(self) -> None:
         """The update has raised, or does not count."""
