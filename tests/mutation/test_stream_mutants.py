@@ -82,7 +82,7 @@ MUTANTS = [
     _mutant(
         "the streams of modules that only read are not seen",
         "CheckedReaders._before_read",
-        "schedule.streams.producers.note_current(device)",
+        "schedule.streams.producers.note_current(parameters[0].spec.device)",
     ),
     _mutant(
         "the streams of a model's modules are not seen",

@@ -20,9 +20,9 @@ BOUNDS = {
     # Files, calls.
     "bucket": (8, 12),
     "backward": (27, 361),
-    "forward": (29, 642),
+    "forward": (29, 644),
     "default": (8, 23),
-    "undo": (31, 844),
+    "undo": (32, 837),
 }
 ATTACH = {"backward": 40, "forward": 42, "default": 42, "undo": 41}
 
