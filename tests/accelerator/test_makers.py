@@ -164,15 +164,28 @@ class Evaluated(nn.Module):
         return x
 
 
+class HeadEvaluated(nn.Module):
+    """Its head is called by itself, on a stream of its own, while backward runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head = layers(), nn.Linear(10, 10)
+        self.stream = torch.Stream("emu")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.trunk(x))
+        return found
+
+
 def monitor(model: Any, optimizer: torch.optim.Optimizer, backward: Callable[[Any], None]) -> None:
     """The stream on which weights are read is joined between backward and ``step()``."""
     for i in range(STEPS):
         x = torch.full((4, 10), 0.1 * (i + 1))
         loss = model(x).square().mean()
-        if isinstance(model, Evaluated):
+        if not isinstance(model, Monitored):
             model.stream.wait_stream(torch.accelerator.current_stream())
             with emu().stream(model.stream), torch.no_grad():
-                model.seen = model(x).sum()
+                model.seen = (model.head if isinstance(model, HeadEvaluated) else model)(x).sum()
         backward(loss)
         torch.accelerator.current_stream().wait_stream(model.stream)
         optimizer.step()
@@ -181,7 +194,7 @@ def monitor(model: Any, optimizer: torch.optim.Optimizer, backward: Callable[[An
 
 @pytest.mark.parametrize("bucket_bytes", [450, ONE_BUCKET])
 @pytest.mark.parametrize("options", WAYS)
-@pytest.mark.parametrize("model", [Monitored, Evaluated])
+@pytest.mark.parametrize("model", [Monitored, Evaluated, HeadEvaluated])
 def test_weights_read_on_a_stream_that_is_joined_after_backward(
     model: type[nn.Module], options: str, bucket_bytes: int
 ) -> None:
