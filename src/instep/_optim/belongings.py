@@ -29,7 +29,7 @@ def mappings_of(optimizer: Optimizer) -> list[Mappings]:
     return [mapping for mapping in reached(optimizer, MutableMapping) if mapping is not optimizer.state]
 
 
-def _with_parameters(mappings: Iterable[Mappings]) -> list[Mappings]:
+def with_parameters(mappings: Iterable[Mappings]) -> list[Mappings]:
     """Those that have tensors for keys."""
     return [mapping for mapping in mappings if any(map(isinstance, mapping, repeat(torch.Tensor)))]
 
@@ -104,14 +104,14 @@ class BelongingsGuard(Stage):
         """They were updated. What is kept of them now takes the place of what was noted before."""
         if self.rests:
             return
-        mappings = _with_parameters(self.mappings) if self.mappings else []
+        mappings = with_parameters(self.mappings) if self.mappings else []
         # As mostly there is nothing, and it is asked of each bucket, and in each step.
         kept = repeat(_NOTHING) if _keep_nothing(parameters, mappings) else (_look_at(p, mappings) for p in parameters)
         self._found.update(zip(map(id, parameters), zip(parameters, kept, strict=False), strict=False))
 
     def changed(self) -> str | None:
         """Something that is not as it was noted, in words; ``None``: nothing."""
-        mappings = _with_parameters(self.mappings or ())
+        mappings = with_parameters(self.mappings or ())
         parameters, kept = zip(*self._found.values(), strict=True) if self._found else ((), ())
         if not any(kept) and _keep_nothing(parameters, mappings):
             return None

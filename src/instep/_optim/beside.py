@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence, Sized
 from enum import Enum
 from functools import partial
-from itertools import chain, compress, count, repeat
+from itertools import chain, compress, count
 from operator import attrgetter, is_, is_not, methodcaller
 from types import BuiltinFunctionType, CodeType
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from instep._optim.belongings import with_parameters
 from instep._optim.contents import Contents, digest_of_value
 from instep._optim.kinds import (
     NO_SETTINGS,
@@ -393,7 +394,7 @@ class Beside:
     def _keeps_elsewhere(self, slot: Slot) -> bool:
         """Whether a bucket has put what it keeps by parameter into a mapping of its own: of the next bucket there would
         be nothing in it."""
-        made = (m for m in mappings_in([self._value_at(slot)]) if any(map(isinstance, m, repeat(torch.Tensor))))
+        made = with_parameters(mappings_in([self._value_at(slot)]))
         there = [record.value for record in self._records.values()] if self.is_flat else self._left.mappings
         return any(all(mapping is not known for known in there) for mapping in made)
 

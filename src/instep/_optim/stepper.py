@@ -79,8 +79,9 @@ class PreparedUpdate:
     """The update of some parameters of one optimizer, made before their gradients are there.
 
     A kernel writes nothing but its lists, a shadow of one of torch's nothing but parameters and their state, and a
-    foreign object looks after itself. So of all stages only the two guards have anything to do: the settings were
-    looked at when this was made, and the state is noted as the update leaves it.
+    foreign object looks after itself; what needs more is a call with stages around it (``StagedCall``). So here only
+    the two guards have anything to do: the settings were looked at when this was made, and the state is noted as the
+    update leaves it.
 
     Args:
         guard: of the state; ``None``: nobody looks back, and nothing is counted.

@@ -812,7 +812,7 @@ class BackwardCalls(StepCalls):
             if step.round.evaluates_again:
                 return  # a line search: all of the step is left to step(), which goes on
         if step.ledger.torn is not None:
-            raise step.ledger.torn.error()
+            step.ledger.require_whole()
 
     def leave_to_optimizer(self, stepper: Stepper, error: InstepError) -> None:
         if self._step.members.applied_by(stepper) and self._step.ledger.torn is None:

@@ -589,12 +589,9 @@ class FinalWrites(Writes):
 
     def step_stopped(self, stepper: Stepper) -> None:
         members, round_ = self._step.members, self._step.round
-        living, finds = [a for a in members.all if a.peek() is not None], {a.spec.index for a in round_.finds}
-        # Also those that step() has found, and the loop has cleared since.
-        found = (
-            a for a in living if a.spec.index in members.offered or a.spec.index in finds or gradient_of(a) is not None
-        )
-        with_gradient = list(found)
+        living = [a for a in members.all if a.peek() is not None]
+        known = members.offered.union(a.spec.index for a in round_.finds)  # also where the loop has cleared it since
+        with_gradient = [a for a in living if a.spec.index in known or gradient_of(a) is not None]
         # Those that instep itself has stepped before step() began, and those whose optimizer's step() has returned.
         done = [attached for attached, _ in round_.hidden]
         done += [a for a in with_gradient if a.stepper is not stepper and a.stepper not in round_.steppers_left]
