@@ -96,17 +96,17 @@ MUTANTS = [
         "all(record.is_flat for record in records)",
         "True",
     ),
-    Mutant("objects: state is not counted", "_AtOnce._sizes_now", "len(self._state), ", ""),
+    Mutant("objects: state is not counted", "_AtOnce.__init__", "[state, *dicts, *lists]", "[*dicts, *lists]"),
     Mutant(
         "objects: an item may move from one list to the next",
-        "_AtOnce._keys_are_same",
-        "self._sizes_now() == self._sizes",
+        "_AtOnce._now",
+        "list(map(len, self._sized)) == self._sizes",
         "True",
     ),
     Mutant(
         "objects: values may come under other keys",
-        "_AtOnce._keys_are_same",
-        "all(map(is_, chain.from_iterable(self._dicts), self._keys))",
+        "_AtOnce._now",
+        "all(map(is_, chain.from_iterable(dicts), self._keys))",
         "True",
     ),
     Mutant("objects: a tensor that is put back is compared by its writes", "_as_held", "MOST_BYTES // 4", "1024"),
@@ -469,7 +469,7 @@ MUTANTS = [
     Mutant(
         "kernels: do not look whether settings have changed since the step's first bucket",
         "Stepper.prepare",
-        "self._settings.look(optimizer, sorted({n for some in members for n in numbers_of(some)}))",
+        "self._settings.look(optimizer, sorted({n for some in members for n, (mine, _) in enumerate(some) if mine}))",
     ),
     Mutant(
         "kernels: autograd does not see what they write",

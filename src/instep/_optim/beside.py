@@ -147,32 +147,31 @@ class _AtOnce:
     """
 
     def __init__(self, dicts: Sequence[dict[Any, Any]], lists: Sequence[list[Any]], state: Sized) -> None:
-        self._dicts, self._lists, self._state = dicts, lists, state
+        self._dicts, self._lists = dicts, lists
+        # An item may move from the end of one to the beginning of the next.
+        self._sized: Sequence[Sized] = [state, *dicts, *lists]
+        self._sizes = list(map(len, self._sized))
         self._keys = [*chain.from_iterable(dicts)]
-        self._sizes = self._sizes_now()
-        self._values = self._now()
+        self._values = self._now() or []
         self._places: list[tuple[Any, Any]] = []  # of each, where it is put back, once one is
 
-    def _sizes_now(self) -> list[int]:
-        # An item may move from the end of one to the beginning of the next.
-        return [len(self._state), *map(len, self._dicts), *map(len, self._lists)]
-
-    def _now(self) -> list[Any]:
-        return [*chain.from_iterable(map(_VALUES, self._dicts)), *chain.from_iterable(self._lists)]
-
-    @property
-    def _keys_are_same(self) -> bool:
-        return self._sizes_now() == self._sizes and all(map(is_, chain.from_iterable(self._dicts), self._keys))
+    def _now(self) -> list[Any] | None:
+        """``None``: there are values more, or fewer, or under other keys."""
+        dicts = self._dicts
+        if list(map(len, self._sized)) == self._sizes and all(map(is_, chain.from_iterable(dicts), self._keys)):
+            return [*chain.from_iterable(map(_VALUES, dicts)), *chain.from_iterable(self._lists)]
+        return None
 
     @property
     def are_same(self) -> bool:
-        return self._keys_are_same and all(map(is_, self._now(), self._values))
+        now = self._now()
+        return now is not None and all(map(is_, now, self._values))
 
     def changes(self) -> _Changes | None:
-        """``None``: there are values more, or fewer, or under other keys."""
-        if not self._keys_are_same:
-            return None
+        """``None``: see ``_now``."""
         now = self._now()
+        if now is None:
+            return None
         at = [*compress(count(), map(is_not, now, self._values))]
         values = [*map(now.__getitem__, at)]
         return at, [*map(type, values)], values

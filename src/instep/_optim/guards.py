@@ -24,7 +24,7 @@ from instep._optim.values import (
     waits_for_host,
 )
 from instep._torch.engine import as_default_device, default_device
-from instep._torch.versions import are_plain, versions_of
+from instep._torch.versions import PLAIN, are_plain, versions_of
 from instep.errors import HyperparameterChangedError
 
 
@@ -206,7 +206,7 @@ class EntriesAsLeft(NamedTuple):
         names, values = _names_of(entries), _values_of(entries)
         tensors: list[torch.Tensor] = values
         others: list[tuple[Any, Any]] = []
-        if not are_plain(values):
+        if not PLAIN.issuperset(map(type, values)):
             tensors = [value for value in values if isinstance(value, torch.Tensor)]
             written = [value for value in values if not isinstance(value, torch.Tensor) and not is_immutable(value)]
             others = [(value, fingerprint(value)) for value in written]

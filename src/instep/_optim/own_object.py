@@ -16,7 +16,7 @@ is put into the object when the step is committed, in place of what ``step()`` w
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
 from itertools import repeat
 from operator import is_
@@ -42,7 +42,6 @@ from instep._optim.values import (
     address_of,
     held_in,
 )
-from instep._torch.engine import AS_IT_IS
 from instep._torch.versions import memory_of, version_of, versions_of
 from instep.errors import UnsupportedOptimizerError
 
@@ -56,7 +55,7 @@ class _Params(list[Any]):
 
     __slots__ = ("names", "thread", "whole")
 
-    # Set by ``_members_of``, and not in a constructor: a bucket has little time.
+    # Set by ``_lend``, and not in a constructor: a bucket has little time.
     whole: list[Any]
     names: list[str] | None  # of all
     thread: int
@@ -280,7 +279,7 @@ class OwnObject:
             self.beside.note(members)
         else:
             self.beside.take_back()
-        if [*map(version_of, others)] != versions:
+        if others and [*map(version_of, others)] != versions:
             raise _refused(self._name, _WRITES_OTHERS)
         if optimizer.state is not state or len(state) < len(entries):
             optimizer.state = state
@@ -310,10 +309,13 @@ class OwnObject:
         before = [*zip(instead, map(attributes.get, instead, repeat(ABSENT)), strict=True)]
         try:
             attributes.update(instead)
-            _put(_members_of(whole, members, tensors))
+            _lend(whole, members, tensors)
             self._runs_on, self._used_others = threading.get_ident(), False
-            # As mostly in a backward, and to enter contexts takes longer than to ask.
-            with torch.no_grad() if torch.is_grad_enabled() else AS_IT_IS, without_autocast(tensors[0].device.type):
+            device_type = tensors[0].device.type
+            if torch.is_grad_enabled() or torch.is_autocast_enabled(device_type):
+                with torch.no_grad(), without_autocast(device_type):
+                    returned = call(optimizer, members)
+            else:  # as mostly in a backward, and to enter contexts takes longer than to ask
                 returned = call(optimizer, members)
             if self._used_others:  # and the update has caught the error
                 raise _refused(self._name, _USES_OTHERS)
@@ -390,15 +392,16 @@ def _put(lists: Iterable[_Lists]) -> None:
             group["param_names"] = names
 
 
-def _members_of(whole: Iterable[_Lists], members: Sequence[Members], tensors: Sequence[Any]) -> Iterator[_Lists]:
-    """The groups with ``tensors`` alone."""
+def _lend(whole: Iterable[_Lists], members: Sequence[Members], tensors: Sequence[Any]) -> None:
+    """From now on the groups hold ``tensors`` alone."""
     thread = threading.get_ident()
     for number, (group, params, names) in enumerate(whole):
         # A group that was added since the step began holds none of them.
         in_bucket, in_group = members[number] if number < len(members) else ((), ())
-        some = _Params(map(tensors.__getitem__, in_bucket))
+        some = group["params"] = _Params(map(tensors.__getitem__, in_bucket))
         some.whole, some.names, some.thread = params, names, thread
-        yield group, some, None if names is None else [names[place] for place in in_group]
+        if names is not None:
+            group["param_names"] = [names[place] for place in in_group]
 
 
 class StorageAddresses:

@@ -349,7 +349,7 @@ class Stepper:
         calls: Sequence[Sequence[_Call] | None] = [None] * len(buckets)
         if kernels and running.kernel is not None and found is not None:
             calls = running.kernel.calls(optimizer, buckets, self._layouts.groups, found)
-        self._settings.look(optimizer, sorted({n for some in members for n in numbers_of(some)}))
+        self._settings.look(optimizer, sorted({n for some in members for n, (mine, _) in enumerate(some) if mine}))
         guard = self._state_guard if self._looks_back else None
         return [
             PreparedUpdate(some or self._calls_of(running, optimizer, bucket, mine), bucket, guard, running.state)
