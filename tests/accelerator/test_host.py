@@ -84,7 +84,7 @@ CLIPS: Mapping[str, tuple[Mapping[str, Any], int]] = {
 @pytest.mark.parametrize("clip", CLIPS)
 def test_clips(clip: str, optimizer: str) -> None:
     options, waits = CLIPS[clip]
-    require_waits(options, waits, {"clip": CLIP}, optimizers=optimizer)
+    require_waits(options, waits, {"clip": CLIP}, asks=clip == "two passes", optimizers=optimizer)
 
 
 @pytest.mark.parametrize("way", [name for name in WAYS if name != "backward"])
@@ -107,7 +107,7 @@ def test_a_scaler_in_a_loop_that_does_not_unscale(optimizer: str) -> None:
     """A fused kernel takes the scale off by itself: whether as it was taken off in backward is asked, too."""
     scalers = [torch.amp.GradScaler("emu", init_scale=2.0**10, growth_interval=2) for _ in range(2)]
     options = {"schedule": "backward", "undo": True, "scaler": scalers[1]}
-    how = {"optimizers": optimizer, "scaler": scalers[1], "unscales": False}
+    how: dict[str, Any] = {"optimizers": optimizer, "scaler": scalers[1], "unscales": False}
     require_waits(options, 5 if optimizer == "fused" else 1, {"scaler": scalers[0]}, **how)
 
 

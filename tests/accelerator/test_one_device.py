@@ -12,6 +12,7 @@ from torch import nn
 
 import instep
 from instep._optim.kernels import KernelCall
+from instep.errors import InstepError
 from tests.accelerator import ACCELERATOR, EMULATED
 from tests.accelerator.comparing import compare
 from tests.accelerator.loops import CLIP, HAPPENINGS, MODELS, ONLY, OPTIMIZERS, READERS, WAYS, train
@@ -76,6 +77,42 @@ CLIPS: Mapping[str, Mapping[str, Any]] = {
 def test_clips(clip: str, optimizer: str, micro_batches: int) -> None:
     norm = CLIPS[clip]["clip"].max_norm
     compare(CLIPS[clip], {"clip": norm}, optimizer=optimizer, micro_batches=micro_batches)
+
+
+class OtherLater(torch.autograd.Function):
+    """From its fifth call on every second one gives twice the gradient."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        OtherLater.calls += 1
+        return gradients[0] * (2 if OtherLater.calls > 4 and OtherLater.calls % 2 == 0 else 1)
+
+
+def test_another_gradient_in_the_second_pass() -> None:
+    """The host does not wait to know: the step after it, or the one after that, says so."""
+    OtherLater.calls = 0
+    model = torch.nn.ParameterList([torch.ones(3), torch.ones(3)]).to(ACCELERATOR)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with instep.attach(model, optimizer, bucket_bytes=1, **CLIPS["two passes"]) as overlap:
+
+        def steps(count: int) -> None:
+            for _ in range(count):
+                overlap.backward((model[0] * OtherLater.apply(model[1])).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+                torch.accelerator.synchronize()
+
+        steps(2)
+        with pytest.raises(InstepError, match="gave '1' another gradient than the first in an earlier step"):
+            steps(3)
+        assert overlap.state == "torn"
+        overlap.accept_torn()
 
 
 @pytest.mark.parametrize("way", [name for name in WAYS if name != "backward"])

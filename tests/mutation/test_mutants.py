@@ -202,8 +202,8 @@ MUTANTS = [
     Mutant("two passes: a large buffer may be written twice", "Passes.measuring", "if lost is not None:", "if False:"),
     Mutant(
         "two passes: gradients may be hidden from the first",
-        "BackwardSchedule.backward",
-        "raise\n                passes.require_seen(loss)",
+        "BackwardSchedule._measure",
+        "raise\n            passes.require_seen(loss)",
         "raise",
     ),
     Mutant(
@@ -213,12 +213,44 @@ MUTANTS = [
         "all_measured",
     ),
     Mutant(
-        "two passes: a bucket may hold what was not measured", "FinalWrites.ready", "passes.require_measured(bucket)"
+        "two passes: a bucket may hold what was not measured",
+        "FinalWrites.ready",
+        "passes.require_measured(bucket, gradients)",
+    ),
+    Mutant(
+        "two passes: the second may give other gradients",
+        "Passes.require_measured",
+        "raise _another_gradient(name)",
+        "pass",
+    ),
+    Mutant(
+        "exit: what goes after the names of a module looks for these",
+        "_tell_no_more",
+        "if _told is None:",
+        "if False:",
+    ),
+    Mutant(
+        "two passes: compiled code is not seen to run twice before it is stepped",
+        "BackwardSchedule.backward",
+        "if unproved := passes.unproved_in(loss):",
+        "if unproved := set():",
+    ),
+    Mutant(
+        "two passes: compiled code is proved in every step",
+        "Passes.proving",
+        "self._proved.update(code)",
+        "pass",
+    ),
+    Mutant(
+        "two passes: torch's error names its switch alone",
+        "BackwardSchedule._measure",
+        '"donated_buffer" in str(error)',
+        "False",
     ),
     Mutant(
         "two passes: what is left to step() may not be measured",
         "BackwardSchedule.backward",
-        "passes.require_measured([a for a in self._step.members.all if gradient_of(a) is not None])",
+        "passes.require_measured([a for a, _ in left], [g for _, g in left])",
     ),
     Mutant("two passes: the first disturbs the order", "LocalSource._leaves_all", " or self._sink.measures", ""),
     Mutant(

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint
@@ -549,6 +551,144 @@ def test_two_pass_where_a_gradient_comes_in_the_second_alone(bucket_bytes: int) 
             overlap.backward(loss)
         assert torch.equal(hidden, torch.ones(3))
         overlap.accept_torn()
+
+
+class OtherTheSecondTime(torch.autograd.Function):
+    """Its second backward gives twice the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        ctx.calls = 0
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        ctx.calls += 1
+        return ctx.calls * gradients[0]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 10_000], ids=["full buckets", "left to step()"])
+def test_two_pass_where_the_second_gives_another_gradient(bucket_bytes: int) -> None:
+    model = nn.ParameterList([torch.ones(3), torch.ones(3), torch.ones(3)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with instep.attach(model, optimizer, schedule="backward", clip=TWO_PASS, bucket_bytes=bucket_bytes) as overlap:
+        first, other, unused = model
+        with pytest.raises(InstepError, match=r"second backward .* gave '1' another gradient than the first"):
+            overlap.backward((first * OtherTheSecondTime.apply(other)).sum() + 0 * unused.detach().sum())
+        assert torch.equal(other, torch.ones(3))
+        overlap.accept_torn()
+
+
+@pytest.fixture
+def _compiled_for_two_backwards() -> Iterator[None]:
+    torch._dynamo.reset()
+    with functorch_config.patch(donated_buffer=False):
+        yield
+    torch._dynamo.reset()
+
+
+def compiling(backward: Callable[[Any, Any], Callable[..., Any]]) -> Any:
+    """A backend of torch.compile that runs forward graphs as they are, backward's by ``backward``."""
+    return aot_autograd(fw_compiler=as_it_is, bw_compiler=backward)
+
+
+def as_it_is(graph: Any, inputs: Any) -> Callable[..., Any]:
+    return boxed(graph.forward)
+
+
+def boxed(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Called with a list of arguments."""
+
+    def call(arguments: list[Any]) -> Any:
+        return run(*arguments)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def writes_over_what_it_saved(graph: Any, inputs: Any) -> Callable[..., Any]:
+    """A compiled backward that runs right once, as inductor's does that donates its buffers."""
+    calls = 0
+
+    def run(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return [g if g is None or calls % 2 else 2 * g for g in graph.forward(*arguments)]
+
+    return boxed(run)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # in torch's own compiler
+@pytest.mark.parametrize("again", [False, True], ids=["the first code", "code that comes later"])
+@pytest.mark.usefixtures("_compiled_for_two_backwards")
+def test_two_pass_over_compiled_code_that_runs_once(again: bool) -> None:
+    """Found before anything is written."""
+    backend = compiling(writes_over_what_it_saved)
+    blocks = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    model = nn.Sequential(*blocks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with instep.attach(model, optimizer, schedule="backward", clip=TWO_PASS, bucket_bytes=1) as overlap:
+        if again:
+            overlap.backward(torch.compile(model, backend="aot_eager")(torch.ones(2, 4)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        before = copy.deepcopy(dict(training_state(model, optimizer)))
+        loss = torch.compile(model, backend=backend)(torch.ones(2, 4)).sum()
+        with pytest.raises(InstepError, match=r"another gradient than the first.*TORCHINDUCTOR_CACHE_DIR"):
+            overlap.backward(loss)
+        assert first_difference(iter(before.items()), training_state(model, optimizer)) is None
+        assert overlap.state == "idle"
+        overlap.backward(model(torch.ones(2, 4)).sum())  # the loop goes on
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_two_pass_over_code_that_torch_runs_once() -> None:
+    """Its first backward, before ``attach``, was one that kept no graph."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = torch.compile(model, backend=compiling(as_it_is))
+    run(torch.ones(2, 4)).sum().backward()
+    optimizer.zero_grad()
+    with instep.attach(model, optimizer, schedule="backward", clip=TWO_PASS) as overlap:
+        loss = run(torch.ones(2, 4)).sum()
+        with pytest.raises(InstepError, match=r"Nothing was updated.*donated_buffer = False.*TORCHINDUCTOR_CACHE_DIR"):
+            overlap.backward(loss)
+        assert overlap.state == "idle"
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.usefixtures("_compiled_for_two_backwards")
+def test_two_pass_proves_compiled_code_once() -> None:
+    """Three backwards in its first step, two in each other; equal to the compiled plain loop that clips."""
+    calls = 0
+
+    def counted(graph: Any, inputs: Any) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return graph.forward(*arguments)
+
+        return boxed(run)
+
+    backend = compiling(counted)
+    models = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    run = [torch.compile(model, backend=backend) for model in models]
+    with instep.attach(models[1], optimizers[1], schedule="backward", clip=TWO_PASS, bucket_bytes=1) as overlap:
+        for expected in (3, 2, 2):
+            run[0](torch.ones(2, 4)).sum().backward()
+            clip_grad_norm_(models[0].parameters(), 0.5)
+            calls = 0
+            overlap.backward(run[1](torch.ones(2, 4)).sum())
+            assert calls == expected
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
 
 
 def test_two_pass_with_a_gradient_for_an_output_that_is_no_scalar() -> None:

@@ -248,6 +248,28 @@ def test_several_models(tmp_path: Path) -> None:
     require_the_same(FIRST + SEVERAL, "forward", "unfused", path=tmp_path)
 
 
+COMPILED = """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(16), nn.Linear(16, 16)
+    def forward(self, x):
+        return x + nn.functional.silu(self.inner(self.norm(x)))
+torch.manual_seed(0)
+model = nn.Sequential(Block(), Block())
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **FUSED)
+kept += model.parameters()
+attach(model, optimizer, LOOP)
+run = torch.compile(model, backend="eager")
+step(run, optimizer)
+"""
+
+
+def test_a_compiled_model(tmp_path: Path) -> None:
+    """What dynamo keeps of it goes after the names of instep's modules."""
+    require_the_same(FIRST + COMPILED, "backward", "fused", path=tmp_path)
+
+
 def test_an_error_is_the_last_act(tmp_path: Path) -> None:
     code = FIRST + MODULE + STEP + "; raise ZeroDivisionError('of the loop')"
     plain, done = (run(code, loop, "unfused", path=tmp_path) for loop in ("plain", "forward"))

@@ -18,6 +18,7 @@ from torch.utils import _foreach_utils
 
 from instep._optim.parameters import AttachedParameter
 from instep._optim.stepper import Stepper
+from instep._torch.versions import memory_of
 from instep.errors import AttachError
 
 Mode = Literal["exact", "two_pass", "per_bucket", "previous_norm"]
@@ -122,6 +123,7 @@ class Clipping:
         grad_norm: the norm of all gradients of the last step, before they were clipped, 0-dim; ``None`` before the
             first, and unless ``policy`` is a ``ClipNorm``.
         total: the same for the running step, once it is known.
+        norms: of the gradients of the running step that were measured, by index.
         clipped_count: how many steps had a norm above the limit, where that was asked.
         has_clipped: whether the last of those that were asked had.
     """
@@ -135,7 +137,7 @@ class Clipping:
         self.has_clipped = False
         self._previous: torch.Tensor | None = None
         self._so_far: torch.Tensor | None = None  # the norm of the gradients that were measured, where it was asked for
-        self._norms: dict[int, torch.Tensor] = {}  # of the gradients of this step that were measured, by index
+        self.norms: dict[int, torch.Tensor] = {}
         self._steppers_left: set[Stepper] = set()  # whose step() has still to use the norm
 
     @property
@@ -159,19 +161,26 @@ class Clipping:
 
     def measure(self, parameters: Sequence[AttachedParameter], gradients: Sequence[torch.Tensor]) -> None:
         if isinstance(self.policy, ClipNorm):
-            for attached, norm in zip(parameters, norms_of(gradients, self.policy.norm_type), strict=True):
-                self._norms[attached.spec.index] = norm
+            self.norms.update(self.norms_of(parameters, gradients))
+
+    def norms_of(
+        self, parameters: Sequence[AttachedParameter], gradients: Sequence[torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """The norm of each of these gradients, by index."""
+        assert isinstance(self.policy, ClipNorm)
+        norms = norms_of(gradients, self.policy.norm_type)
+        return {attached.spec.index: norm for attached, norm in zip(parameters, norms, strict=True)}
 
     def is_measured(self, attached: AttachedParameter) -> bool:
-        return attached.spec.index in self._norms
+        return attached.spec.index in self.norms
 
     def drop_norm(self, attached: AttachedParameter) -> None:
         """A gradient was changed after it had been measured."""
-        self._norms.pop(attached.spec.index, None)
+        self.norms.pop(attached.spec.index, None)
 
     def drop_norms(self) -> None:
         """Gradients may change from now on."""
-        self._norms.clear()
+        self.norms.clear()
         self._so_far = None
 
     def compute_total_norm(
@@ -192,7 +201,7 @@ class Clipping:
         self.measure([a for a, _ in rest], [g for _, g in rest])
         known = [a for a in parameters if self.is_measured(a)]
         norm_type = self.policy.norm_type
-        total = total_norm([a.get() for a in known], [self._norms[a.spec.index] for a in known], norm_type)
+        total = total_norm([a.get() for a in known], [self.norms[a.spec.index] for a in known], norm_type)
         if self.over_stages is not None:
             total = self.over_stages(total.to(parameters[0].spec.device), norm_type)
         if self.policy.error_if_nonfinite and not bool(total.isfinite()):
@@ -222,7 +231,7 @@ class Clipping:
         limit by themselves: that of all is not smaller, rounding aside. Only where the host need not wait for it."""
         if not isinstance(self.policy, ClipNorm):
             return False
-        norms = [self._norms[attached.spec.index] for attached in measured]
+        norms = [self.norms[attached.spec.index] for attached in measured]
         if self._so_far is not None:
             norms.append(self._so_far)
         if any(norm.device.type != "cpu" or hasattr(norm, "device_mesh") for norm in norms):
@@ -274,6 +283,15 @@ def norms_of(gradients: Sequence[torch.Tensor], norm_type: float) -> list[torch.
                 norms = [torch.linalg.vector_norm(g, norm_type) for g in members]
             by_position.update(zip((on_one[i] for i in positions), norms, strict=True))
     return [by_position[position] for position in range(len(gradients))]
+
+
+@torch.no_grad()
+def are_unlike(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> torch.Tensor:
+    """For each of these norms, of gradients on one device, whether it is another one the second time."""
+    then, now = (torch.stack([*map(memory_of, norms)]) for norms in (first, second))
+    # Bit for bit on a CPU. On an accelerator kernels may add in another order each time (atomics), which changes the
+    # last bits; what this looks for are other gradients.
+    return ~torch.isclose(now, then, rtol=0.0 if now.is_cpu else 0.01, atol=0.0, equal_nan=True)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from instep._ranks.vote import error_of
 from instep._step.beside_backward import MOST, UpdatesBeside
 from instep._step.deferral import Deferring
 from instep._step.judging import Judge
-from instep._step.norms import Losses
+from instep._step.norms import COMPILED_TWICE, Losses
 from instep._step.on_trial import TrialWrites
 from instep._step.remedies import KEEP_ALL, after_update, never_cleared, several_backwards, while_measuring
 from instep._step.schedule import Schedule
@@ -584,20 +584,34 @@ class BackwardSchedule(BucketSink):
             with passes.measured(waits_for_all=True):
                 torch.autograd.backward(loss, gradient)
             return
-        with passes.measuring() as parameters:
-            if parameters:  # all that are attached may be frozen
-                try:
-                    torch.autograd.backward(loss, gradient, retain_graph=True, inputs=parameters)
-                except RuntimeError:
-                    passes.require_seen(loss)  # torch names inputs=, which the loop has not given
-                    raise
-                passes.require_seen(loss)
+        self._measure(loss, gradient)
+        if unproved := passes.unproved_in(loss):
+            # Before anything is written of it for the first time, its second backward is seen to give the first's.
+            with passes.proving(unproved):
+                self._measure(loss, gradient)
         with passes.measured():
             torch.autograd.backward(loss, gradient)
             try:
-                passes.require_measured([a for a in self._step.members.all if gradient_of(a) is not None])
+                left = [(a, g) for a in self._step.members.all if (g := gradient_of(a)) is not None]
+                passes.require_measured([a for a, _ in left], [g for _, g in left])
             except InstepError as error:
                 self.stop(error)
+
+    def _measure(self, loss: Losses, gradient: torch.Tensor | None) -> None:
+        passes = self._step.passes
+        with passes.measuring() as parameters:
+            if not parameters:
+                return  # all that are attached may be frozen
+            try:
+                torch.autograd.backward(loss, gradient, retain_graph=True, inputs=parameters)
+            except RuntimeError as error:
+                passes.require_seen(loss)  # torch names inputs=, which the loop has not given
+                if "donated_buffer" in str(error):  # and a switch, which is not enough
+                    raise InstepError(
+                        f"the graph cannot be run twice. Nothing was updated. {COMPILED_TWICE}"
+                    ) from error
+                raise
+            passes.require_seen(loss)
 
     # What the user does.
 

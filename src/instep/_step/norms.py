@@ -2,14 +2,15 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain, compress
 from typing import Literal
 
 import torch
 
-from instep._gradients.clipping import Clipping
+from instep._gradients.clipping import Clipping, are_unlike
 from instep._optim.beside import MOST_BYTES
 from instep._optim.contents import Kept, copy_of, is_back, restore
 from instep._optim.parameters import AttachedParameter, AttachedParameters
@@ -19,7 +20,7 @@ from instep._step.accumulation import Accumulation
 from instep._step.remedies import ANY_LOOP
 from instep._step.state import FirstError, StepMembers, StepTimes, gradient_of
 from instep._step.streams import StepStreams
-from instep._torch.engine import has_reentrant
+from instep._torch.engine import compiled_in, has_reentrant
 from instep._torch.placeholders import ZeroedGradient
 from instep._torch.versions import version_of
 from instep._torch.watch import Watch
@@ -49,6 +50,13 @@ class Passes:
         self._has_looked = False  # for segments of the graph that hide gradients from the first pass
         # The gradients that the second pass has left, with their version: until optimizer.step() has looked at them.
         self._measured: dict[int, tuple[torch.Tensor, int]] | None = None
+        # Of the second pass, on an accelerator: names, and for each whether the first has given another gradient. On
+        # their way to the host, which does not wait for these: each with what tells whether it is there.
+        self._unlike: list[tuple[list[str], torch.Tensor]] = []
+        self._coming: list[tuple[list[str], torch.Tensor, torch.Event]] = []
+        self._proved = weakref.WeakSet[
+            type
+        ]()  # compiled code whose second backward was seen to give the first's gradients
 
     def require_running(self) -> None:
         if self.clipping.mode == "two_pass" and self.running is None:
@@ -120,6 +128,33 @@ class Passes:
                 attached.get().grad = attached.spent
             self._streams.hold(gradients)
 
+    def unproved_in(self, losses: Losses) -> set[type]:
+        """The compiled code in the graph of ``losses`` whose second backward was not yet seen to give the gradients of
+        the first: its code may come from a cache that does not know of two."""
+        return compiled_in(_each(losses)) - set(self._proved)
+
+    @contextmanager
+    def proving(self, code: set[type]) -> Iterator[None]:
+        """Around another measuring of the same graph: raise if that gives other gradients. Nothing is written yet."""
+        first = dict(self.clipping.norms)
+        yield
+        known = [a for a in self._members.all if a.spec.index in first]
+        for names, differ in self._unlike_those_of(first, known, self.clipping.norms):
+            if (name := _first_of(names, differ)) is not None:
+                raise _another_gradient(name)
+        self._proved.update(code)
+
+    @staticmethod
+    def _unlike_those_of(
+        first: Mapping[int, torch.Tensor], parameters: Sequence[AttachedParameter], second: Mapping[int, torch.Tensor]
+    ) -> Iterator[tuple[list[str], torch.Tensor]]:
+        """By device: names, and for each whether its norm in ``second`` is another one than in ``first``."""
+        for device in dict.fromkeys(attached.spec.device for attached in parameters):
+            some = [attached for attached in parameters if attached.spec.device == device]
+            indices = [attached.spec.index for attached in some]
+            differ = are_unlike([first[i] for i in indices], [second[i] for i in indices])
+            yield [attached.spec.name for attached in some], differ
+
     def require_seen(self, losses: Losses) -> None:
         """The first pass has run from ``losses``: raise if gradients may have been hidden from it, which the second one
         computes. It is not asked for all gradients, but for those of parameters, and a reentrant checkpoint does not
@@ -127,16 +162,17 @@ class Passes:
         all_measured = all(self.clipping.is_measured(a) for a in self._members.all if a.get().requires_grad)
         if self._has_looked and all_measured:
             return
-        if has_reentrant([losses] if isinstance(losses, torch.Tensor) else losses):
+        if has_reentrant(_each(losses)):
             raise InstepError(
                 "ClipNorm(mode='two_pass') cannot measure the gradients of checkpoint(…, use_reentrant=True), whose "
                 "segments run a backward of their own. Nothing was updated. Checkpoint with use_reentrant=False"
             )
         self._has_looked = True
 
-    def require_measured(self, parameters: Sequence[AttachedParameter]) -> None:
-        """Gradients of the second pass are about to be clipped: raise if the first has given one of these none, so that
-        the norm is not that of all."""
+    def require_measured(self, parameters: Sequence[AttachedParameter], gradients: Sequence[torch.Tensor]) -> None:
+        """Gradients of the second pass are about to be clipped: raise if the first has given one of these none, or
+        another one, so that the norm is not that of all. Of an accelerator ``step()`` hears (``what_is_wrong``): here
+        the host would wait for each bucket."""
         if self.running != "stepping":
             return
         for attached in parameters:
@@ -146,6 +182,12 @@ class Passes:
                     "first gave it none: the norm is not that of all gradients. Compute the same loss in both (hooks "
                     "run twice)"
                 )
+        norms = self.clipping.norms_of(parameters, gradients)
+        for names, differ in self._unlike_those_of(self.clipping.norms, parameters, norms):
+            if not differ.is_cpu:
+                self._unlike.append((names, differ))
+            elif (name := _first_of(names, differ)) is not None:
+                raise _another_gradient(name)
 
     @contextmanager
     def measured(self, *, waits_for_all: bool = False) -> Iterator[None]:
@@ -153,33 +195,54 @@ class Passes:
         if waits_for_all:
             self.clipping.begin()
         self.running = "all" if waits_for_all else "stepping"
-        self._measured = None
+        self._measured, self._unlike = None, []
         try:
             yield
             self._measured = self._left_by_backward()
         finally:
             self.running = None
 
-    def changed_since(self) -> str | None:
-        """The plain loop takes the norm in ``optimizer.step()``, of the gradients that it finds. The name of one that
-        has changed, come or gone since the second pass; asked once for each pass. Where nothing was applied yet,
-        another norm is taken."""
+    def what_is_wrong(self) -> InstepError | None:
+        """``optimizer.step()`` is called: the error if the norm is not that of the gradients that it should be of. The
+        plain loop takes it now, of the gradients that it finds. Asked once for each pass."""
         measured, self._measured = self._measured, None
-        if measured is None:
+        if (name := self._told_by_device()) is not None:
+            return _another_gradient(name, " in an earlier step")
+        changed = None if measured is None else self._changed_since(measured)
+        if changed is not None and not self._members.applied:
+            self.clipping.begin()  # another norm is taken
             return None
+        return None if changed is None else _changed_after_measuring(changed)
+
+    def _told_by_device(self) -> str | None:
+        """The name of a gradient of which an accelerator has told by now that it was another one in the second pass."""
+        coming, self._coming, name = self._coming, [], None
+        for names, on_host, event in coming:
+            if event.query():
+                name = name or _first_of(names, on_host)
+            else:
+                self._coming.append((names, on_host, event))
+        for device in dict.fromkeys(differ.device for _, differ in self._unlike):
+            mine = [(names, differ) for names, differ in self._unlike if differ.device == device]
+            of_all = torch.cat([differ for _, differ in mine])  # the side streams that have compared have been joined
+            on_host = torch.empty_like(of_all, device="cpu", pin_memory=True).copy_(of_all, non_blocking=True)
+            event = torch.Event(device)
+            event.record(torch.accelerator.current_stream(device))
+            self._coming.append(([*chain.from_iterable(names for names, _ in mine)], on_host, event))
+        self._unlike = []
+        return name
+
+    def _changed_since(self, measured: Mapping[int, tuple[torch.Tensor, int]]) -> str | None:
+        """The name of one that has changed, come or gone since the second pass."""
         left = self._left_by_backward()
-        first = next(
-            (a.spec.name for a in self._members.all if not _same(measured.get(a.spec.index), left.get(a.spec.index))),
-            None,
+        names = (
+            a.spec.name for a in self._members.all if not _same(measured.get(a.spec.index), left.get(a.spec.index))
         )
-        if first is not None and not self._members.applied:
-            self.clipping.begin()
-            return None
-        return first
+        return next(names, None)
 
     def end_step(self) -> None:
         """The step is over, or was none."""
-        self._measured = None
+        self._measured, self._unlike = None, []
         if self.clipping.policy is not None:
             self.clipping.begin()
 
@@ -187,6 +250,10 @@ class Passes:
         """By index: the gradients that backward has left to ``optimizer.step()``, with their versions."""
         rest = (a for a in self._members.all if a.spec.index not in self._members.applied)
         return {a.spec.index: (g, version_of(g)) for a in rest if (g := gradient_of(a)) is not None}
+
+
+def _each(losses: Losses) -> Sequence[torch.Tensor]:
+    return [losses] if isinstance(losses, torch.Tensor) else losses
 
 
 def _copy_of(buffer: torch.Tensor) -> Kept | None:
@@ -207,7 +274,26 @@ def _put_back(buffers: Iterable[tuple[torch.Tensor, int, Kept | None]]) -> torch
     return lost
 
 
-def changed_after_measuring(name: str) -> SpentGradientError:
+def _first_of(names: Sequence[str], differ: torch.Tensor) -> str | None:
+    """The first of ``names`` of which ``differ`` says so. Waits for it."""
+    return next(compress(names, differ.tolist()), None)
+
+
+def _another_gradient(name: str, when: str = "") -> InstepError:
+    return InstepError(
+        f"the second backward of ClipNorm(mode='two_pass') gave {name!r} another gradient than the first{when}, of "
+        f"which the norm is. {COMPILED_TWICE} Otherwise: use deterministic kernels, and hooks that do the same in both"
+    )
+
+
+COMPILED_TWICE = (
+    "A compiled backward runs twice only with torch._functorch.config.donated_buffer = False before it is compiled, "
+    "and with TORCHINDUCTOR_FORCE_DISABLE_CACHES=1, or a TORCHINDUCTOR_CACHE_DIR that no run without that switch has "
+    "filled: else its code writes over what the second backward reads."
+)
+
+
+def _changed_after_measuring(name: str) -> SpentGradientError:
     return SpentGradientError(
         f"the gradient of {name!r} was set, written or cleared, or the parameter was added to the optimizer, "
         "between overlap.backward() and optimizer.step(), but backward had already clipped other gradients by the "

@@ -14,7 +14,6 @@ from instep._optim.kernels import GRADIENT, InBucket
 from instep._optim.parameters import AttachedParameter, AttachedParameters, calls_of
 from instep._optim.stepper import PreparedUpdate, Stepper, writes_state_without_gradient, writes_without_gradient
 from instep._step.judging import in_buckets
-from instep._step.norms import changed_after_measuring
 from instep._step.remedies import ANY_LOOP, KEEP_ALL, WRITE_LATER, never_cleared, several_backwards, several_losses
 from instep._step.state import Event, Gathered, first_written, gradient_of
 from instep._step.step import RunningStep
@@ -240,8 +239,8 @@ class Writes(ABC):
         passes = self._step.passes
         if passes.clipping.policy is None:
             return
-        if (changed := passes.changed_since()) is not None:
-            self._tear_and_raise(changed_after_measuring(changed))
+        if (error := passes.what_is_wrong()) is not None:
+            self._tear_and_raise(error)
         try:
             passes.clipping.compute_total_norm(self._step.members.all, gradient_of)
         except RuntimeError:
@@ -444,7 +443,7 @@ class FinalWrites(Writes):
             # Nothing is left to measure later, so it does not matter whether these are the tensors that stay in .grad.
             if passes.running is None:
                 passes.clipping.measure(bucket, gradients)
-            passes.require_measured(bucket)
+            passes.require_measured(bucket, gradients)
             passes.clipping.clip(parameters)
 
     def updated(self, bucket: AttachedParameters, gradients: Sequence[torch.Tensor]) -> None:

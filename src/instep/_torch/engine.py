@@ -427,20 +427,34 @@ def has_reentrant(outputs: Iterable[torch.Tensor]) -> bool:
     return leads_to([node for output in outputs if (node := output.grad_fn) is not None], (), hidden=True)
 
 
+def compiled_in(outputs: Iterable[torch.Tensor]) -> set[type]:
+    """The classes of the nodes that run compiled code, in the graph from ``outputs`` on. torch makes one for each piece
+    of code."""
+    nodes = _nodes_from(node for output in outputs if (node := output.grad_fn) is not None)
+    return {type(node) for node in nodes if node.name() == _COMPILED}
+
+
+_COMPILED = "CompiledFunctionBackward"  # torch/_functorch/_aot_autograd/runtime_wrappers.py
+
+
 def leads_to(nodes: Iterable[Any], leaves: Collection[int], *, hidden: bool = False) -> bool:
     """Whether the graph from ``nodes`` on comes to one of ``leaves``, given by ``id``; with ``hidden`` also: to a
     segment that is checkpointed with ``use_reentrant=True``, which hides its own."""
+    return any(
+        id(getattr(node, "variable", None)) in leaves or (hidden and node.name().startswith("CheckpointFunction"))
+        for node in _nodes_from(nodes)
+    )
+
+
+def _nodes_from(nodes: Iterable[Any]) -> Iterator[Any]:
     seen = set(nodes)
     due = list(seen)
     while due:
         node = due.pop()
-        is_leaf = id(getattr(node, "variable", None)) in leaves
-        if is_leaf or (hidden and node.name().startswith("CheckpointFunction")):
-            return True
+        yield node
         new = {following for following, _ in node.next_functions if following is not None} - seen
         seen |= new
         due.extend(new)
-    return False
 
 
 class HearsErrors(Protocol):
@@ -491,6 +505,8 @@ _engine_run: Callable[..., Any] = getattr(torch.autograd, _RUN)
 
 
 def _tell_no_more(ref: "weakref.ref[HearsErrors]") -> None:
+    if _told is None:  # the interpreter ends, and has taken the names of this module
+        return
     _told[:] = [other for other in _told if other is not ref]
     _hear_no_more()
 
