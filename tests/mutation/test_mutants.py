@@ -1128,6 +1128,12 @@ MUTANTS = [
         "order_added(optimizer, step.entries_before)",
     ),
     Mutant(
+        "DDP: the mark of a backward that waits is taken off in forward",
+        "GradientsAside._take_off",
+        "type(gradient) is SpentGradient",
+        "isinstance(gradient, SpentGradient)",
+    ),
+    Mutant(
         "signals: what was there is noted when it is exchanged",
         "_Waiting.__init__",
         "self._before[number] = _handler_of(number)\n                _set_handler(number, self._note)",
@@ -1675,7 +1681,7 @@ MUTANTS = [
     Mutant(
         "kept gradients are not there where DDP lays out its buckets",
         "GradientsAside._take_off",
-        'if isinstance(gradient, SpentGradient) or hasattr(type(gradient), "to_local"):',
+        'if type(gradient) is SpentGradient or hasattr(type(gradient), "to_local"):',
         "if gradient is not None and type(gradient) is not torch.Tensor:",
     ),
     Mutant(
@@ -2806,15 +2812,14 @@ MUTANTS = [
     Mutant(
         "signals: one handler that raises loses the others",
         "_Waiting.release",
-        "for number in reversed(dict.fromkeys(self._came)):\n"
-        "                    stack.callback(signal.raise_signal, number)",
-        "for number in dict.fromkeys(self._came):\n                    signal.raise_signal(number)",
+        "for number in reversed(dict.fromkeys(came)):\n                    stack.callback(signal.raise_signal, number)",
+        "for number in dict.fromkeys(came):\n                    signal.raise_signal(number)",
     ),
     Mutant(
         "signals: a second Ctrl-C waits, too",
         "_Waiting._note",
-        "if self._waits and (number != signal.SIGINT or number not in self._came):",
-        "if self._waits:",
+        "if self.depth and (number != signal.SIGINT or number not in self._came):",
+        "if self.depth:",
     ),
     Mutant(
         "signals: those of a timer do not wait a second time",
@@ -2833,6 +2838,7 @@ MUTANTS = [
         "interrupts: what ends the lines under a step's lock tears nothing", "StepLock.__exit__", "self.torn_by(error)"
     ),
     Mutant("interrupts: handlers do not wait for a step's lock", "StepLock.__enter__", "_Waiting(_waits)", "None"),
+    Mutant("interrupts: handlers do not wait for a bucket", "StepLock.__enter__", "waiting.depth += 1", "pass"),
     Mutant(
         "interrupts: the lock stays taken where tearing fails",
         "StepLock.__exit__",
@@ -2841,6 +2847,20 @@ MUTANTS = [
     ),
     Mutant("interrupts: handlers are looked for once, at attach", "look_for_handlers", "_waits = heard()"),
     Mutant("signals: held on any thread", "held", " or threading.get_ident() != threading.main_thread().ident", ""),
+    Mutant(
+        "signals: exchanged on any thread",
+        "keep_exchanged",
+        " or threading.get_ident() != threading.main_thread().ident",
+        "",
+    ),
+    Mutant("signals: those that a backward exchanges stay", "IterationHooks._end", "not put_back()", "False"),
+    Mutant("signals: the first of two backwards puts them back", "put_back", "if not _backwards:", "if True:"),
+    Mutant(
+        "signals: what a lock has heard is heard again",
+        "_Waiting.release",
+        "came, self._came = self._came, []",
+        "came = self._came",
+    ),
     Mutant(
         "judge: a step without gradients is not asked for",
         "PartsOfUpdate._take_part",

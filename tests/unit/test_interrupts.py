@@ -80,6 +80,71 @@ def test_ctrl_c_waits_and_a_second_one_does_not(came: list[str]) -> None:
     assert [type(error) for error in torn] == [KeyboardInterrupt]
 
 
+@pytest.mark.parametrize("count", [1, 2], ids=["a model", "two models in one backward"])
+def test_in_a_backward_handlers_are_exchanged_once(count: int, came: list[str]) -> None:
+    """They go through in what the loop does there."""
+    models = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(count)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    seen: list[list[str]] = []
+    exchanges = 0
+
+    def exchange(number: int, handler: object) -> object:
+        nonlocal exchanges
+        exchanges += number == signal.SIGUSR2
+        return set_handler(number, handler)
+
+    def of_the_loop(_: torch.Tensor) -> None:
+        came.clear()
+        signal.raise_signal(signal.SIGUSR2)
+        seen.append([*came])
+
+    for model, optimizer in zip(models, optimizers, strict=True):
+        instep.attach(model, optimizer, schedule="backward", bucket_bytes=1)
+        next(model.parameters()).register_hook(of_the_loop)
+    set_handler, own = interrupts._set_handler, signal.getsignal(signal.SIGUSR2)
+    for _ in range(2):
+        loss = torch.stack([model(torch.ones(2, 4)).sum() for model in models]).sum()
+        with patch.object(interrupts, "_set_handler", exchange):
+            loss.backward()
+        assert signal.getsignal(signal.SIGUSR2) is own
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert seen == [["usr2"]] * 2 * count
+    assert exchanges == 2 * 2
+    came.clear()
+
+
+def test_where_handlers_stay_exchanged_each_lock_is_waited_for(came: list[str]) -> None:
+    """What one has heard is not heard again."""
+    lock, own = StepLock(), signal.getsignal(signal.SIGUSR2)
+    assert interrupts.keep_exchanged()
+    assert interrupts.keep_exchanged()
+    assert interrupts.put_back()
+    assert signal.getsignal(signal.SIGUSR2) is not own  # another backward is not over
+    with lock:
+        signal.raise_signal(signal.SIGUSR2)
+        assert not came
+    with lock:
+        assert came == ["usr2"]
+    assert came == ["usr2"]
+    assert interrupts.put_back()
+
+
+def test_a_backward_of_another_thread_exchanges_nothing(came: list[str]) -> None:
+    results: list[bool] = []
+    thread = threading.Thread(target=lambda: results.append(interrupts.keep_exchanged()))
+    thread.start()
+    thread.join()
+    assert results == [False]
+    assert interrupts.keep_exchanged()
+    thread = threading.Thread(target=lambda: results.append(interrupts.put_back()))
+    thread.start()
+    thread.join()
+    assert results == [False, False]
+    assert interrupts.put_back()
+
+
 def test_an_ordinary_error_tears_nothing_and_another_one_does() -> None:
     lock = StepLock()
     torn: list[BaseException] = []

@@ -543,7 +543,8 @@ class TrialWrites(Writes):
             raise
         applied = step.members.applied_by(stepper)
         if taken:  # what raises here has written, as step() itself may
-            self._step_rest(stepper, rest)
+            if rest:
+                self._step_rest(stepper, rest)
             self._hide(self._kept.pairs(applied))
         self._leave_alone(stepper, applied)
 
