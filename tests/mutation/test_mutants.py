@@ -2812,14 +2812,14 @@ MUTANTS = [
     Mutant(
         "signals: one handler that raises loses the others",
         "_Waiting.release",
-        "for number in reversed(dict.fromkeys(came)):\n                    stack.callback(signal.raise_signal, number)",
-        "for number in dict.fromkeys(came):\n                    signal.raise_signal(number)",
+        "for number in reversed(dict.fromkeys(self._came)):\n                    stack.callback(signal.raise_signal, number)",
+        "for number in dict.fromkeys(self._came):\n                    signal.raise_signal(number)",
     ),
     Mutant(
         "signals: a second Ctrl-C waits, too",
         "_Waiting._note",
-        "if self.depth and (number != signal.SIGINT or number not in self._came):",
-        "if self.depth:",
+        "if self._waits and (number != signal.SIGINT or number not in self._came):",
+        "if self._waits:",
     ),
     Mutant(
         "signals: those of a timer do not wait a second time",
@@ -2838,7 +2838,6 @@ MUTANTS = [
         "interrupts: what ends the lines under a step's lock tears nothing", "StepLock.__exit__", "self.torn_by(error)"
     ),
     Mutant("interrupts: handlers do not wait for a step's lock", "StepLock.__enter__", "_Waiting(_waits)", "None"),
-    Mutant("interrupts: handlers do not wait for a bucket", "StepLock.__enter__", "waiting.depth += 1", "pass"),
     Mutant(
         "interrupts: the lock stays taken where tearing fails",
         "StepLock.__exit__",
@@ -2847,20 +2846,6 @@ MUTANTS = [
     ),
     Mutant("interrupts: handlers are looked for once, at attach", "look_for_handlers", "_waits = heard()"),
     Mutant("signals: held on any thread", "held", " or threading.get_ident() != threading.main_thread().ident", ""),
-    Mutant(
-        "signals: exchanged on any thread",
-        "keep_exchanged",
-        " or threading.get_ident() != threading.main_thread().ident",
-        "",
-    ),
-    Mutant("signals: those that a backward exchanges stay", "IterationHooks._end", "not put_back()", "False"),
-    Mutant("signals: the first of two backwards puts them back", "put_back", "if not _backwards:", "if True:"),
-    Mutant(
-        "signals: what a lock has heard is heard again",
-        "_Waiting.release",
-        "came, self._came = self._came, []",
-        "came = self._came",
-    ),
     Mutant(
         "judge: a step without gradients is not asked for",
         "PartsOfUpdate._take_part",

@@ -19,7 +19,7 @@ from tests.journeys import WAYS, Loop, Road, of_a_bucket, of_an_iteration
 BOUNDS = {
     # Files, calls.
     "bucket": (8, 12),
-    "backward": (27, 361),
+    "backward": (27, 359),
     "forward": (29, 644),
     "default": (8, 23),
     "undo": (32, 837),

@@ -49,17 +49,12 @@ def look_for_handlers() -> None:
 
 
 class _Waiting:
-    """The handlers of these signals wait, from here to ``release``. Main thread only.
+    """The handlers of these signals wait, from here to ``release``. Main thread only."""
 
-    Attributes:
-        depth: for how many locks they wait: for none each goes through.
-        is_kept: whether they stay exchanged where none is held.
-    """
-
-    __slots__ = ("_before", "_came", "depth", "is_kept")
+    __slots__ = ("_before", "_came", "_waits")
 
     def __init__(self, numbers: Sequence[int]) -> None:
-        self.depth, self.is_kept = 1, False
+        self._waits = True
         self._came: list[int] = []
         self._before: dict[int, Any] = {}
         try:
@@ -68,12 +63,12 @@ class _Waiting:
                 self._before[number] = _handler_of(number)
                 _set_handler(number, self._note)
         except BaseException:  # of a handler that is not among them yet
-            self.depth = 0
+            self._waits = False
             self._put_back()
             raise
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.depth and (number != signal.SIGINT or number not in self._came):
+        if self._waits and (number != signal.SIGINT or number not in self._came):
             self._came.append(number)
         else:
             self._before[number](number, frame)
@@ -85,59 +80,19 @@ class _Waiting:
                 _set_handler(number, handler)
 
     def release(self) -> None:
-        """Put the handlers back, unless they are kept, and run those whose signal has come. Raises what they raise."""
-        self.depth -= 1  # with the last lock each goes through from here on, whether it is put back yet or not
-        if self.depth:
-            return
+        """Put the handlers back, and run those whose signal has come. Raises what they raise."""
+        self._waits = False  # from here on each goes through, whether it is put back yet or not
         try:
-            for number, handler in () if self.is_kept else self._before.items():
+            for number, handler in self._before.items():
                 if _handler_of(number) == self._note:  # else somebody has set another one meanwhile
                     _set_handler(number, handler)
         except BaseException:  # of one that came meanwhile
             self._put_back()
             raise
         if self._came:
-            came, self._came = self._came, []
             with ExitStack() as stack:  # each is run, also where one before it has raised
-                for number in reversed(dict.fromkeys(came)):
+                for number in reversed(dict.fromkeys(self._came)):
                     stack.callback(signal.raise_signal, number)
-
-
-# A backward takes a lock for each bucket, and to exchange handlers takes longer than all else about a lock. So they are
-# exchanged where it begins, and put back where it ends. In between they go through, but while a lock is held. Python
-# runs all handlers on its main thread: no signal comes on another one.
-
-_kept: _Waiting | None = None
-_backwards = 0  # that keep them: one may be over two models
-
-
-def keep_exchanged() -> bool:
-    """A backward begins on this thread. Returns whether ``put_back`` is to be called where it ends."""
-    global _kept, _backwards
-    if not _waits or threading.get_ident() != threading.main_thread().ident:
-        return False
-    if _kept is None:
-        waiting = _Waiting(_waits)
-        waiting.is_kept = True
-        _kept = waiting
-        waiting.release()
-    _backwards += 1
-    return True
-
-
-def put_back() -> bool:
-    """A backward has ended that keeps handlers exchanged. ``False``: on another thread, which may not put these back.
-    Raises what the handlers raise that have come meanwhile."""
-    global _kept, _backwards
-    waiting = _kept
-    if waiting is None or threading.get_ident() != threading.main_thread().ident:
-        return waiting is None
-    waiting.depth += 1  # whatever comes, all of this is done before it is heard of
-    _backwards -= 1
-    if not _backwards:
-        _kept, waiting.is_kept = None, False
-    waiting.release()
-    return True
 
 
 @contextmanager
@@ -177,13 +132,8 @@ class StepLock:
             self._depth += 1
             return
         # Signals first: with the lock taken, nothing may come between.
-        waiting = None
-        if _waits and me == threading.main_thread().ident:
-            waiting = _kept
-            if waiting is None:
-                waiting = _Waiting(_waits)
-            else:
-                waiting.depth += 1
+        # Python runs all handlers on its main thread: no signal comes on another one.
+        waiting = _Waiting(_waits) if _waits and me == threading.main_thread().ident else None
         try:
             self._lock.acquire()
         except BaseException:  # a second Ctrl-C, while another thread has it

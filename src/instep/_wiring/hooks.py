@@ -34,7 +34,7 @@ from instep._torch.hooks import (
     nodes_of,
     tensors_of,
 )
-from instep._torch.interrupts import keep_exchanged, look_for_handlers, put_back
+from instep._torch.interrupts import look_for_handlers
 from instep._torch.lifetime import weakly
 from instep._torch.placeholders import SpentGradient
 from instep._torch.watch import ModuleHooks
@@ -311,7 +311,7 @@ class IterationHooks:
         handles: Handles,
     ) -> None:
         self.parameters = parameters
-        self.in_forward = self.in_backward = self._keeps_handlers = False
+        self.in_forward = self.in_backward = False
         self._refs = refs
         self._schedule = schedule
         self._members, self._votes, self._accumulation = step.members, step.ledger.votes, step.accumulation
@@ -455,7 +455,6 @@ class IterationHooks:
         if not self.in_backward:
             current().at(Phase.SETTLED, self._end, self._failed)
             self.in_backward = True  # now that its end will be heard of, whatever comes
-            self._keeps_handlers = self._keeps_handlers or keep_exchanged()
 
     def _require_one_thread(self, thread: int, what: str) -> None:
         """A forward, or a backward whose forward was on ``thread``, is about to begin: raise
@@ -469,13 +468,9 @@ class IterationHooks:
 
     def _end(self) -> None:
         self.in_backward = False
-        try:
-            self._schedule.end_backward()
-            if self._sharding is not None:
-                self._sharding.reduces_once()
-        finally:
-            if self._keeps_handlers:
-                self._keeps_handlers = not put_back()
+        self._schedule.end_backward()
+        if self._sharding is not None:
+            self._sharding.reduces_once()
 
     def _failed(self) -> None:
         self._end()
