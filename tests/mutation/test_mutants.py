@@ -2812,7 +2812,8 @@ MUTANTS = [
     Mutant(
         "signals: one handler that raises loses the others",
         "_Waiting.release",
-        "for number in reversed(dict.fromkeys(self._came)):\n                    stack.callback(signal.raise_signal, number)",
+        "for number in reversed(dict.fromkeys(self._came)):\n"
+        "                    stack.callback(signal.raise_signal, number)",
         "for number in dict.fromkeys(self._came):\n                    signal.raise_signal(number)",
     ),
     Mutant(
@@ -3081,6 +3082,19 @@ MUTANTS = [
     ),
     Mutant("judge: attributes of a parameter are not compared", "kept_of", "vars(parameter)", "{}"),
     Mutant("judge: other parameters are not disturbed", "_Others._turn", "disturb(tensor)"),
+    Mutant(
+        "judge: numbers that are disturbed in attributes are taken for the update's",
+        "PartsOfUpdate._take_again",
+        "# Numbers that attributes keep by others have changed: not by the update.\n"
+        "                self._own.beside.look_anew()",
+        "pass",
+    ),
+    Mutant(
+        "belongings: each mapping takes a parameter for a key",
+        "mappings_with",
+        "suppress(Exception)",
+        "suppress(RuntimeError)",
+    ),
     Mutant("judge: numbers that belong to others are not disturbed", "_Others._turn", "else number + 1", "else number"),
     Mutant(
         "judge: state of others is not disturbed",

@@ -1,6 +1,7 @@
 """Foreign optimizers that read, write or keep something that belongs to parameters which they are not given: each step
 is the plain loop's, or an error says before anything is written that it cannot be."""
 
+import configparser
 import functools
 import os
 import random
@@ -523,6 +524,36 @@ class Ticks(Momentum):
 @pytest.mark.parametrize("weak", [False, True])
 def test_what_moves_in_the_model(weak: bool, way: str) -> None:
     require_plain(lambda model: Ticks(model, weak), way, lambda o: (o.model().ticks, float(o.model().beats)))
+
+
+class RatesByDepth(Momentum):
+    """In a plain dict, which nobody writes."""
+
+    def made(self) -> None:
+        self.rates = {p: 0.9**i for i, p in enumerate(self.param_groups[0]["params"])}
+
+    def update(self, p: Any) -> None:
+        super().update(p)
+        p.mul_(1 - 1e-3 * self.rates[p])
+
+
+class Configured(Momentum):
+    """What it was made with takes no parameter for a key."""
+
+    def made(self) -> None:
+        self.config = configparser.ConfigParser()
+        self.config["update"] = {"shrink": "0.999"}
+        self.environment = os.environ
+
+    def update(self, p: Any) -> None:
+        super().update(p)
+        p.mul_(self.config.getfloat("update", "shrink"))
+
+
+@each_way
+@pytest.mark.parametrize(("kind", "is_left"), [(RatesByDepth, False), (Configured, True)])
+def test_what_is_kept_and_never_written(kind: type[Momentum], is_left: bool, way: str) -> None:
+    assert bool(require_same(of_parameters(kind), way).judged) == (is_left and way != "default")
 
 
 COUNT = {"n": 0}

@@ -107,9 +107,13 @@ class AsItWas(Contents):
     def put_back(self) -> Any:
         value = super().put_back()
         # Put back, it was written: of a large tensor a look knows how often. And it holds what is another's.
-        self._look = _as_held(value)
-        self._items = None if self._items is None else _items(value)
+        self.look_anew()
         return value
+
+    def look_anew(self) -> None:
+        """As the value is now it is unchanged."""
+        self._look = _as_held(self.value)
+        self._items = None if self._items is None else _items(self.value)
 
     def has_same_items(self) -> bool:
         """Whether it is known at once that nothing is changed."""
@@ -385,6 +389,12 @@ class Beside:
     def reset_left(self) -> None:
         """The next bucket is the first."""
         self._left = _Left({}, {}, self._left.mappings, self._left.is_first)
+
+    def look_anew(self) -> None:
+        """What is there is unchanged, and the next bucket is the first."""
+        for record in self._records.values():
+            record.look_anew()
+        self.reset_left()
 
     def is_first(self) -> None:
         """See ``_Left``."""

@@ -87,12 +87,13 @@ class _Belongings:
 
     def numbers(self, parameter: torch.Tensor) -> Iterator[tuple[MutableMapping[Any, Any], Any, Any]]:
         """Python's numbers among it: where each is, under which key, and which."""
-        entry = self._optimizer.state.get(parameter)
-        own = (mapping for mapping in (entry, vars(parameter)) if isinstance(mapping, MutableMapping))
-        held = [*mappings_with(parameter, self.mappings), *own]
-        for mapping in held:
-            keys: list[Any] = [parameter] if parameter in mapping else [key for key in mapping if isinstance(key, str)]
-            yield from ((mapping, key, mapping[key]) for key in keys if isinstance(mapping[key], (int, float)))
+        held: list[tuple[MutableMapping[Any, Any], Any]] = [
+            (mapping, parameter) for mapping in mappings_with(parameter, self.mappings)
+        ]
+        for mapping in (self._optimizer.state.get(parameter), vars(parameter)):
+            if isinstance(mapping, MutableMapping):
+                held += ((mapping, key) for key in mapping if isinstance(key, str))
+        yield from ((mapping, key, mapping[key]) for mapping, key in held if isinstance(mapping[key], (int, float)))
 
 
 class _Gradients:
@@ -496,6 +497,8 @@ class PartsOfUpdate:
         try:
             for part in self._parts if self.reason is None else ():
                 others.set_apart(part.tensors())
+                # Numbers that attributes keep by others have changed: not by the update.
+                self._own.beside.look_anew()
                 with self._alone(part):
                     self._step(part)
                     digests = self._look_at(part)
@@ -504,6 +507,7 @@ class PartsOfUpdate:
                     break
         finally:
             others.rest()
+            self._own.beside.look_anew()
 
     def _digests_of(self, part: AttachedParameters) -> list[Digest]:
         return [self._digests[attached] for attached in part]
