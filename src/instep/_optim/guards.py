@@ -21,6 +21,7 @@ from instep._optim.values import (
     fingerprint,
     fingerprint_of_setting,
     is_immutable,
+    settings_in,
     waits_for_host,
 )
 from instep._torch.engine import as_default_device, default_device
@@ -59,16 +60,15 @@ class SettingsGuard(Stage):
         this is that of the group."""
         for index in numbers:
             live, used = optimizer.param_groups[index], self._groups.get(index)
-            if used is not None:
-                if not used.is_of(live):
-                    require_same(self._name, f"param_groups[{index}]", used, live)
-            else:
-                snapshot = self._known.get(index)
-                if snapshot is None or not snapshot.is_of(live):
-                    snapshot = Snapshot(live)
-                    if snapshot.is_plain:
-                        self._known[index] = snapshot
-                self._groups[index] = snapshot
+            if used is None:
+                used = self._known.get(index)
+                if used is None or not used.is_of(live):
+                    used = Snapshot(live)
+                    if used.is_plain:
+                        self._known[index] = used
+                self._groups[index] = used
+            elif not used.is_of(live):
+                self._require_same(index, used, live)
 
     def require_unchanged(self, optimizer: Optimizer) -> None:
         if self.layout.were_moved(optimizer.param_groups):
@@ -81,12 +81,12 @@ class SettingsGuard(Stage):
                 f"{difference}, in {self._name}.step(), after backward had already stepped parameters under what it "
                 "was. Call backward() and optimizer.step() under the same, or use undo=True or schedule='forward'"
             )
-        # Where settings are, in words; what they were; and what they are.
-        looks = [(f"param_groups[{i}]", used, optimizer.param_groups[i]) for i, used in self._groups.items()]
-        for where, before, now in looks:
-            require_same(self._name, where, before, now)
         flags, self._flags = self._flags, []
-        self._flags = [(f"{where}[{key!r}]", flag) for where, before, now in looks for key, flag in before.flags(now)]
+        for index, used in self._groups.items():
+            live = optimizer.param_groups[index]
+            if not used.is_of(live):
+                self._require_same(index, used, live)
+                self._flags += [(f"param_groups[{index}][{key!r}]", flag) for key, flag in used.flags(live)]
         told = torch.stack([flag.to(flags[0][1].device) for _, flag in flags]).tolist() if flags else []
         for (name, _), written in zip(flags, told, strict=True):
             if written:
@@ -94,6 +94,14 @@ class SettingsGuard(Stage):
                     f"{name} in {self._name} was written, in the step before, after backward had already stepped "
                     "parameters with what it was. Change hyper-parameters after optimizer.step() or before backward()"
                 )
+
+    def _require_same(self, index: int, before: "Snapshot", now: Mapping[str, Any]) -> None:
+        if (difference := before.difference(now)) is not None:
+            raise HyperparameterChangedError(
+                f"param_groups[{index}]{difference} in {self._name} after backward had already stepped parameters with "
+                "what it was. Change hyper-parameters (and call the scheduler) after optimizer.step() or before "
+                "backward(), not in between"
+            )
 
     def end_step(self) -> None:
         self._groups = {}
@@ -105,14 +113,14 @@ def numbers_of(members: Iterable[Members]) -> list[int]:
 
 
 class Snapshot:
-    """The values of a group, or other settings by name, at one moment; parameters aside.
+    """The settings of a group at one moment.
 
     Attributes:
         is_plain: whether none of the values can be changed in place, or refers to anything.
     """
 
     def __init__(self, group: Mapping[str, Any]) -> None:
-        self._values = {key: value for key, value in group.items() if key not in PER_PARAMETER}
+        self._values = settings_in(group)
         self._mutable = {k: fingerprint_of_setting(v) for k, v in self._values.items() if not is_immutable(v)}
         self.is_plain = not self._mutable
         mutable = {k: self._values[k] for k in self._mutable}
@@ -127,28 +135,18 @@ class Snapshot:
             and all(map(is_, map(group.get, values, repeat(ABSENT)), values.values()))
         )
 
-    def changes(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """What ``group`` has in place of, or on top of, these values."""
-        values, mutable = self._values, self._mutable
-        return {
-            key: value
-            for key, value in group.items()
-            # Asked for every bucket: what cannot be changed in place and is the same object needs no look.
-            if (value is not values.get(key, ABSENT) or key in mutable)
-            and key not in PER_PARAMETER
-            and fingerprint_of_setting(value)
-            != (mutable[key] if key in mutable else fingerprint_of_setting(values.get(key, ABSENT)))
-        }
-
     def difference(self, group: Mapping[str, Any]) -> str | None:
         """The first setting that ``group`` has not, or not any more as it was, and what it is now; ``None``: all are as
         they were."""
-        for key, value in self.changes(group).items():
-            return f"[{key!r}] changed to {SHORT.repr(value)}"
-        if self._values.keys() <= group.keys():
-            return None
-        missing = next(key for key in self._values if key not in group)
-        return f"[{missing!r}] was removed"
+        for key, value in settings_in(group).items():
+            then = self._values.get(key, ABSENT)
+            # Asked for every bucket: what cannot be changed in place and is the same object needs no look.
+            if value is not then or key in self._mutable:
+                before = self._mutable[key] if key in self._mutable else fingerprint_of_setting(then)
+                if fingerprint_of_setting(value) != before:
+                    return f"[{key!r}] changed to {SHORT.repr(value)}"
+        missing = next((key for key in self._values if key not in group), None)
+        return None if missing is None else f"[{missing!r}] was removed"
 
     def flags(self, group: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """Of each small tensor on an accelerator, of which the host cannot know without waiting, whether it was
@@ -157,19 +155,6 @@ class Snapshot:
             now = group.get(key)
             if isinstance(now, torch.Tensor) and now.shape == before.shape and now.dtype == before.dtype:
                 yield key, (bytes_of(now.detach()) != bytes_of(before)).any()
-
-
-def require_same(name: str, where: str, before: "Snapshot", now: Mapping[str, Any]) -> None:
-    """Raise ``HyperparameterChangedError`` if settings of the optimizer ``name`` are not as they were."""
-    if before.is_of(now):
-        return
-    difference = before.difference(now)
-    if difference is not None:
-        raise HyperparameterChangedError(
-            f"{where}{difference} in {name} after backward had already stepped parameters with what it was. "
-            "Change hyper-parameters (and call the scheduler) after optimizer.step() or before backward(), not in "
-            "between"
-        )
 
 
 # What the state holds of a bucket, and whether it was written since.
