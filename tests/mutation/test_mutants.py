@@ -788,9 +788,9 @@ MUTANTS = [
     ),
     Mutant(
         "a rate that is a parameter is only told from others",
-        "_LookAtSetting.tensor",
-        "_Seen(tensor, self._elements)",
-        "super().tensor(tensor)",
+        "Look.tensor",
+        " and not self._is_setting",
+        "",
     ),
     Mutant(
         "undo: a model that is gone is asked for its weights",
@@ -3256,7 +3256,7 @@ MUTANTS = [
     Mutant(
         "state is looked up by parameters",
         "_memory_of_parameters",
-        "if id(key) in ids:\n            tensors += held_in(entry, (torch.Tensor,))",
+        "if id(key) in ids:\n            tensors += held_in([entry], torch.Tensor)",
         "entry = next((optimizer.state.get(p) for p in tensors[: len(ids)]), None)",
     ),
     Mutant(

@@ -19,7 +19,6 @@ from instep._optim.values import (
     address_of,
     bytes_of,
     fingerprint,
-    fingerprint_of_setting,
     is_immutable,
     settings_in,
     waits_for_host,
@@ -121,7 +120,7 @@ class Snapshot:
 
     def __init__(self, group: Mapping[str, Any]) -> None:
         self._values = settings_in(group)
-        self._mutable = {k: fingerprint_of_setting(v) for k, v in self._values.items() if not is_immutable(v)}
+        self._mutable = {k: fingerprint(v, is_setting=True) for k, v in self._values.items() if not is_immutable(v)}
         self.is_plain = not self._mutable
         mutable = {k: self._values[k] for k in self._mutable}
         self._on_device = {k: v.detach().clone() for k, v in mutable.items() if waits_for_host(v)}
@@ -142,8 +141,8 @@ class Snapshot:
             then = self._values.get(key, ABSENT)
             # Asked for every bucket: what cannot be changed in place and is the same object needs no look.
             if value is not then or key in self._mutable:
-                before = self._mutable[key] if key in self._mutable else fingerprint_of_setting(then)
-                if fingerprint_of_setting(value) != before:
+                before = self._mutable[key] if key in self._mutable else fingerprint(then, is_setting=True)
+                if fingerprint(value, is_setting=True) != before:
                     return f"[{key!r}] changed to {SHORT.repr(value)}"
         missing = next((key for key in self._values if key not in group), None)
         return None if missing is None else f"[{missing!r}] was removed"

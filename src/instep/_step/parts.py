@@ -83,7 +83,7 @@ class _Belongings:
         """The parameter, and what belongs to it."""
         yield parameter
         kept = kept_of(parameter, self.mappings).values()
-        yield from held_in([self._optimizer.state.get(parameter), *kept], (torch.Tensor,))
+        yield from held_in([self._optimizer.state.get(parameter), *kept], torch.Tensor)
 
     def numbers(self, parameter: torch.Tensor) -> Iterator[tuple[MutableMapping[Any, Any], Any, Any]]:
         """Python's numbers among it: where each is, under which key, and which."""
