@@ -1224,12 +1224,6 @@ MUTANTS = [
         "torch.bitwise_right_shift(words, 32, out=room).mul_(high).sum()",
         "torch.mul(words, high, out=room).sum()",
     ),
-    Mutant(
-        "do not look at new state that could not be put back",
-        "Undo.updated",
-        "if entry is not None and saved.entry is None:",
-        "if False:",
-    ),
     Mutant("keep state that the step had made", "SavedParameter.restore", "state.pop(self._parameter, None)", "pass"),
     Mutant(
         "let a trial step stand though the loss scale is still on",

@@ -406,12 +406,6 @@ MUTANTS = [
         "not divided and not stepper.steps_every_parameter and not",
         "not divided and not",
     ),
-    _mutant(
-        "undo: whether state could be put back is found out by a copy, which reads what is on its way",
-        "Undo.updated",
-        "require_contents(entry, parameter)",
-        "Contents(entry, self._host, parameter)",
-    ),
     _mutant("offload: state may share memory", "_move_home", "memory.add(storage_of(value))"),
 ]
 

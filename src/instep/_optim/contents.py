@@ -354,22 +354,6 @@ class Contents:
         raise TypeError(f"a {type(held).__name__}, which does not tell what it holds")
 
 
-def require_contents(value: Any, but: object = None) -> None:
-    """Raise ``TypeError`` if not all that the value holds could be put back. No tensor is copied, or read: it may be on
-    its way from or to a device."""
-    _Checked(value, but=but)
-
-
-class _Checked(Contents):
-    """Asks what keeping it would ask, and keeps no tensor."""
-
-    def keep(self, held: Any) -> Iterable[Any]:
-        if not isinstance(held, torch.Tensor):
-            return super().keep(held)
-        with torch._C.DisableTorchFunctionSubclass():
-            return _parts_of(held).values() if _kind_of(held) is _OfParts else ()
-
-
 def _put_attributes(held: Any, attributes: dict[str, Any]) -> None:
     # Past what its class does with attributes that are set.
     for name, item in attributes.items():

@@ -421,7 +421,7 @@ class PartsOfUpdate:
         tensors = part.tensors()
         with self._untouched.but(tensors):
             self._gradients.show(tensors)
-            kept = BeforeUpdate(self._optimizer, tensors, mappings=self._belongings.mappings)
+            kept = BeforeUpdate(self._optimizer, tensors, self._belongings.mappings, gradients=True)
             try:
                 yield
             finally:
