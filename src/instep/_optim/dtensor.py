@@ -119,8 +119,3 @@ def drawn_by_part(parameter: torch.Tensor) -> Iterator[None]:
         yield
     finally:
         module._rng_tracker = before
-
-
-def local_numel(parameter: Any) -> int:
-    local: torch.Tensor = parameter._local_tensor if is_sharded(parameter) else parameter
-    return local.numel()

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -353,13 +354,11 @@ def _spread(entry: Entry, shard: LocalShard | None) -> None:
 # they are put into their places afterwards.
 
 
+@dataclass(slots=True, eq=False)
 class _Hidden:
     """Something that torch leaves as it is."""
 
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    tensor: torch.Tensor
 
 
 class HostLoading:

@@ -23,15 +23,13 @@ from instep.buckets import ParameterSpec
 from instep.errors import StaleAttachmentError
 
 
+@dataclass(slots=True, eq=False)
 class Attribute:
     """One attribute of one module that holds a parameter. A tied parameter has several."""
 
-    __slots__ = ("attribute", "module", "name")
-
-    def __init__(self, module: nn.Module, attribute: str, name: str) -> None:
-        self.module = weakref.ref(module)
-        self.attribute = attribute
-        self.name = name
+    module: weakref.ref[nn.Module]
+    attribute: str
+    name: str
 
     def found(self) -> torch.Tensor | None:
         """The parameter that is there now."""
@@ -81,6 +79,7 @@ _PARAMETERS: Callable[[Any], dict[str, torch.Tensor | None]] = attrgetter("_para
 _VALUES: Callable[[Any], Iterable[object]] = methodcaller("values")
 
 
+@dataclass(slots=True, eq=False)
 class AttachedParameter:
     """One parameter, with the stepper of the optimizer it belongs to.
 
@@ -89,30 +88,19 @@ class AttachedParameter:
     weakly. So whoever has this lets go of it once model and optimizers, which hold the parameter, are gone.
 
     Attributes:
+        spent: what is left in ``.grad`` after its update; ``None``: nothing.
         shard: of one that is spread over ranks, and may be stepped by its shards.
         mesh: the ranks it is spread over; ``None`` for a plain tensor. torch's foreach kernels do not take parameters
             of several meshes, or plain ones beside them.
     """
 
-    __slots__ = ("_parameter", "mesh", "places", "shard", "spec", "spent", "stepper")
-
-    def __init__(
-        self,
-        parameter: torch.Tensor,
-        spec: ParameterSpec,
-        places: tuple[Attribute, ...],
-        stepper: Stepper,
-        spent: SpentGradient | None,
-        shard: LocalShard | None = None,
-        mesh: Hashable = None,
-    ) -> None:
-        self._parameter: torch.Tensor | None = parameter
-        self.spec = spec
-        self.places = places
-        self.stepper = stepper
-        self.spent = spent  # what is left in .grad after its update; None: nothing
-        self.shard = shard
-        self.mesh = mesh
+    _parameter: torch.Tensor | None
+    spec: ParameterSpec
+    places: tuple[Attribute, ...]
+    stepper: Stepper
+    spent: SpentGradient | None
+    shard: LocalShard | None = None
+    mesh: Hashable = None
 
     @property
     def is_divided(self) -> bool:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from instep._optim.dtensor import is_sharded, local_numel, mesh_of, shard_of
+from instep._optim.dtensor import is_sharded, mesh_of, shard_of
 from instep._optim.parameters import AttachedParameter, Attribute, require_unchanged
 from instep._optim.stepper import Stepper
 from instep._step.deferred import ForwardSchedule
@@ -37,6 +37,7 @@ from instep._torch.hooks import (
 from instep._torch.interrupts import look_for_handlers
 from instep._torch.lifetime import weakly
 from instep._torch.placeholders import SpentGradient
+from instep._torch.versions import memory_of
 from instep._torch.watch import ModuleHooks
 from instep._wiring.weak_refs import Handles, WeakRefs
 from instep.buckets import ParameterSpec
@@ -170,7 +171,7 @@ class ParametersOfModel:
         self, parameter: torch.Tensor, places: tuple[Attribute, ...], index: int, stepper: Stepper
     ) -> AttachedParameter:
         name = places[0].name
-        nbytes = local_numel(parameter) * parameter.element_size()
+        nbytes = memory_of(parameter).numel() * parameter.element_size()
         group = next((n for n, g in enumerate(self.groups) if id(parameter) in g.members), None)
         spec = ParameterSpec(index, name, parameter.shape, parameter.dtype, parameter.device, nbytes, group)
         spent = None
