@@ -1220,9 +1220,9 @@ MUTANTS = [
     Mutant("write elements that share their memory by themselves", "_each_once", "0 not in bits.stride()", "True"),
     Mutant(
         "a digest takes two signs for none",
-        "_sums",
-        "torch.bitwise_right_shift(words, 32, out=room).mul_(high).sum()",
-        "torch.mul(words, high, out=room).sum()",
+        "_weights",
+        "| 1).to(device)",
+        "| 1).mul(1 << 32).to(device)",
     ),
     Mutant("keep state that the step had made", "SavedParameter.restore", "state.pop(self._parameter, None)", "pass"),
     Mutant(
