@@ -2,7 +2,7 @@
 
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from operator import is_
 from types import FunctionType
@@ -16,10 +16,10 @@ from instep._optim.shadow import GroupLayout, parameters_of
 from instep._optim.values import put_dict, reachable_values, settings_in
 
 
-def reached(optimizer: Optimizer, *kinds: type) -> Iterator[Any]:
-    """What there is of ``kinds`` that its attributes, groups and shared state reach."""
-    owners = [read_by_update(optimizer), beside_parameters(optimizer.state), *map(settings_in, optimizer.param_groups)]
-    return (value for value in reachable_values(owners, optimizer) if isinstance(value, kinds))
+def reached(optimizer: Optimizer, kind: type, more: Iterable[object] = ()) -> Iterator[Any]:
+    """What there is of ``kind`` that its attributes, groups and shared state reach, or ``more``."""
+    own = [read_by_update(optimizer), beside_parameters(optimizer.state), *map(settings_in, optimizer.param_groups)]
+    return (value for value in reachable_values([*own, *more], optimizer) if isinstance(value, kind))
 
 
 def in_modules(optimizer: Optimizer, layout: GroupLayout) -> Iterator[torch.Tensor]:
@@ -35,11 +35,7 @@ class Tables:
     """By which modules that an optimizer reaches know their parameters, buffers and attributes, as they are now."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        in_methods = reachable_values(_of_functions(optimizer), optimizer)
-        modules = [
-            *reached(optimizer, torch.nn.Module),
-            *(value for value in in_methods if isinstance(value, torch.nn.Module)),
-        ]
+        modules = reached(optimizer, torch.nn.Module, _of_functions(optimizer))
         every = {id(module): module for module in chain.from_iterable(module.modules() for module in modules)}
         tables = (table for m in every.values() for table in (m._parameters, m._buffers, vars(m)))
         self._before: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in tables]
@@ -91,7 +87,6 @@ def reached_by(optimizer: Optimizer, layout: GroupLayout) -> list[torch.Tensor]:
     update were compared (``Stepper.begin_parts``).
     """
     if layout.reached is None:
-        groups = map(settings_in, optimizer.param_groups)
-        owners = [read_by_update(optimizer), beside_parameters(optimizer.state), *_of_functions(optimizer), *groups]
-        layout.reached = [weakref.ref(v) for v in reachable_values(owners, optimizer) if layout.holds(v)]
+        tensors = reached(optimizer, torch.Tensor, _of_functions(optimizer))
+        layout.reached = [weakref.ref(tensor) for tensor in tensors if layout.holds(tensor)]
     return [parameter for ref in layout.reached if (parameter := ref()) is not None]

@@ -216,7 +216,9 @@ def access_to(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | No
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, (numpy.random.Generator, numpy.random.RandomState)):
         return None
-    bits = getattr(value, "bit_generator", None) or value._bit_generator
+    if isinstance(value, numpy.random.RandomState):  # which keeps every other number of a normal distribution by itself
+        return partial(value.get_state, legacy=False), value.set_state
+    bits = value.bit_generator
     return lambda: bits.state, lambda state: setattr(bits, "state", state)
 
 
