@@ -1953,7 +1953,9 @@ MUTANTS = [
     Mutant(
         "put off a step with settings that cannot be copied", "can_wait", "        and is_copied_whole(optimizer)\n", ""
     ),
-    Mutant("never read what was compared on the device", "SettingsGuard.require_unchanged", "if written:", "if False:"),
+    Mutant(
+        "never read what was compared on the device", "SettingsGuard.require_unchanged", "compress(written, told)", "()"
+    ),
     Mutant("let a trial write the loop's gradients", "TrialWrites._lend", "if attached.stepper.is_foreign", "if False"),
     Mutant(
         "forget what the update has made of a gradient",

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import accumulate, chain, repeat
+from itertools import accumulate, chain, compress, repeat
 from operator import is_, itemgetter, length_hint, methodcaller
 from typing import Any, NamedTuple
 
@@ -46,9 +46,6 @@ class SettingsGuard(Stage):
         self._groups: dict[int, Snapshot] = {}
         # Snapshots of earlier steps, to be taken again. None that can be changed: it may refer to the model.
         self._known: dict[int, Snapshot] = {}
-        # Whether small tensors on an accelerator were written, of which the host would have to wait to know: compared
-        # there in one step, and read in the next. Each with its name.
-        self._flags: list[tuple[str, torch.Tensor]] = []
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
         self.layout = layout
@@ -80,27 +77,27 @@ class SettingsGuard(Stage):
                 f"{difference}, in {self._name}.step(), after backward had already stepped parameters under what it "
                 "was. Call backward() and optimizer.step() under the same, or use undo=True or schedule='forward'"
             )
-        flags, self._flags = self._flags, []
+        written: list[tuple[int, str, torch.Tensor]] = []
         for index, used in self._groups.items():
             live = optimizer.param_groups[index]
             if not used.is_of(live):
                 self._require_same(index, used, live)
-                self._flags += [(f"param_groups[{index}][{key!r}]", flag) for key, flag in used.flags(live)]
-        told = torch.stack([flag.to(flags[0][1].device) for _, flag in flags]).tolist() if flags else []
-        for (name, _), written in zip(flags, told, strict=True):
-            if written:
-                raise HyperparameterChangedError(
-                    f"{name} in {self._name} was written, in the step before, after backward had already stepped "
-                    "parameters with what it was. Change hyper-parameters after optimizer.step() or before backward()"
-                )
+                written += [(index, f"[{key!r}] was written", flag) for key, flag in used.written(live)]
+        # The host waits once, however many there are.
+        told = torch.stack([flag.to(written[0][2].device) for *_, flag in written]).tolist() if written else []
+        for index, what, _ in compress(written, told):
+            raise self._changed(index, what)
 
     def _require_same(self, index: int, before: "Snapshot", now: Mapping[str, Any]) -> None:
         if (difference := before.difference(now)) is not None:
-            raise HyperparameterChangedError(
-                f"param_groups[{index}]{difference} in {self._name} after backward had already stepped parameters with "
-                "what it was. Change hyper-parameters (and call the scheduler) after optimizer.step() or before "
-                "backward(), not in between"
-            )
+            raise self._changed(index, difference)
+
+    def _changed(self, index: int, what: str) -> HyperparameterChangedError:
+        return HyperparameterChangedError(
+            f"param_groups[{index}]{what} in {self._name} after backward had already stepped parameters with what it "
+            "was. Change hyper-parameters (and call the scheduler) after optimizer.step() or before backward(), not in "
+            "between"
+        )
 
     def end_step(self) -> None:
         self._groups = {}
@@ -147,7 +144,7 @@ class Snapshot:
         missing = next((key for key in self._values if key not in group), None)
         return None if missing is None else f"[{missing!r}] was removed"
 
-    def flags(self, group: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    def written(self, group: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """Of each small tensor on an accelerator, of which the host cannot know without waiting, whether it was
         written: 0-dim, there."""
         for key, before in self._on_device.items():

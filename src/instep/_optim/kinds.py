@@ -88,19 +88,7 @@ def undecorated_step(cls: type[Optimizer]) -> Callable[..., Any]:
 
 _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
-    for name in (
-        "ASGD",
-        "Adadelta",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-    )
+    for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 )
 
 

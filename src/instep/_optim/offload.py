@@ -112,26 +112,31 @@ def _move_home(
     """
     ids, memory = set(map(id, known)), set(map(storage_of, others))
     for key, value in _leaves(entries):
+        if isinstance(value, torch.Tensor) and (value.numel() <= 1 or id(value) in ids):
+            continue
+        if (fault := _fault_of(value, device, memory)) is not None:
+            raise UnsupportedOptimizerError(
+                f"offload='host' keeps plain tensors of optimizer state in host memory, each with memory of its own, "
+                f"and state[…][{key!r}] of {optimizer} {fault}. Attach without offload"
+            )
         if isinstance(value, torch.Tensor):
-            if value.numel() > 1 and id(value) not in ids:
-                if (fault := _fault_of(value, device, memory)) is not None:
-                    raise _refusal(optimizer, key, fault)
-                ids.add(id(value))
-                memory.add(storage_of(value))
-                used.append(value.detach())
-                with torch.no_grad():
-                    home = torch.empty_like(value, device="cpu", pin_memory=True)
-                    value.data = home.copy_(value, non_blocking=True)
-        elif any(isinstance(held, torch.Tensor) and held.numel() > 1 for held in reachable_values([value])):
-            raise _refusal(optimizer, key, f"holds tensors in a {type(value).__name__}")
+            ids.add(id(value))
+            memory.add(storage_of(value))
+            used.append(value.detach())
+            with torch.no_grad():
+                home = torch.empty_like(value, device="cpu", pin_memory=True)
+                value.data = home.copy_(value, non_blocking=True)
 
 
-def _fault_of(value: torch.Tensor, device: torch.device, memory: Container[int]) -> str | None:
-    """Why a tensor that the optimizer has made cannot live in host memory, in words; ``None``: it can.
+def _fault_of(value: Any, device: torch.device, memory: Container[int]) -> str | None:
+    """Why what the optimizer has put into its state cannot live in host memory, in words; ``None``: it can.
 
     Args:
         memory: of other tensors.
     """
+    if not isinstance(value, torch.Tensor):
+        holds = any(isinstance(held, torch.Tensor) and held.numel() > 1 for held in reachable_values([value]))
+        return f"holds tensors in a {type(value).__name__}" if holds else None
     if value.device != device:
         return f"is on {value.device}, where the optimizer itself has put it"
     if type(value) is not torch.Tensor or value.layout is not torch.strided or value.requires_grad:
@@ -139,13 +144,6 @@ def _fault_of(value: torch.Tensor, device: torch.device, memory: Container[int])
     if storage_of(value) in memory or value.untyped_storage().nbytes() != value.nbytes:
         return "shares memory with another tensor"
     return None
-
-
-def _refusal(optimizer: str, key: Any, fault: str) -> UnsupportedOptimizerError:
-    return UnsupportedOptimizerError(
-        f"offload='host' keeps plain tensors of optimizer state in host memory, each with memory of its own, and "
-        f"state[…][{key!r}] of {optimizer} {fault}. Attach without offload"
-    )
 
 
 # In ``optimizer.state`` every tensor of more than one element is a host tensor. A bucket is stepped with copies of its

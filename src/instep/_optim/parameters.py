@@ -46,21 +46,15 @@ class Attribute:
 class Homes:
     """The modules that hold parameters, to be asked all at once. Held weakly: a model goes when the loop drops it."""
 
-    def __init__(self, places: Iterable[Sequence[Attribute]]) -> None:
+    def __init__(self, places: Sequence[Sequence[Attribute]]) -> None:
+        self._places = places
         # By the id of the reference, of which Python makes one for each module: a module need not have a hash.
-        by_module: dict[int, tuple[weakref.ref[nn.Module], list[str], list[int]]] = {}
-        for index, of_parameter in enumerate(places):
-            for place in of_parameter:
-                _, attributes, indices = by_module.setdefault(id(place.module), (place.module, [], []))
-                attributes.append(place.attribute)
-                indices.append(index)
-        self._modules = list(by_module.values())
-        self._refs = [ref for ref, *_ in self._modules]
+        self._refs = list({id(place.module): place.module for place in chain.from_iterable(places)}.values())
         # All that these modules held when each attached one was last found there: names, and parameters by ``id``.
         self._held: tuple[list[str], list[int]] = [], []
 
     def hold(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether every module has these parameters in its attributes, in the order in which places were given."""
+        """Whether each of these parameters is in its places, in the order in which these were given."""
         modules = [ref() for ref in self._refs]
         if not all(map(is_not, modules, repeat(None))):
             return False
@@ -68,9 +62,9 @@ class Homes:
         names, ids = list(chain.from_iterable(held)), list(map(id, chain.from_iterable(map(_VALUES, held))))
         if (names, ids) == self._held:  # two passes, in C; an attached one lives, and nobody else has its ``id``
             return True
-        for of_module, (_, attributes, indices) in zip(held, self._modules, strict=True):
-            if not all(map(is_, map(of_module.get, attributes), map(parameters.__getitem__, indices))):
-                return False
+        pairs = zip(self._places, parameters, strict=True)
+        if not all(place.found() is parameter for places, parameter in pairs for place in places):
+            return False
         self._held = names, ids
         return True
 

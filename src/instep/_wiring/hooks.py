@@ -37,7 +37,6 @@ from instep._torch.hooks import (
 from instep._torch.interrupts import look_for_handlers
 from instep._torch.lifetime import weakly
 from instep._torch.placeholders import SpentGradient
-from instep._torch.versions import memory_of
 from instep._torch.watch import ModuleHooks
 from instep._wiring.weak_refs import Handles, WeakRefs
 from instep.buckets import ParameterSpec
@@ -171,7 +170,7 @@ class ParametersOfModel:
         self, parameter: torch.Tensor, places: tuple[Attribute, ...], index: int, stepper: Stepper
     ) -> AttachedParameter:
         name = places[0].name
-        nbytes = memory_of(parameter).numel() * parameter.element_size()
+        nbytes = getattr(parameter, "_local_tensor", parameter).numel() * parameter.element_size()
         group = next((n for n, g in enumerate(self.groups) if id(parameter) in g.members), None)
         spec = ParameterSpec(index, name, parameter.shape, parameter.dtype, parameter.device, nbytes, group)
         spent = None
