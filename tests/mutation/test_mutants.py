@@ -2037,8 +2037,8 @@ MUTANTS = [
     Mutant(
         "count writes that the plain loop's fused step does not count",
         "_SwitchesAtStep.__init__",
-        "self.are_read or fused_counts_writes(optimizer)",
-        "True",
+        "self.counts_writes = self.are_read",
+        "self.counts_writes = True",
     ),
     Mutant(
         "let an older graph's backward read weights that are due",

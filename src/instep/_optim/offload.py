@@ -358,6 +358,13 @@ class _Hidden:
 
     tensor: torch.Tensor
 
+    def shown(self, parameter: torch.Tensor) -> torch.Tensor:
+        """In the dtype that torch's ``load_state_dict`` gives it."""
+        tensor = self.tensor
+        if parameter.is_floating_point():
+            tensor = tensor.to(parameter.dtype)
+        return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
+
 
 class HostLoading:
     """Hooks around ``load_state_dict`` of one optimizer."""
@@ -368,29 +375,20 @@ class HostLoading:
     def before(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
             return None  # it may look at the tensors
-        state = {
-            key: {name: _hidden(name, value) for name, value in entry.items()} if type(entry) is dict else entry
-            for key, entry in state_dict["state"].items()
-        }
+        state = dict(state_dict["state"])
+        for key, entry in state.items():
+            if type(entry) is dict:
+                state[key] = {name: _Hidden(v) if _is_moved(name, v) else v for name, v in entry.items()}
         return {**state_dict, "state": state}
 
     def after(self, optimizer: Optimizer) -> None:
         for parameter, entry in optimizer.state.items():
             if isinstance(parameter, torch.Tensor) and isinstance(entry, dict):
-                entry.update((name, _shown(value, parameter)) for name, value in entry.items())
+                hidden = [(name, value) for name, value in entry.items() if isinstance(value, _Hidden)]
+                entry.update((name, value.shown(parameter)) for name, value in hidden)
         self._home.take_in()
 
 
-def _hidden(name: object, value: Any) -> Any:
-    is_steps = name == "step"  # which torch puts on the host or on the device, as the optimizer counts them
-    return value if is_steps or type(value) is not torch.Tensor or value.numel() <= 1 else _Hidden(value)
-
-
-def _shown(value: Any, parameter: torch.Tensor) -> Any:
-    """In the dtype that torch's ``load_state_dict`` gives it."""
-    if not isinstance(value, _Hidden):
-        return value
-    tensor = value.tensor
-    if parameter.is_floating_point():
-        tensor = tensor.to(parameter.dtype)
-    return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
+def _is_moved(name: object, value: Any) -> bool:
+    """By torch: steps it puts on the host or on the device, as the optimizer counts them."""
+    return name != "step" and type(value) is torch.Tensor and value.numel() > 1
