@@ -25,10 +25,14 @@ def reached(optimizer: Optimizer, kind: type, more: Iterable[object] = ()) -> It
 def in_modules(optimizer: Optimizer, layout: GroupLayout) -> Iterator[torch.Tensor]:
     """The parameters and buffers of modules that it reaches, without its own parameters. They may be large, and are not
     copied."""
-    for module in reached(optimizer, torch.nn.Module):
-        for tensor in chain(module.parameters(), module.buffers()):
-            if not layout.holds(tensor) and not tensor.is_inference():
-                yield tensor
+    every = chain.from_iterable(map(_tensors_of, reached(optimizer, torch.nn.Module)))
+    return (tensor for tensor in every if not layout.holds(tensor) and not tensor.is_inference())
+
+
+def _tensors_of(value: Any) -> Iterable[Any]:
+    if isinstance(value, torch.nn.Module):
+        return chain(value.parameters(), value.buffers())
+    return (value,) if isinstance(value, torch.Tensor) else ()
 
 
 class Tables:
@@ -60,11 +64,8 @@ def in_functions(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """The tensors to which its methods refer otherwise than by the object: those in closures, and in globals that the
     methods name."""
     own = set(map(id, parameters_of(optimizer)))
-    for value in reachable_values(_of_functions(optimizer), optimizer):
-        modules = (*value.parameters(), *value.buffers()) if isinstance(value, torch.nn.Module) else ()
-        for tensor in (value, *modules):
-            if isinstance(tensor, torch.Tensor) and id(tensor) not in own and not tensor.is_inference():
-                yield tensor
+    every = chain.from_iterable(map(_tensors_of, reachable_values(_of_functions(optimizer), optimizer)))
+    return (tensor for tensor in every if id(tensor) not in own and not tensor.is_inference())
 
 
 def _of_functions(optimizer: Optimizer) -> list[Any]:
