@@ -16,11 +16,7 @@ from instep._torch.engine import is_captured, on_stream
 from instep._torch.versions import is_pinned, versions_of
 from instep.errors import UnsupportedOptimizerError, class_name
 
-# Copies between pinned host memory and one accelerator, on two streams of their own: in and out.
-#
-# A tensor that is copied in is allocated on the stream of copies in, used on the stream that steps, and copied out on
-# the stream of copies out. Its memory goes back to the first of these. So whatever came last is waited for there before
-# the tensor is let go: the next one that is copied in gets the same memory, and no more than that.
+# What is in the state of a bucket, and moves between host memory and the device.
 
 
 Entry = dict[Any, Any]
@@ -149,6 +145,10 @@ def _fault_of(value: Any, device: torch.device, memory: Container[int]) -> str |
 # In ``optimizer.state`` every tensor of more than one element is a host tensor. A bucket is stepped with copies of its
 # tensors on the device. While it is stepped, the state of the bucket that was stepped after it in the last step is
 # copied to the device, and that of the one before is copied back: so state of two buckets is there at most.
+#
+# A tensor that is copied in is allocated on the stream of copies in, used on the stream that steps, and copied out on
+# the stream of copies out. Its memory goes back to the first of these. So whatever came last is waited for there before
+# the tensor is let go: the next one that is copied in gets the same memory, and no more than that.
 
 
 Part = tuple[torch.Tensor, LocalShard | None]
