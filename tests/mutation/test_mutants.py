@@ -820,9 +820,9 @@ MUTANTS = [
     ),
     Mutant(
         "a rate that is a parameter is only told from others",
-        "_LookAtSetting.tensor",
-        "_Seen(tensor, self._elements)",
-        "super().tensor(tensor)",
+        "Look.tensor",
+        " and not self._is_setting",
+        "",
     ),
     Mutant(
         "undo: a model that is gone is asked for its weights",
@@ -1258,15 +1258,9 @@ MUTANTS = [
     Mutant("write elements that share their memory by themselves", "_each_once", "0 not in bits.stride()", "True"),
     Mutant(
         "a digest takes two signs for none",
-        "_sums",
-        "torch.bitwise_right_shift(words, 32, out=room).mul_(high).sum()",
-        "torch.mul(words, high, out=room).sum()",
-    ),
-    Mutant(
-        "do not look at new state that could not be put back",
-        "Undo.updated",
-        "if entry is not None and saved.entry is None:",
-        "if False:",
+        "_weights",
+        "| 1).to(device)",
+        "| 1).mul(1 << 32).to(device)",
     ),
     Mutant("keep state that the step had made", "SavedParameter.restore", "state.pop(self._parameter, None)", "pass"),
     Mutant(
@@ -1997,7 +1991,9 @@ MUTANTS = [
     Mutant(
         "put off a step with settings that cannot be copied", "can_wait", "        and is_copied_whole(optimizer)\n", ""
     ),
-    Mutant("never read what was compared on the device", "SettingsGuard.require_unchanged", "if written:", "if False:"),
+    Mutant(
+        "never read what was compared on the device", "SettingsGuard.require_unchanged", "compress(written, told)", "()"
+    ),
     Mutant("let a trial write the loop's gradients", "TrialWrites._lend", "if attached.stepper.is_foreign", "if False"),
     Mutant(
         "forget what the update has made of a gradient",
@@ -2079,8 +2075,8 @@ MUTANTS = [
     Mutant(
         "count writes that the plain loop's fused step does not count",
         "_SwitchesAtStep.__init__",
-        "self.are_read or fused_counts_writes(optimizer)",
-        "True",
+        "self.counts_writes = self.are_read",
+        "self.counts_writes = True",
     ),
     Mutant(
         "let an older graph's backward read weights that are due",
@@ -3085,8 +3081,7 @@ MUTANTS = [
     Mutant(
         "judge: numbers that are disturbed in attributes are taken for the update's",
         "PartsOfUpdate._take_again",
-        "# Numbers that attributes keep by others have changed: not by the update.\n"
-        "                self._own.beside.look_anew()",
+        "# Numbers that attributes keep by others have changed: not by the update.\n                beside.look_anew()",
         "pass",
     ),
     Mutant(
@@ -3303,11 +3298,17 @@ MUTANTS = [
         "if isinstance(value, weakref.ref):",
         "if False:",
     ),
-    Mutant("a large tensor that was put back counts as written", "AsItWas.put_back", "self._look = _as_held(value)"),
+    Mutant("a large tensor that was put back counts as written", "AsItWas.put_back", "self.look_anew()"),
+    Mutant(
+        "judge: what parts have left is forgotten while others are disturbed",
+        "PartsOfUpdate._take_again",
+        "beside.look_anew(left)",
+        "beside.look_anew()",
+    ),
     Mutant(
         "state is looked up by parameters",
         "_memory_of_parameters",
-        "if id(key) in ids:\n            tensors += held_in(entry, (torch.Tensor,))",
+        "if id(key) in ids:\n            tensors += held_in([entry], torch.Tensor)",
         "entry = next((optimizer.state.get(p) for p in tensors[: len(ids)]), None)",
     ),
     Mutant(

@@ -19,12 +19,12 @@ from tests.journeys import WAYS, Loop, Road, of_a_bucket, of_an_iteration
 BOUNDS = {
     # Files, calls.
     "bucket": (8, 12),
-    "backward": (27, 359),
-    "forward": (29, 644),
+    "backward": (27, 353),
+    "forward": (29, 641),
     "default": (8, 23),
-    "undo": (32, 837),
+    "undo": (32, 829),
 }
-ATTACH = {"backward": 40, "forward": 42, "default": 42, "undo": 41}
+ATTACH = {"backward": 40, "forward": 41, "default": 41, "undo": 41}
 
 
 def require_within(road: Road, files: int, calls: int, *, least_files: int = 10, least_calls: int = 60) -> None:

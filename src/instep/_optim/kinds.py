@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from instep._optim.overrides import is_manager
 from instep._optim.values import is_fake
-from instep._torch.versions import version_of
 from instep._torch.watch import plain_type
 
 # An optimizer object whose ``step`` was replaced, as diffusion trainers do it: beside that stands a method that steps
@@ -88,19 +87,7 @@ def undecorated_step(cls: type[Optimizer]) -> Callable[..., Any]:
 
 _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
-    for name in (
-        "ASGD",
-        "Adadelta",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-    )
+    for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 )
 
 
@@ -152,25 +139,6 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether the optimizer updates each element of a parameter from that element's gradient and state alone, so that
     a shard of a parameter may be stepped by itself. Classes of others that inherit from these may do otherwise."""
     return plain_type(optimizer) in _ELEMENTWISE and replaced_step(optimizer) is None
-
-
-def fused_counts_writes(optimizer: Optimizer) -> bool:
-    """Whether the fused kernel of one of torch's own optimizers counts a write of each parameter, as other kernels do.
-    It is tried, once for each class: torch does not say, and up to 2.15 none does."""
-    return _fused_counts_writes(plain_type(optimizer).__name__)
-
-
-@cache
-def _fused_counts_writes(name: str) -> bool:
-    # Whoever asks may be inside of inference_mode(), whose tensors count nothing, or of torch.device("meta").
-    with torch.inference_mode(False), torch.device("cpu"):
-        parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32))
-        parameter.grad = torch.ones_like(parameter)
-        optimizer = getattr(torch.optim, name)([parameter], lr=0.1, fused=True)
-        before = version_of(parameter)
-        with torch.no_grad():
-            undecorated_step(type(optimizer))(optimizer)
-        return version_of(parameter) > before
 
 
 def runs_beside(optimizer: Optimizer) -> bool:

@@ -421,7 +421,7 @@ class StorageAddresses:
 
 
 def _tensors_in(entries: Iterable[Entry]) -> list[torch.Tensor]:
-    return [memory_of(t) for entry in entries if entry for t in held_in(dict(entry), (torch.Tensor,))]
+    return [memory_of(t) for entry in entries if entry for t in held_in([dict(entry)], torch.Tensor)]
 
 
 def _refused(optimizer: str, does: str) -> UnsupportedOptimizerError:

@@ -56,9 +56,9 @@ class GroupLayout:
         self._ids = _ids_of(groups)
         self._position = {key: position for position, key in enumerate(chain.from_iterable(self._ids))}
         self._bounds = [0, *accumulate(map(len, self._ids))]
-        # Of buckets that were asked for, by the first parameter's id: the ids of all, and the answer.
+        # Of buckets that were asked for, by the first parameter's id: the ids of all, and the answer. Buckets that are
+        # stepped together differ from step to step: of those with one first parameter the last is known.
         self._known: dict[int, tuple[list[int], list[Members]]] = {}
-        self._room = 0
 
     def is_of(self, groups: Groups) -> bool:
         return _ids_of(groups) == self._ids
@@ -71,16 +71,9 @@ class GroupLayout:
         ``StaleAttachmentError``, if a parameter is in none."""
         ids = list(map(id, bucket))
         known = self._known.get(ids[0])
-        if known is not None and known[0] == ids:
-            return known[1]
-        members = self._divide(ids, bucket)
-        # Buckets that are stepped together differ from step to step: their answers shall not take ever more memory.
-        self._room -= len(ids)
-        if self._room < 0:
-            self._known.clear()
-            self._room = 2 * len(self._position)  # the buckets of backward, and as many of one-off divisions
-        self._known[ids[0]] = ids, members
-        return members
+        if known is None or known[0] != ids:
+            known = self._known[ids[0]] = ids, self._divide(ids, bucket)
+        return known[1]
 
     def were_moved(self, groups: Groups) -> bool:
         """Whether a parameter has left its place. Others may have been added behind them, or in groups of their own."""

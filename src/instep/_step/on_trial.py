@@ -326,7 +326,7 @@ class TrialWrites(Writes):
     def __init__(self, step: RunningStep, copies: Undo, scale: LossScale | None, owner: Schedule) -> None:
         super().__init__(step)
         for stepper in step.members.steppers:
-            stepper.add(UndoCopies(stepper.name, copies))
+            stepper.add(UndoCopies(copies))
         self._scale = scale
         self._owner = weakref.ref(owner)
         self._kept = KeptGradients()

@@ -83,7 +83,7 @@ class _Belongings:
         """The parameter, and what belongs to it."""
         yield parameter
         kept = kept_of(parameter, self.mappings).values()
-        yield from held_in([self._optimizer.state.get(parameter), *kept], (torch.Tensor,))
+        yield from held_in([self._optimizer.state.get(parameter), *kept], torch.Tensor)
 
     def numbers(self, parameter: torch.Tensor) -> Iterator[tuple[MutableMapping[Any, Any], Any, Any]]:
         """Python's numbers among it: where each is, under which key, and which."""
@@ -422,7 +422,7 @@ class PartsOfUpdate:
         tensors = part.tensors()
         with self._untouched.but(tensors):
             self._gradients.show(tensors)
-            kept = BeforeUpdate(self._optimizer, tensors, mappings=self._belongings.mappings)
+            kept = BeforeUpdate(self._optimizer, tensors, self._belongings.mappings, gradients=True)
             try:
                 yield
             finally:
@@ -492,13 +492,14 @@ class PartsOfUpdate:
     def _take_again(self) -> None:
         """Each part, while all others are disturbed."""
         self._put_around_back()
-        others = _Others(self._by_optimizer())
+        others, beside = _Others(self._by_optimizer()), self._own.beside
+        left = beside.look_anew()
         # Handlers of signals wait for the lock of the call: one that reads weights would find them disturbed.
         try:
             for part in self._parts if self.reason is None else ():
                 others.set_apart(part.tensors())
                 # Numbers that attributes keep by others have changed: not by the update.
-                self._own.beside.look_anew()
+                beside.look_anew()
                 with self._alone(part):
                     self._step(part)
                     digests = self._look_at(part)
@@ -507,7 +508,7 @@ class PartsOfUpdate:
                     break
         finally:
             others.rest()
-            self._own.beside.look_anew()
+            beside.look_anew(left)
 
     def _digests_of(self, part: AttachedParameters) -> list[Digest]:
         return [self._digests[attached] for attached in part]

@@ -32,7 +32,7 @@ from instep._optim.guards import (
     switches,
 )
 from instep._optim.kernels import GRADIENT
-from instep._optim.kinds import fused_counts_writes, is_fused, multiplies_matrices
+from instep._optim.kinds import is_fused, multiplies_matrices
 from instep._optim.parameters import AttachedParameters, OptimizerCall, calls_of, none_there
 from instep._optim.shadow import end_state, order_added, snapshot_of
 from instep._optim.stepper import Stepper
@@ -140,7 +140,7 @@ class _SwitchesAtStep:
         self.thread = of_this_thread()
         self.are_read = not (is_known and is_fused(optimizer))
         self.leave_python = not self.are_read or (is_known and multiplies_matrices(optimizer))
-        self.counts_writes = self.are_read or fused_counts_writes(optimizer)
+        self.counts_writes = self.are_read  # a fused kernel counts none (tests/unit/test_kernels.py)
 
     def other_dtype(self) -> str | None:
         """In words, where state that is made now is of float64, and would not have been then; or the other way round.

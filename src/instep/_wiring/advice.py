@@ -234,5 +234,5 @@ def _copied(schedule: Schedule) -> int:
         for attached in schedule.parameters:
             if (parameter := attached.peek()) is not None:
                 state = attached.stepper.optimizer().state.get(parameter, {})
-                size += sum(tensor.nbytes for tensor in (parameter, *held_in(state, (torch.Tensor,))))
+                size += sum(tensor.nbytes for tensor in (parameter, *held_in([state], torch.Tensor)))
     return size
