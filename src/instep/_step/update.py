@@ -22,15 +22,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._gradients.clipping import Clip
-from instep._optim.guards import (
-    DEFAULT_DTYPE,
-    EntriesAsLeft,
-    as_then,
-    as_thread,
-    of_this_thread,
-    switched,
-    switches,
-)
+from instep._optim.guards import EntriesAsLeft
 from instep._optim.kernels import GRADIENT
 from instep._optim.kinds import is_fused, multiplies_matrices
 from instep._optim.parameters import AttachedParameters, OptimizerCall, calls_of, none_there
@@ -45,6 +37,7 @@ from instep._step.step import RunningStep
 from instep._step.streams import Mark
 from instep._torch.engine import BeforeRuns, Run, is_captured, listen, profiled
 from instep._torch.lifetime import owe, settled, weakly
+from instep._torch.switches import DEFAULT_DTYPE, as_then, as_thread, of_this_thread, switched, switches
 from instep._torch.versions import PLAIN, VERSION, are_counted, memory_of
 from instep._torch.watch import StateWatch, Watch
 from instep._torch.worker import Task, Worker
