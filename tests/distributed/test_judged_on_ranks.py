@@ -162,7 +162,7 @@ def stays_apart(wrapper: str, undo: bool, groups: bool, cls: Any = Foreign) -> N
     with pair.overlap:
         for i in range(STEPS):
             pair.step(i)
-            assert undo or bool(pair.stepped) is (i >= judging.FIRST), f"step {i + 1}"
+            assert undo or bool(pair.stepped) is (i >= judging.LEFT), f"step {i + 1}"
         assert pair.overlap.plan.judged == ()
         assert pair.overlap.step_count == STEPS
 

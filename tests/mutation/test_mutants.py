@@ -3085,6 +3085,18 @@ MUTANTS = [
         "pass",
     ),
     Mutant(
+        "judge: parts are taken beside the first update",
+        "Judge.before_update",
+        "if stepper not in self._is_warm and not in_pairs:",
+        "if False:",
+    ),
+    Mutant(
+        "judge: state that nobody can read raises",
+        "PartsOfUpdate.take",
+        "except (TypeError, RuntimeError) as error:",
+        "except ImportError as error:",
+    ),
+    Mutant(
         "belongings: each mapping takes a parameter for a key",
         "mappings_with",
         "suppress(Exception)",

@@ -526,6 +526,52 @@ def test_what_moves_in_the_model(weak: bool, way: str) -> None:
     require_plain(lambda model: Ticks(model, weak), way, lambda o: (o.model().ticks, float(o.model().beats)))
 
 
+class CachesASize(Momentum):
+    """Asked for once, over what the groups hold then, and kept where nobody looks."""
+
+    @functools.lru_cache(None)  # noqa: B019  # as published optimizers have it
+    def size(self) -> int:
+        return sum(p.numel() for group in self.param_groups for p in group["params"])
+
+    def update(self, p: Any) -> None:
+        super().update(p)
+        p.mul_(1 - 1e-3 / self.size())
+
+
+SIZES: dict[int, int] = {}
+
+
+class KeepsASizeInAGlobal(Momentum):
+    def made(self) -> None:
+        SIZES.clear()
+
+    def update(self, p: Any) -> None:
+        super().update(p)
+        count = sum(len(group["params"]) for group in self.param_groups)
+        p.mul_(1 - 1e-3 * SIZES.setdefault(id(self), count))
+
+
+class HoldsQuantized(Momentum):
+    """In an attribute, and in the state."""
+
+    def made(self) -> None:
+        self.table = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+    def update(self, p: Any) -> None:
+        super().update(p)
+        self.state[p]["table"] = self.table
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@each_way
+@pytest.mark.parametrize(
+    ("kind", "is_left"), [(CachesASize, False), (KeepsASizeInAGlobal, False), (HoldsQuantized, True)]
+)
+def test_what_the_first_update_finds_out(kind: type[Momentum], is_left: bool, way: str) -> None:
+    """It finds out over all parameters: nothing stands beside it."""
+    assert bool(require_same(of_parameters(kind), way).judged) == (is_left and way != "default")
+
+
 class RatesByDepth(Momentum):
     """In a plain dict, which nobody writes."""
 
@@ -582,10 +628,11 @@ def count() -> None:
 def test_a_counter_outside_that_shows_in_an_attribute(way: str) -> None:
     model = layers()
     optimizer = CopiesACounter(model.parameters())
-    before = [p.detach().clone() for p in model.parameters()]
     with own_steps_are_judged(), instep.attach(model, optimizer, **WAYS[way]) as overlap:
+        usual(model, optimizer, 0)
+        before = [p.detach().clone() for p in model.parameters()]
         with pytest.raises(UnsupportedOptimizerError, match="other values when the same step is taken again"):
-            usual(model, optimizer, 0)
+            usual(model, optimizer, 1)
         assert all(map(torch.equal, before, model.parameters()))
         overlap.accept_torn()
 

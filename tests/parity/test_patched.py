@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import instep
-from instep._step.judging import FIRST
+from instep._step.judging import LEFT
 from instep.errors import SpentGradientError, UnsupportedOptimizerError
 from tests.cases import Blocks, batch
 from tests.parity.lockstep import in_every_way, lockstep, loss_of, ways
@@ -38,7 +38,7 @@ def test_gradients_are_freed_in_backward(patch: Patch) -> None:
     optimizer = patch(model)
     with instep.attach(model, optimizer, schedule="backward", bucket_bytes=1):
         x, y = batch(0)
-        for _ in range(FIRST):  # these are compared
+        for _ in range(LEFT):  # these are compared
             loss_of(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()

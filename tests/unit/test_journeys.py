@@ -24,7 +24,7 @@ BOUNDS = {
     "default": (8, 23),
     "undo": (33, 825),
 }
-ATTACH = {"backward": 41, "forward": 42, "default": 42, "undo": 42}
+ATTACH = {"backward": 40, "forward": 41, "default": 41, "undo": 41}
 
 
 def require_within(road: Road, files: int, calls: int, *, least_files: int = 10, least_calls: int = 60) -> None:

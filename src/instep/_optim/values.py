@@ -503,5 +503,6 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The values of a dense tensor, byte by byte: its memory, where it is contiguous."""
-    flat = tensor.contiguous().reshape(-1)
+    # Of a quantized one its numbers: to see it as bytes would end the process.
+    flat = (tensor.int_repr() if tensor.is_quantized else tensor).contiguous().reshape(-1)
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element may have any stride

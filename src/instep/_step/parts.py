@@ -300,7 +300,11 @@ class PartsOfUpdate:
             self.reason = reason
             return
         # Versions do not tell: what is written through ``.data`` counts nothing.
-        before = {id(p): self._belongings.digest(p) for p in parameters_of(self._optimizer)}
+        try:
+            before = {id(p): self._belongings.digest(p) for p in parameters_of(self._optimizer)}
+        except (TypeError, RuntimeError) as error:  # of a tensor nobody can read, or a key that no tensor may be
+            self.reason = f"what it keeps of its parameters could not be put back ({in_short(error)})"
+            return
         keys = set(map(id, self._optimizer.state))
         try:
             self._gradients.hide(self._gradients.parameters)
