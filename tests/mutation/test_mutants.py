@@ -167,8 +167,14 @@ MUTANTS = [
     Mutant(
         "step(): one of torch's is taken for called by another",
         "is_called_by_step",
-        " and _is_torchs(type(optimizer).step)",
-        "",
+        "if is_own and",
+        "if",
+    ),
+    Mutant(
+        "kind: functions of an optimizer's class are held",
+        "how_to_step",
+        "weakref.ref(undecorated_step(type(optimizer)))",
+        "lambda step=undecorated_step(type(optimizer)): step",
     ),
     Mutant("prepared: takes any gradients", "BucketSink.step_prepared", "not are_usual(tensors, gradients)", "False"),
     Mutant("prepared: a bucket is not freed", "BucketSink.step_prepared", "self._writes.retire(bucket, tensors)"),
@@ -2551,7 +2557,7 @@ MUTANTS = [
         'place = f"steps/',
         'self.has_told = True\n        place = f"steps/',
     ),
-    Mutant("a step that a class has got since is not looked for", "Stepper.is_foreign", "not of_class or own", "own"),
+    Mutant("a step that a class has got since is not looked for", "Stepper.is_foreign", "not is_same or own", "own"),
     Mutant(
         "settings of the step before are those of this one",
         "Snapshot.is_of",

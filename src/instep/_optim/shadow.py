@@ -240,8 +240,9 @@ def how_to_step(optimizer: Optimizer) -> CallUpdate:
     """The update of ``optimizer``, without torch's step hooks."""
     if steps_one(optimizer) is not None:
         return _step_one_by_one
-    step = undecorated_step(type(optimizer))
-    return lambda itself, members: step(itself)
+    # Weakly: a class that is made in a function may refer to the model, and the optimizer has its class.
+    step: Callable[[], Any] = weakref.ref(undecorated_step(type(optimizer)))
+    return lambda itself, members: step()(itself)
 
 
 def _step_one_by_one(optimizer: Optimizer, members: Sequence[Members]) -> None:

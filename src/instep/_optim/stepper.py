@@ -1,7 +1,7 @@
 """Steps a few parameters with the user's own optimizer, from the first bucket of a step to its last."""
 
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain, repeat
@@ -27,10 +27,11 @@ from instep.errors import HyperparameterChangedError, StaleAttachmentError, Unsu
 
 
 class _Kind(NamedTuple):
-    """What kind of optimizer it is, as long as it has this ``step``.
+    """What kind of optimizer it is, as long as it has this ``step``. Functions are held weakly: they may refer to the
+    object, or, in a class that was made in a function, to the model.
 
     Attributes:
-        own: the ``step`` of the object, which refers to the object; ``None``: it has none.
+        own: the ``step`` of the object; ``None``: it has none.
         step: of its class.
         update: what ``step`` wraps, without the calls of hooks.
         is_known: whether the update is one of torch's own, over plain parameters.
@@ -40,8 +41,8 @@ class _Kind(NamedTuple):
     """
 
     own: "weakref.ref[Any] | None"
-    step: Callable[..., Any]
-    update: Callable[..., Any] | None
+    step: "weakref.ref[Any]"
+    update: "weakref.ref[Any] | None"
     is_known: bool
     call: CallUpdate
     kernel: Kernel | None = None
@@ -299,8 +300,9 @@ class Stepper:
         optimizer, kind = self._optimizer(), self._kind
         if optimizer is not None:
             own, step = vars(optimizer).get("step"), type(optimizer).step
-            of_class = step is kind.step and getattr(step, "__wrapped__", None) is kind.update
-            if not of_class or own is not (None if kind.own is None else kind.own()):
+            update = getattr(step, "__wrapped__", None)
+            is_same = step is kind.step() and update is (kind.update and kind.update())
+            if not is_same or own is not (kind.own and kind.own()):
                 self._kind = _kind_of(optimizer)  # a trainer has replaced it since, or a scheduler counts its calls
         return not self._kind.is_known
 
@@ -538,9 +540,10 @@ def _step_object(own: OwnObject, call: CallUpdate, update: Update) -> None:
 
 def _kind_of(optimizer: Optimizer) -> _Kind:
     own, step = vars(optimizer).get("step"), type(optimizer).step
-    ref = None if own is None else weakref.ref(own)
+    update = getattr(step, "__wrapped__", None)
     known = is_torchs_own(optimizer) and has_usual_parameters(optimizer)
-    return _Kind(ref, step, getattr(step, "__wrapped__", None), known, how_to_step(optimizer))
+    call = how_to_step(optimizer)
+    return _Kind(own and weakref.ref(own), weakref.ref(step), update and weakref.ref(update), known, call)
 
 
 def _scales_of(optimizer: Optimizer) -> tuple[Any, ...]:
