@@ -747,7 +747,18 @@ MUTANTS = [
     Mutant(
         "count each evaluation of a closure", "ForwardCalls.drop_round", "self._step.round.evaluates_again", "False"
     ),
-    Mutant("trust an update that was replaced", "is_torchs_own", " and replaced_step(optimizer) is None", ""),
+    Mutant(
+        "trust an update that was replaced",
+        "is_torchs_own",
+        'replaced_step(optimizer) is not None or "_init_group" in vars(optimizer)',
+        '"_init_group" in vars(optimizer)',
+    ),
+    Mutant(
+        "trust a class of torch's in which anything was replaced",
+        "is_torchs_own",
+        'undecorated_step(cls), getattr(cls, "_init_group", cls.step)',
+        "(undecorated_step(cls),)",
+    ),
     Mutant(
         "undo puts back what step() left when it raised again",
         "TrialWrites._save_rest",
@@ -1053,7 +1064,7 @@ MUTANTS = [
     Mutant(
         "a class that gets a step() of its own after attach is put off",
         "can_wait",
-        "and steps_as_known(optimizer)\n",
+        "and is_torchs_own(optimizer)\n",
         "\n",
     ),
     Mutant("a recording does not see what a worker lets go", "LiveGradients.note", "if not ref.expired()", "if True"),
@@ -1749,7 +1760,7 @@ MUTANTS = [
     ),
     Mutant(
         "put off though the object has a method of its own",
-        "steps_as_known",
+        "is_torchs_own",
         ' or "_init_group" in vars(optimizer)',
         "",
     ),

@@ -92,8 +92,13 @@ _ELEMENTWISE = frozenset(
 
 
 def is_torchs_own(optimizer: Optimizer) -> bool:
-    """Whether the optimizer is exactly one of ``torch.optim``: what its update reads and writes is known."""
-    return is_in_torch_optim(type(optimizer)) and replaced_step(optimizer) is None
+    """Whether the optimizer is exactly one of ``torch.optim``, and nobody has replaced its ``step()``, or what that
+    calls: what its update reads and writes is known. Any other may do what only ``step()`` itself is expected to:
+    raise, log, look at the loop."""
+    cls: Any = plain_type(optimizer)
+    functions = undecorated_step(cls), getattr(cls, "_init_group", cls.step)
+    is_replaced = replaced_step(optimizer) is not None or "_init_group" in vars(optimizer)
+    return not is_replaced and is_in_torch_optim(cls) and all(f.__module__.startswith("torch.") for f in functions)
 
 
 def has_usual_parameters(optimizer: Optimizer) -> bool:
@@ -170,16 +175,6 @@ def takes_hooks(optimizer: Optimizer) -> bool:
     """Whether torch calls hooks around its ``step()``: not where a wrapper of another optimizer has left out
     ``Optimizer.__init__``."""
     return all(name in vars(optimizer) for name in STEP_HOOKS if not name.endswith("_dict_post_hooks"))
-
-
-def steps_as_known(optimizer: Optimizer) -> bool:
-    """Whether its ``step()`` is torch's own. Any other may do what only ``step()`` itself is expected to: raise, log,
-    look at the loop."""
-    if replaced_step(optimizer) is not None or "_init_group" in vars(optimizer):  # which its step() calls
-        return False
-    return is_in_torch_optim(plain_type(optimizer)) and undecorated_step(plain_type(optimizer)).__module__.startswith(
-        "torch."
-    )
 
 
 # What an optimizer object holds beside its groups and the state of parameters.
