@@ -224,6 +224,12 @@ MUTANTS = [
         "passes.require_measured(bucket, gradients)",
     ),
     Mutant(
+        "two passes: a plan's gradients are compared",
+        "Passes.require_measured",
+        "if any(map(is_fake, map(type, gradients))):",
+        "if False:",
+    ),
+    Mutant(
         "two passes: the second may give other gradients",
         "Passes.require_measured",
         "raise _another_gradient(name)",

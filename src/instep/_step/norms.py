@@ -16,6 +16,7 @@ from instep._optim.contents import Kept, copy_of, is_back, restore
 from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._optim.random_numbers import Generators
 from instep._optim.stepper import PreparedUpdate
+from instep._optim.values import is_fake
 from instep._step.accumulation import Accumulation
 from instep._step.remedies import ANY_LOOP
 from instep._step.state import FirstError, StepMembers, StepTimes, gradient_of
@@ -182,6 +183,8 @@ class Passes:
                     "first gave it none: the norm is not that of all gradients. Compute the same loss in both (hooks "
                     "run twice)"
                 )
+        if any(map(is_fake, map(type, gradients))):
+            return  # those of a plan have no values
         norms = self.clipping.norms_of(parameters, gradients)
         for names, differ in self._unlike_those_of(self.clipping.norms, parameters, norms):
             if not differ.is_cpu:
