@@ -173,7 +173,7 @@ MUTANTS = [
     Mutant(
         "kind: functions of an optimizer's class are held",
         "how_to_step",
-        "weakref.ref(undecorated_step(type(optimizer)))",
+        "reference_to(undecorated_step(type(optimizer)))",
         "lambda step=undecorated_step(type(optimizer)): step",
     ),
     Mutant("prepared: takes any gradients", "BucketSink.step_prepared", "not are_usual(tensors, gradients)", "False"),

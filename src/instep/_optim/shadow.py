@@ -21,6 +21,7 @@ from instep._optim.kinds import (
     undecorated_step,
 )
 from instep._optim.values import PER_PARAMETER, is_immutable, is_plain, private
+from instep._torch.lifetime import reference_to
 from instep._torch.versions import memory_of
 from instep.errors import StaleAttachmentError
 
@@ -241,7 +242,7 @@ def how_to_step(optimizer: Optimizer) -> CallUpdate:
     if steps_one(optimizer) is not None:
         return _step_one_by_one
     # Weakly: a class that is made in a function may refer to the model, and the optimizer has its class.
-    step: Callable[[], Any] = weakref.ref(undecorated_step(type(optimizer)))
+    step = reference_to(undecorated_step(type(optimizer)))
     return lambda itself, members: step()(itself)
 
 

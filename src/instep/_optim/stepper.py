@@ -1,7 +1,7 @@
 """Steps a few parameters with the user's own optimizer, from the first bucket of a step to its last."""
 
 import weakref
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain, repeat
@@ -22,6 +22,7 @@ from instep._optim.random_numbers import KeyedDraws
 from instep._optim.shadow import CallUpdate, GroupLayout, Members, autocast_here, how_to_step, parameters_of
 from instep._optim.stages import Begins, CopiedEntries, ShadowCall, Stage, StagedCall, Update, step_shadow
 from instep._torch.hooks import is_in_step
+from instep._torch.lifetime import reference_to
 from instep._torch.versions import VERSION, version_of, versions_of
 from instep.errors import HyperparameterChangedError, StaleAttachmentError, UnsupportedOptimizerError
 
@@ -40,9 +41,9 @@ class _Kind(NamedTuple):
         is_looked_at: whether it is known whether there is one: the first step finds out.
     """
 
-    own: "weakref.ref[Any] | None"
-    step: "weakref.ref[Any]"
-    update: "weakref.ref[Any] | None"
+    own: Callable[[], Any] | None
+    step: Callable[[], Any]
+    update: Callable[[], Any] | None
     is_known: bool
     call: CallUpdate
     kernel: Kernel | None = None
@@ -543,7 +544,7 @@ def _kind_of(optimizer: Optimizer) -> _Kind:
     update = getattr(step, "__wrapped__", None)
     known = is_torchs_own(optimizer) and has_usual_parameters(optimizer)
     call = how_to_step(optimizer)
-    return _Kind(own and weakref.ref(own), weakref.ref(step), update and weakref.ref(update), known, call)
+    return _Kind(own and reference_to(own), reference_to(step), update and reference_to(update), known, call)
 
 
 def _scales_of(optimizer: Optimizer) -> tuple[Any, ...]:
