@@ -258,9 +258,9 @@ def raises_on_all(wrapper: str, cls: Any, every: int) -> tuple[int, str]:
 @each_wrapper
 def test_an_optimizer_that_is_refused_on_one_rank_is_refused_on_all(two_ranks: RankPool, wrapper: str) -> None:
     (first, told), (last, error) = two_ranks.run(raises_on_all, wrapper, HiddenOnLast, 50)
-    assert (last, error) == (0, UnsupportedOptimizerError.__name__)
+    assert (last, error) == (1, UnsupportedOptimizerError.__name__)  # beside the first update nothing stands
     assert told
-    assert first <= 1
+    assert first <= 2
     two_ranks.stop()
 
 
