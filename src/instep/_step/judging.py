@@ -310,8 +310,10 @@ class Judge:
     def __str__(self) -> str:
         if self.verdict is not None:
             return f"left to optimizer.step(): {self.verdict}"
-        due = max((n + (s not in self._is_warm) for s, n in self.due.items() if n and self._in_parts), default=0)
-        names = " and ".join(stepper.name for stepper, left in self.due.items() if left)
+        # Of one whose steps somebody takes as a whole, the first is left, too, and not compared.
+        left = {s: n + (s not in self._is_warm and not s.steps_every_parameter) for s, n in self.due.items() if n}
+        due = max(left.values(), default=0) if self._in_parts else 0
+        names = " and ".join(stepper.name for stepper in left)
         return (
             f"{names}: the next {due} steps are taken in optimizer.step(), and compared with their parts" if due else ""
         )
