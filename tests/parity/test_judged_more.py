@@ -184,6 +184,22 @@ def test_two_updates_after_the_first_are_compared_and_then_buckets_are_stepped(w
     assert way == "undo" or found.freed == [set(), set(), set(), ALL, ALL]
 
 
+def test_the_plan_says_how_many_steps_are_left() -> None:
+    model = layers()
+    optimizer = Plain(model)
+    with own_steps_are_judged(), instep.attach(model, optimizer, schedule="backward") as overlap:
+        for said in (
+            "the next 3 steps are taken in optimizer.step(), and the last 2 are compared with their parts",
+            "the next 2 steps are taken in optimizer.step(), and compared with their parts",
+            "the next step is taken in optimizer.step(), and compared with its parts",
+        ):
+            assert overlap.plan.judged == (f"Plain: {said}",)
+            backward(model, 0)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert overlap.plan.judged == ()
+
+
 @each_way
 def test_values_that_depend_on_the_others(way: str) -> None:
     assert "other values when it is stepped without the others" in judged(Coupled, way=way).verdict

@@ -310,13 +310,17 @@ class Judge:
     def __str__(self) -> str:
         if self.verdict is not None:
             return f"left to optimizer.step(): {self.verdict}"
+        due = {stepper: number for stepper, number in self.due.items() if number} if self._in_parts else {}
+        if not due:
+            return ""
         # Of one whose steps somebody takes as a whole, the first is left, too, and not compared.
-        left = {s: n + (s not in self._is_warm and not s.steps_every_parameter) for s, n in self.due.items() if n}
-        due = max(left.values(), default=0) if self._in_parts else 0
-        names = " and ".join(stepper.name for stepper in left)
-        return (
-            f"{names}: the next {due} steps are taken in optimizer.step(), and compared with their parts" if due else ""
-        )
+        cold = [stepper for stepper in due if stepper not in self._is_warm and not stepper.steps_every_parameter]
+        steps = max(number + (stepper in cold) for stepper, number in due.items())
+        names = " and ".join(stepper.name for stepper in due)
+        what, parts = ("steps are", "their parts") if steps > 1 else ("step is", "its parts")
+        which = f"the last {max(due.values())} are " if cold else ""
+        number = f"{steps} " if steps > 1 else ""
+        return f"{names}: the next {number}{what} taken in optimizer.step(), and {which}compared with {parts}"
 
 
 def in_buckets(there: Sequence[AttachedParameter], buckets: Iterable[Sequence[int]]) -> list[AttachedParameters]:
