@@ -762,8 +762,8 @@ MUTANTS = [
     Mutant(
         "trust a class of torch's in which anything was replaced",
         "is_torchs_own",
-        'undecorated_step(cls), getattr(cls, "_init_group", cls.step)',
-        "(undecorated_step(cls),)",
+        'getattr(cls, "_init_group", cls.step)',
+        "cls.step",
     ),
     Mutant(
         "undo puts back what step() left when it raised again",
