@@ -36,6 +36,7 @@ def interrupting(install: Callable[[Any], None], tracer: Any) -> Iterator[None]:
     before, sys.unraisablehook = sys.unraisablehook, lambda _: None
     on_main = threading.current_thread() is threading.main_thread()
     handler = signal.signal(signal.SIGINT, signal.default_int_handler) if on_main else None
+    interrupts.look_for_handlers()  # as in a forward, or a step, of a loop that has this handler all the time
     grad = torch.is_grad_enabled()  # where torch.no_grad() is interrupted while it is entered it stays, as in any loop
     install(tracer)
     try:
