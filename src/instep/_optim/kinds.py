@@ -15,6 +15,7 @@ from instep._optim.overrides import is_manager
 from instep._optim.values import is_fake
 from instep._torch.versions import version_of
 from instep._torch.watch import plain_type
+from instep.master_weights import HALF, NOTES, class_inside
 
 # An optimizer object whose ``step`` was replaced, as diffusion trainers do it: beside that stands a method that steps
 # one parameter, and that the trainer calls in hooks.
@@ -105,8 +106,19 @@ _ELEMENTWISE = frozenset(
 
 
 def is_torchs_own(optimizer: Optimizer) -> bool:
-    """Whether the optimizer is exactly one of ``torch.optim``: what its update reads and writes is known."""
-    return is_in_torch_optim(type(optimizer)) and replaced_step(optimizer) is None
+    """Whether the optimizer is exactly one of ``torch.optim``, or steps masters by one: what its update reads and
+    writes is known."""
+    return is_in_torch_optim(class_of_update(optimizer)) and replaced_step(optimizer) is None
+
+
+def class_of_update(optimizer: Optimizer) -> type[Optimizer]:
+    """The class whose update it is: its own, or of one with masters the class that steps these."""
+    return class_inside(plain_type(optimizer))
+
+
+def has_masters(optimizer: Optimizer) -> bool:
+    """Whether it is of a class that ``instep.masters`` has made."""
+    return class_of_update(optimizer) is not plain_type(optimizer)
 
 
 def has_usual_parameters(optimizer: Optimizer) -> bool:
@@ -157,7 +169,9 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 def fused_counts_writes(optimizer: Optimizer) -> bool:
     """Whether the fused kernel of one of torch's own optimizers counts a write of each parameter, as other kernels do.
     It is tried, once for each class: torch does not say, and up to 2.15 none does."""
-    return _fused_counts_writes(plain_type(optimizer).__name__)
+    if any(p.dtype in HALF for group in optimizer.param_groups for p in group["params"]) and has_masters(optimizer):
+        return True  # the copy of a master into its weight is no kernel of the optimizer's
+    return _fused_counts_writes(class_of_update(optimizer).__name__)
 
 
 @cache
@@ -188,7 +202,7 @@ _FUSED = methodcaller("get", "fused")
 
 def multiplies_matrices(optimizer: Optimizer) -> bool:
     """Whether the update of one of torch's own optimizers does, in which it reads torch's switches for products."""
-    return plain_type(optimizer).__name__ == "Muon"
+    return class_of_update(optimizer).__name__ == "Muon"
 
 
 def can_be_put_off(optimizer: Optimizer) -> bool:
@@ -209,9 +223,8 @@ def steps_as_known(optimizer: Optimizer) -> bool:
     look at the loop."""
     if replaced_step(optimizer) is not None or "_init_group" in vars(optimizer):  # which its step() calls
         return False
-    return is_in_torch_optim(plain_type(optimizer)) and undecorated_step(plain_type(optimizer)).__module__.startswith(
-        "torch."
-    )
+    cls = class_of_update(optimizer)
+    return is_in_torch_optim(cls) and undecorated_step(cls).__module__.startswith("torch.")
 
 
 # What an optimizer object holds beside its groups and the state of parameters.
@@ -233,7 +246,7 @@ SCALES = ("grad_scale", "found_inf")
 # Which torch itself, its schedulers and GradScaler write on any optimizer, at any time.
 OF_SCHEDULERS = ("_opt_called", "_step_count")
 _WRITTEN_BY_TORCH = (*OF_SCHEDULERS, "_warned_capturable_if_run_uncaptured", CHECKED_ONCE, *SCALES)
-NO_SETTINGS = frozenset((*OF_EVERY_OPTIMIZER, *_WRITTEN_BY_TORCH, *STEPS_ONE, "step")) - {"defaults"}
+NO_SETTINGS = frozenset((*OF_EVERY_OPTIMIZER, *_WRITTEN_BY_TORCH, *STEPS_ONE, NOTES, "step")) - {"defaults"}
 
 
 def read_by_update(optimizer: Optimizer) -> dict[str, Any]:
