@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from instep._torch.versions import PLAIN, memory_of, version_of, versions_of
+from instep._torch.versions import PLAIN, memory_of, versions_of
 from instep.errors import StaleMasterError, class_name
 
 Tensors = list[torch.Tensor]
@@ -83,7 +83,10 @@ def masters(cls: _Class) -> _Class:
             f"masters({cls.__name__}): it evaluates the loss again within a step, where the weights are those of the "
             "model, and not the masters. Use fp32 weights, in an autocast block"
         )
-    made: Any = cls if issubclass(cls, Masters) else _made_of(cls)
+    if issubclass(cls, Masters):
+        return cls
+    inside: Any = cls
+    made: Any = _made_of(inside)
     return made  # type: ignore[no-any-return]
 
 
@@ -205,7 +208,7 @@ class Masters(Optimizer):
             vars(self).update((name, OrderedDict()) for name in _HOOKS)  # of the loop's call, which has called them
             _lend(swap, state)
             yield
-            _copy_back(swap.halves, swap.masters)
+            copy_back(swap.halves, swap.masters)
             notes_of(self).take(swap.halves, swap.masters)
         finally:
             for group, params in swap.lists:
@@ -368,6 +371,19 @@ def pairs_of(optimizer: Optimizer) -> tuple[Tensors, Tensors]:
     return halves, made
 
 
+def note_writes(optimizer: Optimizer, parameters: Sequence[torch.Tensor], owned: Sequence[torch.Tensor]) -> None:
+    """Whoever steps for the optimizer has stepped these, or counts a write of them before: from here on it counts as
+    none of the loop's.
+
+    Args:
+        parameters: or aliases of them.
+        owned: the optimizer's own.
+    """
+    entries = map(optimizer.state.get, owned)
+    pairs = [(p, e[MASTER]) for p, e in zip(parameters, entries, strict=True) if e and MASTER in e and p.dtype in HALF]
+    notes_of(optimizer).take([p for p, _ in pairs], [m for _, m in pairs])
+
+
 def require_unwritten(optimizer: Optimizer, halves: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
     """Raise ``StaleMasterError`` if one of these weights was written since it was made the rounding of its master."""
     written = notes_of(optimizer).written(halves, made)
@@ -406,7 +422,7 @@ def wide(gradients: Sequence[torch.Tensor]) -> Tensors:
     return cast
 
 
-def _copy_back(halves: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
+def copy_back(halves: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
     if halves:
         # Of a DTensor its part: torch has no strategy for _foreach_copy_.
         torch._foreach_copy_([*map(memory_of, halves)], [*map(memory_of, made)])
@@ -467,7 +483,9 @@ class _Loading:
             if not isinstance(entry, dict):
                 continue
             if p.dtype in HALF:
-                self._tensors[key] = {k: v for k, v in entry.items() if k != "step" and next(_kept_in(v), None) is not None}
+                self._tensors[key] = {
+                    k: v for k, v in entry.items() if k != "step" and next(_kept_in(v), None) is not None
+                }
                 if entry and MASTER not in entry:
                     self._lacks.append(key)
             # Of a parameter that is fp32 by now it is the parameter that counts.
@@ -524,15 +542,15 @@ def _kept_in(value: Any) -> Iterator[Any]:
 def _refuse_group(inside: type[Optimizer], group: Mapping[str, Any]) -> None:
     if group.get("differentiable", False):
         raise ValueError(
-            f"masters({inside.__name__}): differentiable=True keeps the step in the autograd graph, and the weights are "
-            "copied from the masters outside of it. Use differentiable=False, or fp32 weights"
+            f"masters({inside.__name__}): differentiable=True keeps the step in the autograd graph, and the weights "
+            "are copied from the masters outside of it. Use differentiable=False, or fp32 weights"
         )
     for key, value in group.items():
         # A learning rate, or a beta, may be a tensor.
         if key != "params" and any(not isinstance(v, torch.Tensor) or v.numel() > 1 for v in _kept_in(value)):
             raise TypeError(
-                f"masters({inside.__name__}): a group has tensors under {key!r}, which were made for the half-precision "
-                "parameters. Use fp32 weights, in an autocast block"
+                f"masters({inside.__name__}): a group has tensors under {key!r}, which were made for the "
+                "half-precision parameters. Use fp32 weights, in an autocast block"
             )
     for position, p in enumerate(group["params"]):
         where = f"masters({inside.__name__}): parameter {position} of a group"

@@ -15,7 +15,7 @@ from instep._optim.overrides import is_manager
 from instep._optim.values import is_fake
 from instep._torch.versions import version_of
 from instep._torch.watch import plain_type
-from instep.master_weights import HALF, NOTES, class_inside
+from instep.master_weights import HALF, NOTES, Masters, class_inside
 
 # An optimizer object whose ``step`` was replaced, as diffusion trainers do it: beside that stands a method that steps
 # one parameter, and that the trainer calls in hooks.
@@ -108,17 +108,15 @@ _ELEMENTWISE = frozenset(
 def is_torchs_own(optimizer: Optimizer) -> bool:
     """Whether the optimizer is exactly one of ``torch.optim``, or steps masters by one: what its update reads and
     writes is known."""
-    return is_in_torch_optim(class_of_update(optimizer)) and replaced_step(optimizer) is None
+    # Asked for each bucket.
+    cls = class_of_update(optimizer) if isinstance(optimizer, Masters) else type(optimizer)
+    return is_in_torch_optim(cls) and replaced_step(optimizer) is None
 
 
 def class_of_update(optimizer: Optimizer) -> type[Optimizer]:
     """The class whose update it is: its own, or of one with masters the class that steps these."""
-    return class_inside(plain_type(optimizer))
-
-
-def has_masters(optimizer: Optimizer) -> bool:
-    """Whether it is of a class that ``instep.masters`` has made."""
-    return class_of_update(optimizer) is not plain_type(optimizer)
+    cls = plain_type(optimizer)
+    return class_inside(cls) if isinstance(optimizer, Masters) else cls
 
 
 def has_usual_parameters(optimizer: Optimizer) -> bool:
@@ -169,7 +167,7 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 def fused_counts_writes(optimizer: Optimizer) -> bool:
     """Whether the fused kernel of one of torch's own optimizers counts a write of each parameter, as other kernels do.
     It is tried, once for each class: torch does not say, and up to 2.15 none does."""
-    if any(p.dtype in HALF for group in optimizer.param_groups for p in group["params"]) and has_masters(optimizer):
+    if isinstance(optimizer, Masters) and any(p.dtype in HALF for g in optimizer.param_groups for p in g["params"]):
         return True  # the copy of a master into its weight is no kernel of the optimizer's
     return _fused_counts_writes(class_of_update(optimizer).__name__)
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from instep._optim.beside import Beside
 from instep._optim.guards import Layouts, SettingsGuard, StateGuard, numbers_of
-from instep._optim.kernels import GRADIENT, InBucket, Kernel, KernelCall, Placing, are_usual, kernel_of
+from instep._optim.kernels import GRADIENT, InBucket, Kernel, KernelCall, MastersCall, Placing, are_usual, kernel_of
 from instep._optim.kinds import SCALES, STEPPED_WHOLE, has_usual_parameters, is_elementwise, is_torchs_own
 from instep._optim.local_shard import LocalShard
 from instep._optim.offload import OffloadedState
@@ -24,6 +24,7 @@ from instep._optim.stages import Begins, CopiedEntries, ShadowCall, Stage, Stage
 from instep._torch.hooks import is_in_step
 from instep._torch.versions import VERSION, version_of, versions_of
 from instep.errors import HyperparameterChangedError, StaleAttachmentError, UnsupportedOptimizerError
+from instep.master_weights import Masters, note_writes, pairs_of, require_unwritten
 
 
 class _Kind(NamedTuple):
@@ -72,7 +73,7 @@ class _RunningStep(NamedTuple):
     in_parts: bool
 
 
-_Call = KernelCall | ShadowCall | ObjectCall | StagedCall
+_Call = KernelCall | MastersCall | ShadowCall | ObjectCall | StagedCall
 
 
 class PreparedUpdate:
@@ -86,13 +87,14 @@ class PreparedUpdate:
     Args:
         guard: of the state; ``None``: nobody looks back, and nothing is counted.
         state: of the optimizer.
+        stepped: called with the parameters, and the optimizer's own, when they have been; ``None``: nobody asks.
 
     Attributes:
         tensors: the parameters, or aliases of them.
         versions: of ``tensors``, as the update has left them, where somebody looks back.
     """
 
-    __slots__ = ("_calls", "_guard", "_owned", "_places", "_state", "tensors", "versions")
+    __slots__ = ("_calls", "_guard", "_owned", "_places", "_state", "_stepped", "tensors", "versions")
 
     def __init__(
         self,
@@ -100,11 +102,12 @@ class PreparedUpdate:
         bucket: InBucket,
         guard: StateGuard | None,
         state: Mapping[Any, Any],
+        stepped: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] | None = None,
     ) -> None:
-        self._calls, self._guard, self._state = calls, guard, state
+        self._calls, self._guard, self._state, self._stepped = calls, guard, state, stepped
         self.tensors, self._owned = bucket.tensors, bucket.owned
         # Of the state that kernels write. An object may replace it.
-        self._places = bucket.placing.places if isinstance(calls[0], KernelCall) else None
+        self._places = bucket.placing.places if isinstance(calls[0], (KernelCall, MastersCall)) else None
         self.versions: list[int] = []
 
     @property
@@ -124,6 +127,8 @@ class PreparedUpdate:
                     columns = (column for call in self._calls for column in call.lists)
                     written = [*written, *chain.from_iterable(columns)]
                 torch.autograd.graph.increment_version(written)
+        if self._stepped is not None:
+            self._stepped(self.tensors, self._owned)
         places = self._places
         if guard is not None and places is None:
             guard.note(self._owned, self._state)
@@ -310,6 +315,8 @@ class Stepper:
             self._layouts.groups = GroupLayout(self.name, optimizer.param_groups)
             self._kind = _kind_of(optimizer)
         known = not self.is_foreign
+        if isinstance(optimizer, Masters) and self._looks_back and not in_parts:
+            look_at_masters(self)
         watched = [self._state_guard] if self._looks_back else []
         stages: list[Stage] = [self._settings, *watched, *([CopiedEntries()] if known else [])]
         divides: OffloadedState | KeyedDraws | None = self.offloaded
@@ -351,8 +358,11 @@ class Stepper:
             calls = running.kernel.calls(optimizer, buckets, self._layouts.groups, found)
         self._settings.look(optimizer, sorted({n for some in members for n, (mine, _) in enumerate(some) if mine}))
         guard = self._state_guard if self._looks_back else None
+        stepped = partial(note_masters, self) if isinstance(optimizer, Masters) else None
         return [
-            PreparedUpdate(some or self._calls_of(running, optimizer, bucket, mine), bucket, guard, running.state)
+            PreparedUpdate(
+                some or self._calls_of(running, optimizer, bucket, mine), bucket, guard, running.state, stepped
+            )
             for some, bucket, mine in zip(calls, buckets, members, strict=True)
         ]
 
@@ -530,6 +540,22 @@ class Stepper:
         offloaded, self.offloaded = self.offloaded, None
         if offloaded is not None:
             offloaded.give_back()
+
+
+def look_at_masters(stepper: Stepper) -> None:
+    """A step begins: raise ``StaleMasterError`` if a weight was written without its master. All are looked at before
+    the first one is stepped."""
+    optimizer = stepper.optimizer()
+    if isinstance(optimizer, Masters):
+        require_unwritten(optimizer, *pairs_of(optimizer))
+
+
+def note_masters(stepper: Stepper, parameters: Sequence[torch.Tensor], owned: Sequence[torch.Tensor]) -> None:
+    """``parameters``, which may be aliases of the optimizer's own, were stepped; or a write of them was counted in
+    advance."""
+    optimizer = stepper.optimizer()
+    if isinstance(optimizer, Masters):
+        note_writes(optimizer, parameters, owned)
 
 
 def _step_object(own: OwnObject, call: CallUpdate, update: Update) -> None:

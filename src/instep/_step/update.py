@@ -35,7 +35,7 @@ from instep._optim.kernels import GRADIENT
 from instep._optim.kinds import fused_counts_writes, is_fused, multiplies_matrices
 from instep._optim.parameters import AttachedParameters, OptimizerCall, calls_of, none_there
 from instep._optim.shadow import end_state, order_added, snapshot_of
-from instep._optim.stepper import Stepper
+from instep._optim.stepper import Stepper, look_at_masters, note_masters
 from instep._ranks.vote import Vote, error_of
 from instep._ranks.votes import StepVotes
 from instep._step.deferral import PUT_OFF, Wording
@@ -174,6 +174,7 @@ class PartOfStep:
         wording: Wording = PUT_OFF,
     ) -> None:
         optimizer = stepper.optimizer()
+        look_at_masters(stepper)
         self.optimizer = weakref.ref(optimizer)
         self.entries_before = len(optimizer.state)
         self.is_known = not stepper.is_foreign
@@ -273,6 +274,7 @@ class Update:
         if step.switches.counts_writes:
             # From here on a graph that has saved the old weights refuses to run, as after the plain loop's step.
             torch.autograd.graph.increment_version(self.tensors)
+            note_masters(step.stepper, self.tensors, self.tensors)
         self._as_left: AsLeft | None = AsLeft(self.tensors, self.gradients, step.state)
         step.outstanding.append(self)
         if step.times.listener is not None:
