@@ -1,4 +1,4 @@
-"""``masters``: an optimizer class whose state holds an fp32 copy of each half-precision parameter, and which steps that.
+"""``masters``: an optimizer class whose state holds an fp32 copy of each half-precision parameter, which it steps.
 
 Parameters and groups stay those of the model. For the length of the inner class's ``step()`` the groups hold the
 masters, and the state the masters' entries; then the weights are copied back. Whatever looks at an optimizer from
@@ -72,10 +72,8 @@ def masters(cls: _Class) -> _Class:
         ```
     """
     if not isinstance(cls, type):
-        raise TypeError(
-            f"masters() takes a class, and was given {class_name(cls)}: write "
-            f"masters({'AdamW' if not isinstance(cls, Optimizer) else class_name(cls)})(parameters, …)"
-        )
+        name = class_name(cls) if isinstance(cls, Optimizer) else "AdamW"
+        raise TypeError(f"masters() takes a class, and was given an object: write masters({name})(parameters, …)")
     if not issubclass(cls, Optimizer):
         raise TypeError(f"masters() takes a class of optimizers, and {class_name(cls)} is no torch.optim.Optimizer")
     if issubclass(cls, torch.optim.LBFGS):
@@ -310,7 +308,7 @@ class Masters(Optimizer):
         for name, value in vars(self).items():
             if name in ("param_groups", "state", NOTES):
                 continue
-            kept = next(_kept_in(value), None)
+            kept = next((v for v in _kept_in(value) if not _is_number(v)), None)
             if isinstance(kept, Optimizer):
                 raise TypeError(
                     f"{type(self).__name__}: it holds another optimizer ({name}: {class_name(kept)}), whose parameters "
@@ -539,6 +537,11 @@ def _kept_in(value: Any) -> Iterator[Any]:
             yield from _kept_in(one)
 
 
+def _is_number(value: Any) -> bool:
+    """A learning rate, a beta or a count may be a tensor."""
+    return isinstance(value, torch.Tensor) and value.numel() <= 1 and not isinstance(value, nn.Parameter)
+
+
 def _refuse_group(inside: type[Optimizer], group: Mapping[str, Any]) -> None:
     if group.get("differentiable", False):
         raise ValueError(
@@ -546,8 +549,7 @@ def _refuse_group(inside: type[Optimizer], group: Mapping[str, Any]) -> None:
             "are copied from the masters outside of it. Use differentiable=False, or fp32 weights"
         )
     for key, value in group.items():
-        # A learning rate, or a beta, may be a tensor.
-        if key != "params" and any(not isinstance(v, torch.Tensor) or v.numel() > 1 for v in _kept_in(value)):
+        if key != "params" and not all(map(_is_number, _kept_in(value))):
             raise TypeError(
                 f"masters({inside.__name__}): a group has tensors under {key!r}, which were made for the "
                 "half-precision parameters. Use fp32 weights, in an autocast block"

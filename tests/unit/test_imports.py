@@ -30,7 +30,8 @@ BELOW = {
     "options": "buckets errors _torch _optim _gradients sources.ddp",
     "target": "_optim sources.ddp sources.replicate sources.fsdp",
     "naming": "sources.replicate",
-    "_refusals": "errors _arguments _torch _optim _gradients sources.ddp sources.replicate sources.fsdp options target",
+    "_refusals": "errors _arguments _torch master_weights _optim _gradients sources.ddp sources.replicate sources.fsdp "
+    "options target",
     "_wiring": "buckets errors _torch _optim _ranks _gradients _step sources sources.ddp sources.zero "
     "sources.replicate sources.fsdp options target naming",
     "_micro_batches": "errors _torch _optim _step sources.ddp sources.fsdp _wiring",
