@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from instep._torch.engine import AS_IT_IS
 from instep._torch.versions import PLAIN, memory_of, versions_of
 from instep.errors import StaleMasterError, class_name
 
@@ -148,7 +149,7 @@ class _Swap(NamedTuple):
         lists: each group, with its parameters.
         halves: the parameters with a gradient that have masters,
         masters: and these,
-        resting: masters that stand in a group, and have no gradient, each with its parameter.
+        resting: of a class that is not torch's, masters without a gradient, each with its parameter.
         state: for the inner class.
         is_whole: whether that has all other entries, too.
     """
@@ -191,7 +192,9 @@ class Masters(Optimizer):
         if closure is not None:  # it runs a backward, which adds to the gradients of the model's parameters
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad(), self._with_masters():
+        none_is_due = _is_torchs(self.inside) and all(p.grad is None for g in self.param_groups for p in g["params"])
+        # Whoever asks for the state may have to wait for updates that are under way.
+        with torch.no_grad(), AS_IT_IS if none_is_due else self._with_masters():
             returned = _undecorated(self.inside)(self, *args, **kwargs)
         return returned if closure is None else loss
 
@@ -223,27 +226,32 @@ class Masters(Optimizer):
             params = list(group["params"])
             swap.lists.append((group, (group["params"], params)))
             for i, p in enumerate(params):
-                if p.dtype not in HALF:
-                    if p in state:
-                        inner[p] = state[p]
-                    continue
-                entry = state.get(p)
-                master = None if entry is None else entry.get(MASTER)
-                if p.grad is not None:
-                    if master is None:
-                        master = p.detach().to(torch.float32)
-                        notes_of(self).take([p], [master])
-                    swap.halves.append(p)
-                    swap.masters.append(master)
-                elif master is not None:
-                    swap.resting.append((p, master))
-                if master is not None:
-                    params[i] = master
+                if p.grad is None and not swap.is_whole:
+                    continue  # torch's own pass it over: it is not touched, for its update may be under way elsewhere
+                if p.dtype in HALF:
+                    params[i] = self._stand_in(swap, p)
+                elif p in state:
+                    inner[p] = state[p]
         require_unwritten(self, swap.halves, swap.masters)
         if swap.is_whole:
             mine = {id(p) for p, _ in swap.pairs}
             inner.update((key, entry) for key, entry in state.items() if id(key) not in mine)
         return swap
+
+    def _stand_in(self, swap: _Swap, p: torch.Tensor) -> torch.Tensor:
+        """The master of ``p``, which is made if there is none; without a gradient it is none, and ``p`` stays."""
+        entry = self.state.get(p)
+        master: torch.Tensor | None = None if entry is None else entry.get(MASTER)
+        if p.grad is None:
+            if master is not None:
+                swap.resting.append((p, master))
+            return p if master is None else master
+        if master is None:
+            master = p.detach().to(torch.float32)
+            notes_of(self).take([p], [master])
+        swap.halves.append(p)
+        swap.masters.append(master)
+        return master
 
     # Weights that were written.
 
