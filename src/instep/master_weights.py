@@ -67,7 +67,7 @@ def masters(cls: _Class) -> _Class:
         model = model.to(torch.bfloat16)
         optimizer = instep.masters(torch.optim.AdamW)(model.parameters(), lr=3e-4)
         for batch in loader:
-            model(batch).backward()
+            model(batch.to(torch.bfloat16)).backward()
             optimizer.step()
             optimizer.zero_grad()
         ```
@@ -365,12 +365,19 @@ def notes_of(optimizer: Optimizer) -> Notes:
     return notes
 
 
+def _state_of(optimizer: Optimizer) -> Any:
+    """Past whoever watches it: updates that are under way write no entry of another parameter, and asking the optimizer
+    would wait for them."""
+    attributes = vars(optimizer)
+    return attributes["state"] if "state" in attributes else optimizer.state
+
+
 def pairs_of(optimizer: Optimizer) -> tuple[Tensors, Tensors]:
     """The half-precision parameters that have masters, in the order of the groups; and the masters."""
-    halves, made = Tensors(), Tensors()
+    halves, made, state = Tensors(), Tensors(), _state_of(optimizer)
     for group in optimizer.param_groups:
         for p in group["params"]:
-            entry = optimizer.state.get(p)
+            entry = state.get(p)
             if entry and MASTER in entry and p.dtype in HALF:
                 halves.append(p)
                 made.append(entry[MASTER])
@@ -385,7 +392,7 @@ def note_writes(optimizer: Optimizer, parameters: Sequence[torch.Tensor], owned:
         parameters: or aliases of them.
         owned: the optimizer's own.
     """
-    entries = map(optimizer.state.get, owned)
+    entries = map(_state_of(optimizer).get, owned)
     pairs = [(p, e[MASTER]) for p, e in zip(parameters, entries, strict=True) if e and MASTER in e and p.dtype in HALF]
     notes_of(optimizer).take([p for p, _ in pairs], [m for _, m in pairs])
 

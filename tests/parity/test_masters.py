@@ -36,6 +36,7 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "not attached": None,
     "default": {},
     "backward": {"schedule": "backward", "bucket_bytes": SMALL},
+    "beside": {"schedule": "backward", "defer": True, "bucket_bytes": SMALL},
     "undo": {"schedule": "backward", "undo": True, "bucket_bytes": SMALL},
     "deferred": {"schedule": "forward", "defer": True, "bucket_bytes": SMALL},
 }
