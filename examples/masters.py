@@ -1,4 +1,4 @@
-"""bfloat16 weights with fp32 masters, stepped in backward, and the same loop by hand: ``python examples/masters.py``."""
+"""bfloat16 weights with fp32 masters, stepped in backward, and by hand: ``python examples/masters.py``."""
 
 import torch
 from torch import nn

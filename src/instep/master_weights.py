@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from instep._torch.engine import AS_IT_IS
+from instep._torch.engine import AS_IT_IS, not_traced
 from instep._torch.versions import PLAIN, memory_of, versions_of
 from instep.errors import StaleMasterError, class_name
 
@@ -114,7 +114,8 @@ class Notes:
     """Which version each half-precision weight had when it was made the rounding of its master.
 
     It is an attribute of the optimizer, and no part of its state: versions mean nothing in another process. A shadow
-    that steps for the optimizer shares it.
+    that steps for the optimizer shares it. torch.compile, which may trace ``step()``, would compile it anew for each
+    version.
     """
 
     def __init__(self) -> None:
@@ -122,9 +123,11 @@ class Notes:
         # was given again does no harm: the values decide.
         self._versions: dict[int, int] = {}
 
+    @not_traced
     def take(self, halves: Sequence[torch.Tensor], masters: Iterable[torch.Tensor]) -> None:
         self._versions.update(zip(map(id, masters), versions_of(halves), strict=True))
 
+    @not_traced
     def written(self, halves: Sequence[torch.Tensor], masters: Sequence[torch.Tensor]) -> list[int]:
         """Which of these weights are not the rounding of their master any more. Mostly the versions tell that none is;
         where they do not, the values are compared: a weight that was put back, or loaded with its master, is fine."""
@@ -162,9 +165,9 @@ class _Swap(NamedTuple):
     is_whole: bool
 
     @property
-    def pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each parameter whose master stands in a group, and that."""
-        return chain(zip(self.halves, self.masters, strict=True), self.resting)
+    def all(self) -> tuple[Tensors, Tensors]:
+        """The parameters whose masters stand in a group, and these."""
+        return [*self.halves, *(p for p, _ in self.resting)], [*self.masters, *(m for _, m in self.resting)]
 
 
 class Masters(Optimizer):
@@ -209,8 +212,9 @@ class Masters(Optimizer):
             vars(self).update((name, OrderedDict()) for name in _HOOKS)  # of the loop's call, which has called them
             _lend(swap, state)
             yield
-            copy_back(swap.halves, swap.masters)
-            notes_of(self).take(swap.halves, swap.masters)
+            halves, made = swap.all
+            copy_back(halves, made)  # some classes write parameters without a gradient, too
+            notes_of(self).take(halves, made)
         finally:
             for group, params in swap.lists:
                 group["params"] = params[0]
@@ -232,9 +236,9 @@ class Masters(Optimizer):
                     params[i] = self._stand_in(swap, p)
                 elif p in state:
                     inner[p] = state[p]
-        require_unwritten(self, swap.halves, swap.masters)
+        require_unwritten(self, *swap.all)
         if swap.is_whole:
-            mine = {id(p) for p, _ in swap.pairs}
+            mine = set(map(id, swap.all[0]))
             inner.update((key, entry) for key, entry in state.items() if id(key) not in mine)
         return swap
 
@@ -368,8 +372,8 @@ def notes_of(optimizer: Optimizer) -> Notes:
 def _state_of(optimizer: Optimizer) -> Any:
     """Past whoever watches it: updates that are under way write no entry of another parameter, and asking the optimizer
     would wait for them."""
-    attributes = vars(optimizer)
-    return attributes["state"] if "state" in attributes else optimizer.state
+    found = vars(optimizer).get("state")
+    return optimizer.state if found is None else found
 
 
 def pairs_of(optimizer: Optimizer) -> tuple[Tensors, Tensors]:
@@ -443,7 +447,7 @@ def copy_back(halves: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> N
 
 def _lend(swap: _Swap, state: Any) -> None:
     """The masters get their entries, and their gradients."""
-    for p, m in swap.pairs:
+    for p, m in zip(*swap.all, strict=True):
         entry = state.get(p)
         if entry is not None and entry.keys() - {MASTER}:  # classes fill an entry that they find empty
             swap.state[m] = entry
@@ -456,7 +460,7 @@ def _lend(swap: _Swap, state: Any) -> None:
 def _put_back(swap: _Swap, state: Any) -> None:
     """What the step has made of the state."""
     inner = swap.state
-    for p, m in swap.pairs:
+    for p, m in zip(*swap.all, strict=True):
         m.grad = None
         m.requires_grad = False
         entry = state.get(p)

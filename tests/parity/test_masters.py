@@ -343,6 +343,7 @@ def test_a_checkpoint_without_masters(caplog: pytest.LogCaptureFixture) -> None:
     (said,) = caplog.messages
     assert "masters(AdamW): the checkpoint has no masters of 8 parameters (param_groups[0]['params'][0]" in said
     assert all(v.dtype is torch.float32 for v in lane.optimizer.state[lane.trained[0]].values())
+    assert [group["masters"] for group in lane.optimizer.state_dict()["param_groups"]] == ["float32"]
     lane.model.load_state_dict(model.state_dict())
     lane.learn(1)  # made of the weights that were loaded after the optimizer
     state = lane.optimizer.state[lane.trained[0]]
@@ -525,6 +526,99 @@ def test_a_group_that_is_added() -> None:
     with pytest.raises(ValueError, match="differentiable=True"):
         lane.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "differentiable": True})
     assert len(lane.optimizer.param_groups) == 2
+
+
+class Untouched(dict[Any, Any]):
+    """A state that nobody is to ask for."""
+
+
+def _refuse(*args: Any) -> Any:
+    raise AssertionError
+
+
+for _name in ("__getitem__", "__iter__", "__contains__", "get", "items", "values"):
+    setattr(Untouched, _name, _refuse)
+
+
+def test_a_step_without_gradients_asks_for_no_state() -> None:
+    """Updates that are under way may be writing it."""
+    lane = Lane(Run())
+    lane.learn(0)
+    lane.optimizer.state = Untouched(lane.optimizer.state)
+    lane.optimizer.step()
+
+
+def test_a_parameter_without_gradient_keeps_its_entry() -> None:
+    """Another's update may be under way."""
+    lane = Lane(Run())
+    lane.learn(0)
+    p, q = lane.trained[:2]
+    entry = lane.optimizer.state[p]
+    seen: list[bool] = []
+    real = lane.optimizer.inside.step.__wrapped__
+
+    def step(self: Any, *args: Any) -> Any:
+        seen.append("master" in entry)
+        return real(self, *args)
+
+    lane.optimizer.inside = type("Seeing", (AdamW,), {"step": step, "__module__": "torch.optim.seeing"})
+    q.grad = torch.ones_like(q)
+    lane.optimizer.step()
+    assert seen == [True]
+
+
+class Ageing(torch.optim.Optimizer):
+    """Writes the state of parameters without a gradient, too."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"])
+                    self.state[p].setdefault("sum", torch.zeros_like(p)).add_(p.grad)
+                elif p in self.state:
+                    self.state[p]["sum"].mul_(0.5)
+                    p.mul_(0.9)
+        self.state["all"] = {"steps": self.state.get("all", {}).get("steps", 0) + 1}
+
+
+def test_a_class_that_steps_parameters_without_gradients() -> None:
+    hand, lane = Lane(Run(Ageing), by_hand=True), Lane(Run(Ageing))
+    for i in range(4):
+        for each in (hand, lane):
+            loss_of(each.model, i).backward()
+            if i > 1:
+                each.model.outer.weight.grad = None
+            if each.by_hand:
+                for p, m in each.pairs():
+                    m.grad = None if p.grad is None else p.grad.float()
+            each.optimizer.step()
+            if each.by_hand:
+                for p, m in each.pairs():
+                    p.data.copy_(m)
+            each.model.zero_grad()
+        assert difference(hand.values(), lane.values()) is None, i
+    assert lane.optimizer.state["all"] == {"steps": 4}
+
+
+def test_clipping_in_two_passes() -> None:
+    """By the norm of the half-precision gradients, as ``clip_grad_norm_`` of the model's parameters does."""
+    plain, lane = Lane(Run()), Lane(Run())
+    clip = instep.ClipNorm(0.05, mode="two_pass")
+    with instep.attach(lane.model, lane.optimizer, schedule="backward", bucket_bytes=SMALL, clip=clip) as overlap:
+        for i in range(4):
+            loss_of(plain.model, i).backward()
+            nn.utils.clip_grad_norm_(plain.model.parameters(), 0.05)
+            plain.optimizer.step()
+            plain.optimizer.zero_grad()
+            overlap.backward(loss_of(lane.model, i))
+            lane.optimizer.step()
+            lane.optimizer.zero_grad()
+            assert difference(plain.values(), lane.values()) is None, i
 
 
 def test_a_step_that_raises() -> None:
