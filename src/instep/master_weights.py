@@ -263,7 +263,8 @@ class Masters(Optimizer):
     def renew_masters(self) -> None:
         """Weights were written: their masters follow. An element that is still the rounding of its master's keeps that
         one, with all of its bits. Masters that are to be made are made of the weights in any case."""
-        halves, made = pairs_of(self)
+        # Whoever asks for the state waits for updates that are due.
+        halves, made = pairs_of(self, self.state)
         for p, m in zip(map(memory_of, halves), map(memory_of, made), strict=True):
             m.copy_(torch.where(m.to(p.dtype) == p, m, p.to(m.dtype)))
         notes_of(self).take(halves, made)
@@ -376,9 +377,13 @@ def _state_of(optimizer: Optimizer) -> Any:
     return optimizer.state if found is None else found
 
 
-def pairs_of(optimizer: Optimizer) -> tuple[Tensors, Tensors]:
-    """The half-precision parameters that have masters, in the order of the groups; and the masters."""
-    halves, made, state = Tensors(), Tensors(), _state_of(optimizer)
+def pairs_of(optimizer: Optimizer, state: Any = None) -> tuple[Tensors, Tensors]:
+    """The half-precision parameters that have masters, in the order of the groups; and the masters.
+
+    Args:
+        state: of the optimizer, from whoever may wait for updates.
+    """
+    halves, made, state = Tensors(), Tensors(), _state_of(optimizer) if state is None else state
     for group in optimizer.param_groups:
         for p in group["params"]:
             entry = state.get(p)

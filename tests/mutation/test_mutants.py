@@ -3334,11 +3334,6 @@ MUTANTS = [
         "note_masters(step.stepper, self.tensors, self.tensors)",
     ),
     Mutant(
-        "masters: a write that is counted in backward counts as the loop's",
-        "UpdatesBeside.hand_over",
-        "note_masters(stepper, part.tensors(), part.tensors())",
-    ),
-    Mutant(
         "masters: what was not written is rounded when they are renewed",
         "Masters.renew_masters",
         "torch.where(m.to(p.dtype) == p, m, p.to(m.dtype))",

@@ -438,6 +438,16 @@ def test_renewed_masters_keep_what_was_not_written() -> None:
     assert not torch.equal(before[1:], before[1:].to(HALF).float())
 
 
+def test_masters_are_renewed_after_an_update_that_is_due() -> None:
+    hand, lane = Lane(Run(), by_hand=True), Lane(Run(), options=WAYS["deferred"])
+    for i in range(3):
+        hand.learn(i)
+        lane.learn(i)
+        lane.optimizer.renew_masters()
+    assert difference(hand.values(), lane.values()) is None
+    lane.end()
+
+
 def test_a_model_that_is_loaded_before_the_first_step() -> None:
     lane, other = Lane(Run()), build(replace(Run()))
     with torch.no_grad():
@@ -536,7 +546,7 @@ def _refuse(*args: Any) -> Any:
     raise AssertionError
 
 
-for _name in ("__getitem__", "__iter__", "__contains__", "get", "items", "values"):
+for _name in ("__getitem__", "__iter__", "__contains__", "get", "items", "values", "update"):
     setattr(Untouched, _name, _refuse)
 
 
@@ -574,16 +584,17 @@ class Ageing(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
+        state: Any = self.state
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
                     p.sub_(p.grad, alpha=group["lr"])
-                    self.state[p].setdefault("sum", torch.zeros_like(p)).add_(p.grad)
-                elif p in self.state:
-                    self.state[p]["sum"].mul_(0.5)
+                    state[p].setdefault("sum", torch.zeros_like(p)).add_(p.grad)
+                elif p in state:
+                    state[p]["sum"].mul_(0.5)
                     p.mul_(0.9)
-        self.state["all"] = {"steps": self.state.get("all", {}).get("steps", 0) + 1}
+        state["all"] = {"steps": state.get("all", {}).get("steps", 0) + 1}
 
 
 def test_a_class_that_steps_parameters_without_gradients() -> None:

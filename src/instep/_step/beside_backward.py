@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.parameters import AttachedParameters
-from instep._optim.stepper import Stepper, note_masters
+from instep._optim.stepper import Stepper
 from instep._step.deferrable import by_optimizer, can_run_beside
 from instep._step.deferral import BESIDE_BACKWARD, Deferring
 from instep._step.step import RunningStep
@@ -76,8 +76,6 @@ class UpdatesBeside:
         # Before the update notes what it finds. A graph that has saved an old weight refuses to run from here on: an
         # update that has run counts its write, too, but a node may read the weight before that.
         torch.autograd.graph.increment_version(bucket.tensors())
-        for stepper, part in parts:
-            note_masters(stepper, part.tensors(), part.tensors())
         worker = self._worker = self._worker or Worker()
         for stepper, part in parts:
             handed = Update(part, self._step_of(stepper), None)
