@@ -5,6 +5,7 @@ masters, and the state the masters' entries; then the weights are copied back. W
 outside (schedulers, checkpoints, wrappers of distributed training) finds the model's parameters at any other time.
 """
 
+import copyreg
 import functools
 import logging
 from collections import OrderedDict, defaultdict
@@ -92,7 +93,21 @@ def masters(cls: _Class) -> _Class:
 @functools.cache
 def _made_of(cls: type[Optimizer]) -> type[Optimizer]:
     name = f"masters({cls.__name__})"
-    return type(name, (Masters, cls), {"__module__": __name__, "__doc__": cls.__doc__, "inside": cls})
+    kind: Any = _Made if type(cls) is type else type(cls)
+    made: type[Optimizer] = kind(name, (Masters, cls), {"__module__": __name__, "__doc__": cls.__doc__, "inside": cls})
+    return made
+
+
+class _Made(type):
+    """The class of the classes that ``masters`` makes, none of which ``pickle`` finds by its name."""
+
+
+def _reduce(cls: type) -> Any:
+    inside = vars(cls).get("inside")
+    return cls.__qualname__ if inside is None else (masters, (inside,))
+
+
+copyreg.pickle(_Made, _reduce)
 
 
 def class_inside(cls: type[Optimizer]) -> type[Optimizer]:

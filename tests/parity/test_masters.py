@@ -461,6 +461,30 @@ def test_a_model_that_is_loaded_before_the_first_step() -> None:
 # What an optimizer is.
 
 
+class Inherits(instep.masters(AdamW)):  # type: ignore[misc]
+    """A class of its own, which may do more."""
+
+
+def test_classes_are_pickled() -> None:
+    """As whatever starts processes does with what it hands to them."""
+    for cls in (instep.masters(AdamW), Inherits):
+        assert pickle.loads(pickle.dumps(cls)) is cls
+        assert copy.deepcopy(cls) is cls
+    optimizer = Inherits([nn.Parameter(torch.ones(2, dtype=HALF))])
+    assert type(pickle.loads(pickle.dumps(optimizer))) is Inherits
+
+
+def test_a_class_that_inherits() -> None:
+    lane = Lane(Run())
+    lane.optimizer = Inherits(lane.trained, lr=1e-2)
+    hand = Lane(Run(), by_hand=True)
+    with instep.attach(lane.model, lane.optimizer, schedule="backward", bucket_bytes=SMALL):
+        for i in range(4):
+            hand.learn(i)
+            lane.learn(i)
+            assert difference(hand.values(), lane.values()) is None, i
+
+
 def test_the_class() -> None:
     cls = instep.masters(AdamW)
     assert instep.masters(AdamW) is cls
