@@ -226,9 +226,13 @@ class Masters(Optimizer):
                 group["params"] = params[1]
             vars(self).update((name, OrderedDict()) for name in _HOOKS)  # of the loop's call, which has called them
             _lend(swap, state)
+            versions = versions_of([m for _, m in swap.resting])
             yield
-            halves, made = swap.all
-            copy_back(halves, made)  # some classes write parameters without a gradient, too
+            # Some classes write parameters without a gradient, too.
+            now = versions_of([m for _, m in swap.resting])
+            also = [pair for pair, a, b in zip(swap.resting, versions, now, strict=True) if a != b]
+            halves, made = [*swap.halves, *(p for p, _ in also)], [*swap.masters, *(m for _, m in also)]
+            copy_back(halves, made)
             notes_of(self).take(halves, made)
         finally:
             for group, params in swap.lists:

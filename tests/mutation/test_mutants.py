@@ -3386,6 +3386,13 @@ MUTANTS = [
         "MastersCall.run",
         "copy_back(self.tensors, self.inner.tensors)",
     ),
+    Mutant("masters: weights without gradients are written anew", "Masters._with_masters", "if a != b", "if True"),
+    Mutant(
+        "masters: a proved class is judged with them",
+        "is_proved",
+        "cls = class_of_update(optimizer)",
+        "cls = type(optimizer)",
+    ),
     Mutant("masters: their class is judged", "is_torchs_own", "isinstance(optimizer, Masters)", "False"),
     Mutant(
         "masters: a step that raises keeps them in the groups",

@@ -25,6 +25,7 @@ from torch.optim import SGD, AdamW
 import instep
 from instep import master_weights
 from instep._optim.kernels import MastersCall
+from instep._optim.proved import is_proved
 from instep.errors import AttachError, StaleMasterError
 from tests.devices import on_cpu_only
 
@@ -189,6 +190,8 @@ def require_equal(run: Run, options: Mapping[str, Any] | None) -> Lane:
         lane.learn(i)
         assert difference(hand.values(), lane.values()) is None, i
     assert not [p for p in lane.trained if p.grad is not None]
+    if options == WAYS["backward"]:
+        assert "left to" not in repr(lane.overlap)  # it is stepped in backward
     lane.end()
     return lane
 
@@ -459,6 +462,23 @@ def test_a_model_that_is_loaded_before_the_first_step() -> None:
 
 
 # What an optimizer is.
+
+
+class Own(AdamW):
+    """None of torch's."""
+
+
+def test_a_class_of_ones_own_is_judged_and_stepped_in_backward() -> None:
+    require_equal(Run(Own, steps=6), WAYS["backward"])
+
+
+def test_a_class_is_proved_with_masters_where_it_is_without() -> None:
+    lion = pytest.importorskip("pytorch_optimizer").Lion
+    parameters = [nn.Parameter(torch.ones(2, dtype=HALF))]
+    assert is_proved(instep.masters(lion)(parameters)) == is_proved(
+        lion([nn.Parameter(p.detach().float()) for p in parameters])
+    )
+    assert not is_proved(instep.masters(Own)(parameters))
 
 
 class Inherits(instep.masters(AdamW)):  # type: ignore[misc]
