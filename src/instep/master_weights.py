@@ -29,6 +29,8 @@ IN_GROUPS = "masters"
 """The key by which a group, and so a checkpoint, says that its parameters have masters."""
 NOTES = "_instep_masters"
 """The attribute with the notes of an optimizer: see ``Notes``."""
+LOOKED = "_instep_looked"
+"""The attribute of a shadow: who steps with it has looked whether weights were written."""
 HALF = frozenset({torch.bfloat16, torch.float16})
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _logger = logging.getLogger("instep")
@@ -255,7 +257,8 @@ class Masters(Optimizer):
                     params[i] = self._stand_in(swap, p)
                 elif p in state:
                     inner[p] = state[p]
-        require_unwritten(self, *swap.all)
+        if LOOKED not in vars(self):
+            require_unwritten(self, *swap.all)
         if swap.is_whole:
             mine = set(map(id, swap.all[0]))
             inner.update((key, entry) for key, entry in state.items() if id(key) not in mine)
@@ -282,10 +285,11 @@ class Masters(Optimizer):
     def renew_masters(self) -> None:
         """Weights were written: their masters follow. An element that is still the rounding of its master's keeps that
         one, with all of its bits. Masters that are to be made are made of the weights in any case."""
-        # Whoever asks for the state waits for updates that are due.
-        halves, made = pairs_of(self, self.state)
+        self.state  # noqa: B018 (whoever asks for it waits for updates that are due)
+        halves, made = pairs_of(self)
         for p, m in zip(map(memory_of, halves), map(memory_of, made), strict=True):
-            m.copy_(torch.where(m.to(p.dtype) == p, m, p.to(m.dtype)))
+            here = m.to(p.device)  # it may be in the host's memory
+            m.copy_(torch.where(here.to(p.dtype) == p, here, p.to(m.dtype)))
         notes_of(self).take(halves, made)
 
     # Groups, checkpoints and copies.
@@ -396,19 +400,15 @@ def _state_of(optimizer: Optimizer) -> Any:
     return optimizer.state if found is None else found
 
 
-def pairs_of(optimizer: Optimizer, state: Any = None) -> tuple[Tensors, Tensors]:
-    """The half-precision parameters that have masters, in the order of the groups; and the masters.
-
-    Args:
-        state: of the optimizer, from whoever may wait for updates.
-    """
-    halves, made, state = Tensors(), Tensors(), _state_of(optimizer) if state is None else state
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            entry = state.get(p)
-            if entry and MASTER in entry and p.dtype in HALF:
-                halves.append(p)
-                made.append(entry[MASTER])
+def pairs_of(optimizer: Optimizer, some: Iterable[torch.Tensor] | None = None) -> tuple[Tensors, Tensors]:
+    """The half-precision parameters that have masters, in the order of the groups, or of ``some``; and the masters."""
+    halves, made, state = Tensors(), Tensors(), _state_of(optimizer)
+    every = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for p in every if some is None else some:
+        entry = state.get(p)
+        if entry and MASTER in entry and p.dtype in HALF:
+            halves.append(p)
+            made.append(entry[MASTER])
     return halves, made
 
 

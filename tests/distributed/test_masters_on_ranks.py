@@ -14,11 +14,10 @@ from torch.optim import Optimizer
 import instep
 from instep.errors import StaleMasterError
 from tests.cases import Blocks, batch
-from tests.devices import on_cpu_only
+from tests.devices import here
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import Loop, loss_of, nested
 
-pytestmark = on_cpu_only
 WAYS: dict[str, dict[str, Any] | None] = {
     "not attached": None,
     "backward": {"schedule": "backward"},
@@ -42,7 +41,7 @@ class Half(Blocks):
 
 def build(kind: str, *, matrices: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    model = Half().to(torch.bfloat16)
+    model = Half().to(here(), torch.bfloat16)
     for p in model.parameters():
         p.requires_grad_(not matrices or p.ndim == 2)
     return DistributedDataParallel(model, bucket_cap_mb=0.01) if kind == "DDP" else nested(model)
@@ -55,7 +54,7 @@ def part_of(tensor: Any) -> Any:
 
 def backward(model: nn.Module, i: int) -> None:
     x, y = batch(i * torch.distributed.get_world_size() + torch.distributed.get_rank())
-    loss_of(model(x), y).backward()
+    loss_of(model(x.to(here())), y.to(here())).backward()
 
 
 def difference(kind: str, way: str, name: str, *, resumed: bool = False) -> str | None:

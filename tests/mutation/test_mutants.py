@@ -3326,7 +3326,7 @@ MUTANTS = [
     Mutant(
         "masters: a bucket's update counts as a write of the loop's",
         "PreparedUpdate.run",
-        "self._stepped(self.tensors, self._owned)",
+        "note_masters(self._masters, self.tensors, self._owned)",
     ),
     Mutant(
         "masters: a write that is counted in step() counts as the loop's",
@@ -3336,7 +3336,7 @@ MUTANTS = [
     Mutant(
         "masters: what was not written is rounded when they are renewed",
         "Masters.renew_masters",
-        "torch.where(m.to(p.dtype) == p, m, p.to(m.dtype))",
+        "torch.where(here.to(p.dtype) == p, here, p.to(m.dtype))",
         "p.to(m.dtype)",
     ),
     Mutant(
@@ -3385,6 +3385,16 @@ MUTANTS = [
         "masters: a kernel leaves the weights as they are",
         "MastersCall.run",
         "copy_back(self.tensors, self.inner.tensors)",
+    ),
+    Mutant(
+        "masters: what a hook of backward writes is written over",
+        "PreparedUpdate.run",
+        "look_at_masters(self._masters, self._owned)",
+    ),
+    Mutant(
+        "masters: what a hook of backward writes is written over beside it",
+        "UpdatesBeside.hand_over",
+        "look_at_masters(stepper, part.tensors())",
     ),
     Mutant("masters: weights without gradients are written anew", "Masters._with_masters", "if a != b", "if True"),
     Mutant(

@@ -27,9 +27,8 @@ from instep import master_weights
 from instep._optim.kernels import MastersCall
 from instep._optim.proved import is_proved
 from instep.errors import AttachError, StaleMasterError
-from tests.devices import on_cpu_only
+from tests.devices import here
 
-pytestmark = on_cpu_only
 HALF, HALVES = torch.bfloat16, (torch.bfloat16, torch.float16)
 SMALL = 700
 """Bytes of a bucket: several in the model."""
@@ -64,7 +63,7 @@ class Net(nn.Module):
 
 def loss_of(model: nn.Module, i: int) -> torch.Tensor:
     x: torch.Tensor = torch.randn(6, 8, generator=torch.Generator().manual_seed(i))
-    return model(x).square().mean() * 4.0
+    return model(x.to(here())).square().mean() * 4.0
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class Run:
 
 def build(run: Run) -> Net:
     torch.manual_seed(1)
-    model = Net().to(run.half)
+    model = Net().to(here(), run.half)
     for name in run.fp32:
         model.get_submodule(name).float()
     if run.matrices:
@@ -399,6 +398,26 @@ def test_a_weight_that_was_written(way: str) -> None:
     assert torch.equal(lane.optimizer.state[lane.model.norm.weight]["master"], lane.model.norm.weight.float())
     lane.learn(1)
     lane.learn(2)
+    lane.end()
+
+
+@pytest.mark.parametrize("way", ["backward", "beside"])
+@pytest.mark.parametrize("cls", [AdamW, torch.optim.NAdam])
+def test_a_weight_that_a_hook_of_backward_writes(cls: Any, way: str) -> None:
+    """Before its own update: the step is torn, and nothing is lost without a word."""
+    lane = Lane(Run(cls, {"fused": True} if cls is AdamW else {}), options=WAYS[way])
+    lane.learn(0)
+    lane.learn(1)
+
+    def write(gradient: torch.Tensor) -> None:
+        with torch.no_grad():
+            lane.model.inner.weight.mul_(0.5)
+
+    handle = lane.model.outer.weight.register_hook(write)  # the first to have its gradient
+    with pytest.raises(StaleMasterError):
+        lane.learn(2)
+    handle.remove()
+    lane.overlap.accept_torn()
     lane.end()
 
 

@@ -87,14 +87,14 @@ class PreparedUpdate:
     Args:
         guard: of the state; ``None``: nobody looks back, and nothing is counted.
         state: of the optimizer.
-        stepped: called with the parameters, and the optimizer's own, when they have been; ``None``: nobody asks.
+        masters: the stepper of an optimizer that has some; ``None``: it has none.
 
     Attributes:
         tensors: the parameters, or aliases of them.
         versions: of ``tensors``, as the update has left them, where somebody looks back.
     """
 
-    __slots__ = ("_calls", "_guard", "_owned", "_places", "_state", "_stepped", "tensors", "versions")
+    __slots__ = ("_calls", "_guard", "_masters", "_owned", "_places", "_state", "tensors", "versions")
 
     def __init__(
         self,
@@ -102,9 +102,9 @@ class PreparedUpdate:
         bucket: InBucket,
         guard: StateGuard | None,
         state: Mapping[Any, Any],
-        stepped: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] | None = None,
+        masters: "Stepper | None" = None,
     ) -> None:
-        self._calls, self._guard, self._state, self._stepped = calls, guard, state, stepped
+        self._calls, self._guard, self._state, self._masters = calls, guard, state, masters
         self.tensors, self._owned = bucket.tensors, bucket.owned
         # Of the state that kernels write. An object may replace it.
         self._places = bucket.placing.places if isinstance(calls[0], (KernelCall, MastersCall)) else None
@@ -117,6 +117,8 @@ class PreparedUpdate:
 
     def run(self, gradients: list[torch.Tensor]) -> None:
         guard = self._guard
+        if self._masters is not None:
+            look_at_masters(self._masters, self._owned)  # a hook of this backward may have written one since it began
         try:
             for call in self._calls:
                 call.run(gradients)
@@ -127,8 +129,8 @@ class PreparedUpdate:
                     columns = (column for call in self._calls for column in call.lists)
                     written = [*written, *chain.from_iterable(columns)]
                 torch.autograd.graph.increment_version(written)
-        if self._stepped is not None:
-            self._stepped(self.tensors, self._owned)
+        if self._masters is not None:
+            note_masters(self._masters, self.tensors, self._owned)
         places = self._places
         if guard is not None and places is None:
             guard.note(self._owned, self._state)
@@ -358,12 +360,10 @@ class Stepper:
             calls = running.kernel.calls(optimizer, buckets, self._layouts.groups, found)
         self._settings.look(optimizer, sorted({n for some in members for n, (mine, _) in enumerate(some) if mine}))
         guard = self._state_guard if self._looks_back else None
-        stepped = partial(note_masters, self) if isinstance(optimizer, Masters) else None
+        mine = self if isinstance(optimizer, Masters) else None
         return [
-            PreparedUpdate(
-                some or self._calls_of(running, optimizer, bucket, mine), bucket, guard, running.state, stepped
-            )
-            for some, bucket, mine in zip(calls, buckets, members, strict=True)
+            PreparedUpdate(some or self._calls_of(running, optimizer, bucket, its), bucket, guard, running.state, mine)
+            for some, bucket, its in zip(calls, buckets, members, strict=True)
         ]
 
     def _take_in(self, optimizer: Optimizer, buckets: Sequence[InBucket]) -> None:
@@ -542,12 +542,12 @@ class Stepper:
             offloaded.give_back()
 
 
-def look_at_masters(stepper: Stepper) -> None:
-    """A step begins: raise ``StaleMasterError`` if a weight was written without its master. All are looked at before
-    the first one is stepped."""
+def look_at_masters(stepper: Stepper, some: Sequence[torch.Tensor] | None = None) -> None:
+    """Raise ``StaleMasterError`` if a weight was written without its master: all are looked at before the first one is
+    stepped, and then ``some`` before their own update."""
     optimizer = stepper.optimizer()
     if isinstance(optimizer, Masters):
-        require_unwritten(optimizer, *pairs_of(optimizer))
+        require_unwritten(optimizer, *pairs_of(optimizer, some))
 
 
 def note_masters(stepper: Stepper, parameters: Sequence[torch.Tensor], owned: Sequence[torch.Tensor]) -> None:
