@@ -274,6 +274,22 @@ def test_no_weight_is_compared_by_value_in_a_regular_loop(way: str, monkeypatch:
     require_equal(Run(torch.optim.RMSprop), WAYS[way])
 
 
+@pytest.mark.skipif(here().type == "cpu", reason="of an accelerator")
+@pytest.mark.parametrize("name", ["AdamW, fused", "RMSprop"])
+def test_masters_in_the_hosts_memory(name: str) -> None:
+    run = run_of(name)
+    options = {"schedule": "backward", "offload": "host", "bucket_bytes": SMALL}
+    hand, lane = Lane(run, by_hand=True), Lane(run, options=options)
+    for i in range(run.steps):
+        hand.learn(i)
+        lane.learn(i)
+        lane.overlap.synchronize()
+        assert lane.optimizer.state[lane.trained[0]]["master"].device.type == "cpu"
+        found, wanted = ({k: torch.as_tensor(v).cpu() for k, v in each.values().items()} for each in (lane, hand))
+        assert difference(wanted, found) is None, i
+    lane.end()
+
+
 def test_attach_takes_nothing_where_instep_is_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INSTEP_DISABLE", "1")
     require_equal(Run(), WAYS["backward"])
@@ -411,9 +427,9 @@ def test_a_weight_that_a_hook_of_backward_writes(cls: Any, way: str) -> None:
 
     def write(gradient: torch.Tensor) -> None:
         with torch.no_grad():
-            lane.model.inner.weight.mul_(0.5)
+            lane.model.inner.bias.mul_(0.5)
 
-    handle = lane.model.outer.weight.register_hook(write)  # the first to have its gradient
+    handle = lane.model.norm.weight.register_hook(write)  # others have been stepped
     with pytest.raises(StaleMasterError):
         lane.learn(2)
     handle.remove()
