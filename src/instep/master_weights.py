@@ -349,7 +349,7 @@ class Masters(Optimizer):
                 raise TypeError(
                     f"{type(self).__name__}: it holds another optimizer ({name}: {class_name(kept)}), whose parameters "
                     f"it would go on to step. Give the masters to that one: {self.inside.__name__}(masters("
-                    f"{class_name(kept)})(…), …)"
+                    f"{class_name(kept)})(…), …), and call its renew_masters() where the wrapper writes weights"
                 )
             if kept is not None:
                 raise TypeError(
