@@ -789,21 +789,31 @@ def test_gradients_of_fp32() -> None:
         assert difference(hand.values(), lane.values()) is None, i
 
 
+@in_every_way
 @pytest.mark.parametrize("cls", [torch.optim.SparseAdam, SGD, torch.optim.Adagrad])
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-def test_sparse_gradients(cls: Any) -> None:
+def test_sparse_gradients(cls: Any, way: str) -> None:
     torch.manual_seed(0)
     table = nn.Embedding(10, 4, sparse=True).to(HALF)
     master = nn.Parameter(table.weight.detach().float())
     hand, optimizer = cls([master], lr=0.1), instep.masters(cls)(table.parameters(), lr=0.1)
+    other = copy.deepcopy(table)
+    options = WAYS[way]
+    overlap = None if options is None else instep.attach(table, optimizer, **options)
     for i in range(3):
-        table(torch.tensor([1, 2, 2 + i])).float().square().sum().backward()
-        assert table.weight.grad is not None
-        master.grad = table.weight.grad.float()
+        for each in (table, other):
+            each(torch.tensor([1, 2, 2 + i])).float().square().sum().backward()
+        assert other.weight.grad is not None
+        master.grad = other.weight.grad.float()
         hand.step()
+        with torch.no_grad():
+            other.weight.copy_(master)
+        other.weight.grad = None
         optimizer.step()
         optimizer.zero_grad()
-        assert torch.equal(table.weight, master.to(HALF))
+        assert torch.equal(table.weight, other.weight)
+    if overlap is not None:
+        overlap.detach()
 
 
 # What is refused.
