@@ -1,5 +1,6 @@
 """What is about to be attached: a model with its wrappers and parameters, and the optimizers."""
 
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
@@ -109,5 +110,5 @@ def name_parameters(model: nn.Module) -> Names:
                 name = (f"{prefix}.{attribute}" if prefix else attribute).replace("_fsdp_wrapped_module.", "")
                 name = name.removeprefix("module.") if is_wrapped else name
                 _, places = names.get(id(parameter), (parameter, ()))
-                names[id(parameter)] = (parameter, (*places, Attribute(module, attribute, name)))
+                names[id(parameter)] = (parameter, (*places, Attribute(weakref.ref(module), attribute, name)))
     return names

@@ -241,6 +241,7 @@ def body_error_beside_ddp() -> bool:
         def failing(self: Any, closure: Any = None) -> None:
             raise ZeroDivisionError("once")
 
+        failing.__module__ = real.__module__  # else it is no longer torch's own optimizer
         decorated.__wrapped__ = failing
         try:
             with pytest.raises(ZeroDivisionError):

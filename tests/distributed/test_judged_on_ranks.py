@@ -162,7 +162,7 @@ def stays_apart(wrapper: str, undo: bool, groups: bool, cls: Any = Foreign) -> N
     with pair.overlap:
         for i in range(STEPS):
             pair.step(i)
-            assert undo or bool(pair.stepped) is (i >= judging.FIRST), f"step {i + 1}"
+            assert undo or bool(pair.stepped) is (i >= judging.LEFT), f"step {i + 1}"
         assert pair.overlap.plan.judged == ()
         assert pair.overlap.step_count == STEPS
 
@@ -258,9 +258,9 @@ def raises_on_all(wrapper: str, cls: Any, every: int) -> tuple[int, str]:
 @each_wrapper
 def test_an_optimizer_that_is_refused_on_one_rank_is_refused_on_all(two_ranks: RankPool, wrapper: str) -> None:
     (first, told), (last, error) = two_ranks.run(raises_on_all, wrapper, HiddenOnLast, 50)
-    assert (last, error) == (0, UnsupportedOptimizerError.__name__)
+    assert (last, error) == (1, UnsupportedOptimizerError.__name__)  # beside the first update nothing stands
     assert told
-    assert first <= 1
+    assert first <= 2
     two_ranks.stop()
 
 

@@ -596,7 +596,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"precision": "64-true"},
         r"InstepCallback\(schedule='backward'\)",
     ),
-    "an option of attach": ({"schedule": "sideways"}, {}, "it is 'backward' or 'forward'"),
+    "an option of attach": ({"schedule": "sideways"}, {}, "must be 'backward' or 'forward', not 'sideways'"),
     "a step left out": ({**WAYS["backward"], "nonfinite": "skip"}, {}, "Use schedule='forward', or undo=True"),
 }
 

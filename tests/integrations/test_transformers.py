@@ -609,7 +609,7 @@ def test_settings_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(AttachError, match="max_grad_norm=1"):
         late.train()
     late = trainer(tmp_path, InstepCallback(schedule="sideways"))  # type: ignore[arg-type]
-    with pytest.raises(AttachError, match="schedule='sideways' is not known"):
+    with pytest.raises(AttachError, match="must be 'backward' or 'forward', not 'sideways'"):
         late.train()
 
 

@@ -1,11 +1,15 @@
 """Every form of a loop, plain and with the line."""
 
+import ctypes
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from torch._dynamo.exc import Unsupported
 
+import instep
 from instep._step import deferral as deferring
 from instep.errors import (
     AccumulationError,
@@ -43,12 +47,34 @@ def cases() -> list[Any]:
 def test_a_loop_with_the_line_is_the_plain_loop(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = trained(form, None)
     require_same(plain, trained(form, LINE))
-    # The trial begins with the first step, so that steps are put off in turns, whatever is known of the loop. Only the
-    # loop itself looks at weights, and no update runs before somebody waits for it.
-    monkeypatch.setattr(deferring, "WARM_UP", 0)
-    monkeypatch.setattr("instep._wiring.advice._prevented", lambda held: None)
+    _put_off_in_turns(monkeypatch)
+    # Only the loop itself looks at weights, and no update runs before somebody waits for it.
     late = trained(form, {**LINE, "bucket_bytes": SMALL}, every_step=False, during=late_updates())
     require_same(logged(plain), late)
+
+
+def _put_off_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial begins with the first step, so that steps are put off in turns, whatever is known of the loop."""
+    monkeypatch.setattr(deferring, "WARM_UP", 0)
+    monkeypatch.setattr("instep._wiring.advice._prevented", lambda held: None)
+    monkeypatch.setattr("instep._step.deferrable.runs_beside", lambda optimizer: True)
+
+
+def test_some_steps_are_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the test above would compare the plain loop with itself."""
+    _put_off_in_turns(monkeypatch)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weight = ctypes.c_float.from_address(model.weight.data_ptr())  # read in a way of which nobody is told
+    are_old = []
+    with instep.attach(model, optimizer, **LINE), late_updates():
+        for _ in range(8):
+            model(torch.ones(2, 4)).sum().backward()
+            before = weight.value
+            optimizer.step()
+            are_old.append(weight.value == before)
+            optimizer.zero_grad()
+    assert are_old == [False, True, True, False] * 2
 
 
 IN_BACKWARD: dict[str, Any] = {"schedule": "backward", "bucket_bytes": SMALL}

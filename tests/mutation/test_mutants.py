@@ -167,8 +167,14 @@ MUTANTS = [
     Mutant(
         "step(): one of torch's is taken for called by another",
         "is_called_by_step",
-        " and _is_torchs(type(optimizer).step)",
-        "",
+        "if is_own and",
+        "if",
+    ),
+    Mutant(
+        "kind: functions of an optimizer's class are held",
+        "how_to_step",
+        "reference_to(undecorated_step(type(optimizer)))",
+        "lambda step=undecorated_step(type(optimizer)): step",
     ),
     Mutant("prepared: takes any gradients", "BucketSink.step_prepared", "not are_usual(tensors, gradients)", "False"),
     Mutant("prepared: a bucket is not freed", "BucketSink.step_prepared", "self._writes.retire(bucket, tensors)"),
@@ -216,6 +222,12 @@ MUTANTS = [
         "two passes: a bucket may hold what was not measured",
         "FinalWrites.ready",
         "passes.require_measured(bucket, gradients)",
+    ),
+    Mutant(
+        "two passes: a plan's gradients are compared",
+        "Passes.require_measured",
+        "if any(map(is_fake, map(type, gradients))):",
+        "if False:",
     ),
     Mutant(
         "two passes: the second may give other gradients",
@@ -741,7 +753,18 @@ MUTANTS = [
     Mutant(
         "count each evaluation of a closure", "ForwardCalls.drop_round", "self._step.round.evaluates_again", "False"
     ),
-    Mutant("trust an update that was replaced", "is_torchs_own", " and replaced_step(optimizer) is None", ""),
+    Mutant(
+        "trust an update that was replaced",
+        "is_torchs_own",
+        'replaced_step(optimizer) is not None or "_init_group" in vars(optimizer)',
+        '"_init_group" in vars(optimizer)',
+    ),
+    Mutant(
+        "trust a class of torch's in which anything was replaced",
+        "is_torchs_own",
+        'undecorated_step(cls), getattr(cls, "_init_group", cls.step)',
+        "(undecorated_step(cls),)",
+    ),
     Mutant(
         "undo puts back what step() left when it raised again",
         "TrialWrites._save_rest",
@@ -820,9 +843,9 @@ MUTANTS = [
     ),
     Mutant(
         "a rate that is a parameter is only told from others",
-        "_LookAtSetting.tensor",
-        "_Seen(tensor, self._elements)",
-        "super().tensor(tensor)",
+        "Look.tensor",
+        " and not self._is_setting",
+        "",
     ),
     Mutant(
         "undo: a model that is gone is asked for its weights",
@@ -1047,7 +1070,7 @@ MUTANTS = [
     Mutant(
         "a class that gets a step() of its own after attach is put off",
         "can_wait",
-        "and steps_as_known(optimizer)\n",
+        "and is_torchs_own(optimizer)\n",
         "\n",
     ),
     Mutant("a recording does not see what a worker lets go", "LiveGradients.note", "if not ref.expired()", "if True"),
@@ -1113,8 +1136,7 @@ MUTANTS = [
     Mutant(
         "let graphs with the old weights run after step()",
         "Update.__init__",
-        "        torch.autograd.graph.increment_version(self.tensors)\n",
-        "",
+        "torch.autograd.graph.increment_version(written)",
     ),
     Mutant("write over a write of which nobody is told", "AsLeft.require", "versions != self._versions", "False"),
     Mutant(
@@ -1126,6 +1148,12 @@ MUTANTS = [
         "leave the state in the order in which it was made",
         "DeferredBuckets._end",
         "order_added(optimizer, step.entries_before)",
+    ),
+    Mutant(
+        "DDP: the mark of a backward that waits is taken off in forward",
+        "GradientsAside._take_off",
+        "type(gradient) is SpentGradient",
+        "isinstance(gradient, SpentGradient)",
     ),
     Mutant(
         "signals: what was there is noted when it is exchanged",
@@ -1252,15 +1280,9 @@ MUTANTS = [
     Mutant("write elements that share their memory by themselves", "_each_once", "0 not in bits.stride()", "True"),
     Mutant(
         "a digest takes two signs for none",
-        "_sums",
-        "torch.bitwise_right_shift(words, 32, out=room).mul_(high).sum()",
-        "torch.mul(words, high, out=room).sum()",
-    ),
-    Mutant(
-        "do not look at new state that could not be put back",
-        "Undo.updated",
-        "if entry is not None and saved.entry is None:",
-        "if False:",
+        "_weights",
+        "| 1).to(device)",
+        "| 1).mul(1 << 32).to(device)",
     ),
     Mutant("keep state that the step had made", "SavedParameter.restore", "state.pop(self._parameter, None)", "pass"),
     Mutant(
@@ -1675,7 +1697,7 @@ MUTANTS = [
     Mutant(
         "kept gradients are not there where DDP lays out its buckets",
         "GradientsAside._take_off",
-        'if isinstance(gradient, SpentGradient) or hasattr(type(gradient), "to_local"):',
+        'if type(gradient) is SpentGradient or hasattr(type(gradient), "to_local"):',
         "if gradient is not None and type(gradient) is not torch.Tensor:",
     ),
     Mutant(
@@ -1743,7 +1765,7 @@ MUTANTS = [
     ),
     Mutant(
         "put off though the object has a method of its own",
-        "steps_as_known",
+        "is_torchs_own",
         ' or "_init_group" in vars(optimizer)',
         "",
     ),
@@ -1991,7 +2013,9 @@ MUTANTS = [
     Mutant(
         "put off a step with settings that cannot be copied", "can_wait", "        and is_copied_whole(optimizer)\n", ""
     ),
-    Mutant("never read what was compared on the device", "SettingsGuard.require_unchanged", "if written:", "if False:"),
+    Mutant(
+        "never read what was compared on the device", "SettingsGuard.require_unchanged", "compress(written, told)", "()"
+    ),
     Mutant("let a trial write the loop's gradients", "TrialWrites._lend", "if attached.stepper.is_foreign", "if False"),
     Mutant(
         "forget what the update has made of a gradient",
@@ -2073,8 +2097,8 @@ MUTANTS = [
     Mutant(
         "count writes that the plain loop's fused step does not count",
         "_SwitchesAtStep.__init__",
-        "self.are_read or fused_counts_writes(optimizer)",
-        "True",
+        "self.counts_writes = self.are_read",
+        "self.counts_writes = True",
     ),
     Mutant(
         "let an older graph's backward read weights that are due",
@@ -2549,7 +2573,7 @@ MUTANTS = [
         'place = f"steps/',
         'self.has_told = True\n        place = f"steps/',
     ),
-    Mutant("a step that a class has got since is not looked for", "Stepper.is_foreign", "not of_class or own", "own"),
+    Mutant("a step that a class has got since is not looked for", "Stepper.is_foreign", "not is_same or own", "own"),
     Mutant(
         "settings of the step before are those of this one",
         "Snapshot.is_of",
@@ -3076,6 +3100,30 @@ MUTANTS = [
     ),
     Mutant("judge: attributes of a parameter are not compared", "kept_of", "vars(parameter)", "{}"),
     Mutant("judge: other parameters are not disturbed", "_Others._turn", "disturb(tensor)"),
+    Mutant(
+        "judge: numbers that are disturbed in attributes are taken for the update's",
+        "PartsOfUpdate._take_again",
+        "# Numbers that attributes keep by others have changed: not by the update.\n                beside.look_anew()",
+        "pass",
+    ),
+    Mutant(
+        "judge: parts are taken beside the first update",
+        "Judge.before_update",
+        "if stepper not in self._is_warm and not in_pairs:",
+        "if False:",
+    ),
+    Mutant(
+        "judge: state that nobody can read raises",
+        "PartsOfUpdate.take",
+        "except (TypeError, RuntimeError) as error:",
+        "except ImportError as error:",
+    ),
+    Mutant(
+        "belongings: each mapping takes a parameter for a key",
+        "mappings_with",
+        "suppress(Exception)",
+        "suppress(RuntimeError)",
+    ),
     Mutant("judge: numbers that belong to others are not disturbed", "_Others._turn", "else number + 1", "else number"),
     Mutant(
         "judge: state of others is not disturbed",
@@ -3284,11 +3332,17 @@ MUTANTS = [
         "if isinstance(value, weakref.ref):",
         "if False:",
     ),
-    Mutant("a large tensor that was put back counts as written", "AsItWas.put_back", "self._look = _as_held(value)"),
+    Mutant("a large tensor that was put back counts as written", "AsItWas.put_back", "self.look_anew()"),
+    Mutant(
+        "judge: what parts have left is forgotten while others are disturbed",
+        "PartsOfUpdate._take_again",
+        "beside.look_anew(left)",
+        "beside.look_anew()",
+    ),
     Mutant(
         "state is looked up by parameters",
         "_memory_of_parameters",
-        "if id(key) in ids:\n            tensors += held_in(entry, (torch.Tensor,))",
+        "if id(key) in ids:\n            tensors += held_in([entry], torch.Tensor)",
         "entry = next((optimizer.state.get(p) for p in tensors[: len(ids)]), None)",
     ),
     Mutant(
@@ -3331,7 +3385,7 @@ MUTANTS = [
     Mutant(
         "masters: a write that is counted in step() counts as the loop's",
         "Update.__init__",
-        "note_masters(step.stepper, self.tensors, self.tensors)",
+        "note_masters(step.stepper, written, written)",
     ),
     Mutant(
         "masters: what was not written is rounded when they are renewed",
@@ -3403,7 +3457,7 @@ MUTANTS = [
         "cls = class_of_update(optimizer)",
         "cls = type(optimizer)",
     ),
-    Mutant("masters: their class is judged", "is_torchs_own", "isinstance(optimizer, Masters)", "False"),
+    Mutant("masters: their class is judged", "is_torchs_own", "class_of_update(optimizer)", "plain_type(optimizer)"),
     Mutant(
         "masters: a step that raises keeps them in the groups",
         "Masters._with_masters",

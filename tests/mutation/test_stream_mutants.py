@@ -352,21 +352,25 @@ MUTANTS = [
     ),
     _mutant(
         "offload: a step does not wait for its state",
-        "HostState.lend",
-        "torch.accelerator.current_stream(device).wait_event(ahead.there)",
+        "Copies.lend",
+        "torch.accelerator.current_stream(self._device).wait_event(lent.there)",
     ),
     _mutant(
         "offload: state is copied back before it was stepped",
-        "Copies.send",
-        "self._out.wait_event(torch.accelerator.current_stream(self._out.device).record_event())",
+        "Copies.take_back",
+        "self._out.wait_event(torch.accelerator.current_stream(self._device).record_event())",
     ),
-    _mutant("offload: state is copied in over state that is copied out", "Copies.let_go", "self._in.wait_event(there)"),
+    _mutant(
+        "offload: state is copied in over state that is copied out", "Copies._let_go", "self._in.wait_event(there)"
+    ),
     _mutant(
         "offload: new state is given back while it is copied out",
-        "Copies.let_go",
-        "torch.accelerator.current_stream(self._in.device).wait_event(there)",
+        "Copies._let_go",
+        "torch.accelerator.current_stream(self._device).wait_event(there)",
     ),
-    _mutant("offload: what is copied out is not held", "Copies.send", "record_event(), used))", "record_event(), ()))"),
+    _mutant(
+        "offload: what is copied out is not held", "Copies.take_back", "record_event(), used))", "record_event(), ()))"
+    ),
     _mutant("offload: the host does not wait for what is copied out", "Copies.finish", "self._out.synchronize()"),
     _mutant(
         "offload: the host does not wait for what is copied in", "Copies.finish", "self._out.wait_stream(self._in)"
@@ -377,18 +381,18 @@ MUTANTS = [
         "Writes.tear",
         "stepper.stops()  # its state is there to be read",
     ),
-    _mutant("offload: all state stays on the device until the step ends", "HostState.lend", "copies.let_go()"),
-    _mutant("offload: nothing is copied ahead", "HostState.lend", "self._bring_next(call, device)"),
+    _mutant("offload: all state stays on the device until the step ends", "Copies.lend", "self._let_go()"),
+    _mutant("offload: nothing is copied ahead", "Copies.lend", "self._bring_next(tensors)"),
     _mutant(
         "offload: state that was written since is stepped as it was",
-        "HostState._taken",
-        "tensor is not then or version_of(tensor) != version",
-        "tensor is not then",
+        "_Lent.is_of",
+        " and versions_of(tensors) == self.versions",
+        "",
     ),
     _mutant(
         "offload: state of the loop's goes back to its stream at once",
-        "DeviceEntries._lent",
-        "self.others.append(value)",
+        "Copies.lend",
+        "self._others += [tensor.detach() for tensor in large if not is_at_home(tensor)]",
     ),
     _mutant(
         "offload: load_state_dict goes by way of the device",
@@ -402,13 +406,7 @@ MUTANTS = [
         "not divided and not stepper.steps_every_parameter and not",
         "not divided and not",
     ),
-    _mutant(
-        "undo: whether state could be put back is found out by a copy, which reads what is on its way",
-        "Undo.updated",
-        "require_contents(entry, parameter)",
-        "Contents(entry, self._host, parameter)",
-    ),
-    _mutant("offload: state may share memory", "DeviceEntries._moved", "self._memory.add(memory.data_ptr())"),
+    _mutant("offload: state may share memory", "_move_home", "memory.add(storage_of(value))"),
 ]
 
 

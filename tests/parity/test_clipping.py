@@ -567,6 +567,7 @@ class OtherTheSecondTime(torch.autograd.Function):
         return ctx.calls * gradients[0]
 
 
+@on_cpu_only  # elsewhere a later step says so: tests/accelerator/test_one_device.py
 @pytest.mark.parametrize("bucket_bytes", [1, 10_000], ids=["full buckets", "left to step()"])
 def test_two_pass_where_the_second_gives_another_gradient(bucket_bytes: int) -> None:
     model = nn.ParameterList([torch.ones(3), torch.ones(3), torch.ones(3)])

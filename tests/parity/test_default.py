@@ -45,6 +45,7 @@ def difference(plain: Loop, loop: Loop) -> str | None:
 def puts_off(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether steps are put off in turns, as in the trial."""
     monkeypatch.setattr("instep._wiring.advice._prevented", lambda held: None)
+    monkeypatch.setattr("instep._step.deferrable.runs_beside", lambda optimizer: True)
     monkeypatch.setattr(deferring, "WARM_UP", 0 if request.param == "put off" else 1_000)
     return bool(request.param == "put off")
 

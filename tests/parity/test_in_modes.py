@@ -12,7 +12,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import instep
-from instep._optim import kinds
 from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch
 
@@ -51,7 +50,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("way", list(OPTIONS))
 def test_a_loop_in_a_mode(way: str, mode: str, where: str, kernel: str) -> None:
-    kinds._fused_counts_writes.cache_clear()  # asked for the first time in this mode
     loops: list[tuple[nn.Module, torch.optim.Optimizer]] = []
     for _ in range(2):
         torch.manual_seed(0)

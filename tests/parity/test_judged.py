@@ -117,7 +117,7 @@ def test_a_coupling_is_found_in_the_first_two_updates(name: str, way: str) -> No
         else:
             found, refusal = "judged", 0
         assert found == becomes
-        assert refusal < judging.FIRST
+        assert refusal < judging.LEFT
         if becomes == "refused":
             for was, now in zip(before, pair.attached.weights(), strict=True):
                 assert torch.equal(was, now), "something of the step was written"
@@ -136,7 +136,7 @@ def test_what_couples_nothing_is_stepped_in_backward(name: str, way: str) -> Non
         for i in range(STEPS):
             pair.step(i)
             pair.require_equal(i)
-            assert pair.moved == (0 if i < judging.FIRST else 8), f"step {i + 1}"
+            assert pair.moved == (0 if i < judging.LEFT else 8), f"step {i + 1}"
         assert pair.overlap.plan.judged == ()
         assert (pair.overlap.stats()["freed_bytes"] > 0) is (way == "backward")
 
@@ -161,7 +161,7 @@ def test_a_coupling_that_begins_later_is_found_by_the_next_comparison(
     with unseen.overlap:
         begins = first_unlike(unseen)  # the known limit: until it is compared, nobody sees it
     assert begins is not None
-    assert begins >= judging.FIRST
+    assert begins >= judging.LEFT
     assert unseen.overlap.plan.judged == ()
 
     monkeypatch.setattr(judging, "EVERY", 1)
@@ -186,5 +186,5 @@ def test_what_couples_nothing_is_compared_again_and_goes_on(way: str, monkeypatc
             pair.step(i)
             pair.require_equal(i)
             moved.append(pair.moved)
-        assert set(moved[2:]) == {4, 8}, moved  # a bucket is a layer
+        assert set(moved[judging.LEFT :]) == {4, 8}, moved  # a bucket is a layer
         assert pair.overlap.plan.judged == ()

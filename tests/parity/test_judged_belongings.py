@@ -1,6 +1,7 @@
 """Foreign optimizers that read, write or keep something that belongs to parameters which they are not given: each step
 is the plain loop's, or an error says before anything is written that it cannot be."""
 
+import configparser
 import functools
 import os
 import random
@@ -525,6 +526,82 @@ def test_what_moves_in_the_model(weak: bool, way: str) -> None:
     require_plain(lambda model: Ticks(model, weak), way, lambda o: (o.model().ticks, float(o.model().beats)))
 
 
+class CachesASize(Momentum):
+    """Asked for once, over what the groups hold then, and kept where nobody looks."""
+
+    @functools.lru_cache(None)  # noqa: B019  # as published optimizers have it
+    def size(self) -> int:
+        return sum(p.numel() for group in self.param_groups for p in group["params"])
+
+    def update(self, p: Any) -> None:
+        super().update(p)
+        p.mul_(1 - 1e-3 / self.size())
+
+
+SIZES: dict[int, int] = {}
+
+
+class KeepsASizeInAGlobal(Momentum):
+    def made(self) -> None:
+        SIZES.clear()
+
+    def update(self, p: Any) -> None:
+        super().update(p)
+        count = sum(len(group["params"]) for group in self.param_groups)
+        p.mul_(1 - 1e-3 * SIZES.setdefault(id(self), count))
+
+
+class HoldsQuantized(Momentum):
+    """In an attribute, and in the state."""
+
+    def made(self) -> None:
+        self.table = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+    def update(self, p: Any) -> None:
+        super().update(p)
+        self.state[p]["table"] = self.table
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@each_way
+@pytest.mark.parametrize(
+    ("kind", "is_left"), [(CachesASize, False), (KeepsASizeInAGlobal, False), (HoldsQuantized, True)]
+)
+def test_what_the_first_update_finds_out(kind: type[Momentum], is_left: bool, way: str) -> None:
+    """It finds out over all parameters: nothing stands beside it."""
+    assert bool(require_same(of_parameters(kind), way).judged) == (is_left and way != "default")
+
+
+class RatesByDepth(Momentum):
+    """In a plain dict, which nobody writes."""
+
+    def made(self) -> None:
+        self.rates = {p: 0.9**i for i, p in enumerate(self.param_groups[0]["params"])}
+
+    def update(self, p: Any) -> None:
+        super().update(p)
+        p.mul_(1 - 1e-3 * self.rates[p])
+
+
+class Configured(Momentum):
+    """What it was made with takes no parameter for a key."""
+
+    def made(self) -> None:
+        self.config = configparser.ConfigParser()
+        self.config["update"] = {"shrink": "0.999"}
+        self.environment = os.environ
+
+    def update(self, p: Any) -> None:
+        super().update(p)
+        p.mul_(self.config.getfloat("update", "shrink"))
+
+
+@each_way
+@pytest.mark.parametrize(("kind", "is_left"), [(RatesByDepth, False), (Configured, True)])
+def test_what_is_kept_and_never_written(kind: type[Momentum], is_left: bool, way: str) -> None:
+    assert bool(require_same(of_parameters(kind), way).judged) == (is_left and way != "default")
+
+
 COUNT = {"n": 0}
 
 
@@ -551,10 +628,11 @@ def count() -> None:
 def test_a_counter_outside_that_shows_in_an_attribute(way: str) -> None:
     model = layers()
     optimizer = CopiesACounter(model.parameters())
-    before = [p.detach().clone() for p in model.parameters()]
     with own_steps_are_judged(), instep.attach(model, optimizer, **WAYS[way]) as overlap:
+        usual(model, optimizer, 0)
+        before = [p.detach().clone() for p in model.parameters()]
         with pytest.raises(UnsupportedOptimizerError, match="other values when the same step is taken again"):
-            usual(model, optimizer, 0)
+            usual(model, optimizer, 1)
         assert all(map(torch.equal, before, model.parameters()))
         overlap.accept_torn()
 

@@ -11,9 +11,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import instep
-from instep._step.judging import FIRST
+from instep._step.judging import LEFT
 from instep.errors import SpentGradientError, UnsupportedOptimizerError
 from tests.cases import Blocks, batch
+from tests.judged import own_steps_are_judged
 from tests.parity.lockstep import in_every_way, lockstep, loss_of, ways
 from tests.parity.patched import step, with_step_param, with_step_parameter
 
@@ -38,7 +39,7 @@ def test_gradients_are_freed_in_backward(patch: Patch) -> None:
     optimizer = patch(model)
     with instep.attach(model, optimizer, schedule="backward", bucket_bytes=1):
         x, y = batch(0)
-        for _ in range(FIRST):  # these are compared
+        for _ in range(LEFT):  # these are compared
             loss_of(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -54,6 +55,35 @@ def test_detach_puts_the_step_back() -> None:
     before = vars(optimizer)["step"]
     instep.attach(model, optimizer, schedule="backward").detach()
     assert vars(optimizer)["step"] is before
+
+
+def _normalized(self: Any, group: dict[str, Any], *lists: list[Any]) -> Any:
+    """What torch's step() asks for the gradients of a group: divided by their common norm."""
+    found = _TORCHS(self, group, *lists)
+    norm = torch.stack([gradient.norm() for gradient in lists[1]]).norm() if lists[1] else 1.0
+    lists[1][:] = [gradient / norm for gradient in lists[1]]
+    return found
+
+
+_TORCHS: Any = torch.optim.SGD._init_group
+
+
+@pytest.mark.parametrize("of_class", [False, True], ids=["of the object", "of the class"])
+@in_every_way
+def test_what_torch_s_step_calls_is_replaced(way: str, of_class: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It couples parameters, and no kernel or shadow may step them as torch would."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Blocks(depth=2)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        if not of_class:
+            optimizer._init_group = MethodType(_normalized, optimizer)
+        return model, optimizer
+
+    if of_class:
+        monkeypatch.setattr(torch.optim.SGD, "_init_group", _normalized)
+    with own_steps_are_judged():
+        lockstep(way, build)
 
 
 def _by_sign(self: Any, p: torch.Tensor, group: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import instep
-from instep._optim.guards import switched, switches
+from instep._torch.switches import switched, switches
 from instep.errors import HyperparameterChangedError, UncommittedStepError
 from tests.cases import Blocks, batch
 from tests.devices import here, on_cpu_only

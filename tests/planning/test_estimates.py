@@ -178,14 +178,14 @@ def test_what_attach_refuses_is_found_by_asking_it() -> None:
         instep.attach(model, optimizer, clip=instep.ClipNorm(1.0), schedule="backward")
     assert reasons["clip=ClipNorm(1.0) with schedule='backward'"] == str(refused.value)
     assert "clip=ClipNorm(1.0), undo=True" in found.accepted
-    assert "there is none in this model" in reasons["shard_state=True"]
+    assert "a model that has no DistributedDataParallel" in reasons["shard_state=True"]
 
 
 @pytest.mark.parametrize("view", [False, True])
 def test_what_it_refuses_on_several_ranks(view: bool) -> None:
     found = plan(Job(f"{HERE}:layers", world_size=2, bucket_view=view), refusals=True)
     options = {refusal.options: refusal.reason for refusal in found.refusals}
-    assert "makes its own buckets" in options["bucket_bytes=1048576"]
+    assert "makes buckets of its own" in options["bucket_bytes=1048576"]
     assert "shard_state=True, schedule='forward'" in found.accepted
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 
@@ -56,3 +57,13 @@ def test_what_is_drawn_while_another_thread_rests_counts() -> None:
 
     with thread_that_waits():
         assert any(is_seen() for _ in range(1000))
+
+
+def test_all_that_a_generator_keeps_is_put_back() -> None:
+    """NumPy's older one draws normally distributed numbers by twos, and keeps the second for the next draw."""
+    generator = np.random.RandomState(0)
+    generator.randn()
+    generators = Generators((), [generator])
+    drawn = generator.randn(3)
+    generators.restore()
+    assert (generator.randn(3) == drawn).all()

@@ -633,3 +633,14 @@ def test_complex_parameters(foreach: bool) -> None:
             plain, other = (training_state(*loop) for loop in loops)
             assert first_difference(plain, other) is None
     assert counted.calls > 0
+
+
+@pytest.mark.parametrize("made_by", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_no_fused_kernel_counts_a_write(made_by: Any) -> None:
+    """Where one does, ``_SwitchesAtStep.counts_writes`` is to say so: a graph that has saved the old weights refuses to
+    run after the plain loop's step, and after one that is put off then, too."""
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.ones_like(parameter)
+    made_by([parameter], lr=0.1, fused=True).step()
+    assert parameter.item() != 0
+    assert parameter._version == 0

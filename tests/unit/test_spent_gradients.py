@@ -9,6 +9,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import instep
+from instep._step.judging import LEFT
 from instep.errors import AccumulationError, SpentGradientError
 
 WITHOUT_VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -82,8 +83,8 @@ def two(weight: torch.Tensor) -> torch.Tensor:
 
 
 def judged(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Updates of such parameters are compared with their parts, in the first two steps."""
-    for _ in range(2):
+    """Updates of such parameters are compared with their parts, after the first one."""
+    for _ in range(LEFT):
         model(torch.randn(3, 4)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()

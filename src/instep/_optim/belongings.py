@@ -37,7 +37,9 @@ def with_parameters(mappings: Iterable[Mappings]) -> list[Mappings]:
 def mappings_with(parameter: torch.Tensor, mappings: Iterable[Mappings]) -> Iterator[Mappings]:
     """Those in which something is kept by it."""
     for mapping in mappings:
-        with suppress(RuntimeError):  # a number of the same hash is there, and torch compares the two
+        # A number of the same hash is there, and torch compares the two; or it takes no such key (the sections of a
+        # configuration, the process's environment).
+        with suppress(Exception):
             if parameter in mapping:
                 yield mapping
 

@@ -39,7 +39,6 @@ from instep._optim.values import (
     is_immutable,
     is_of_torch,
     kind_of,
-    mappings_in,
     put_dict,
     put_item,
     settings_in,
@@ -107,9 +106,13 @@ class AsItWas(Contents):
     def put_back(self) -> Any:
         value = super().put_back()
         # Put back, it was written: of a large tensor a look knows how often. And it holds what is another's.
-        self._look = _as_held(value)
-        self._items = None if self._items is None else _items(value)
+        self.look_anew()
         return value
+
+    def look_anew(self) -> None:
+        """As the value is now it is unchanged."""
+        self._look = _as_held(self.value)
+        self._items = None if self._items is None else _items(self.value)
 
     def has_same_items(self) -> bool:
         """Whether it is known at once that nothing is changed."""
@@ -269,7 +272,7 @@ class Beside:
         if not is_known:
             self._begin(optimizer, layout)
         self._at_once = None
-        self._left = _Left({}, {}, () if self.is_flat else [*mappings_in(self._values.values())])
+        self._left = _Left({}, {}, () if self.is_flat else [*held_in(self._values.values(), Mapping)])
         if self.is_flat:
             flat = [record.value for record in self._records.values()]
             lists = [held for held in flat if type(held) is list]
@@ -386,6 +389,16 @@ class Beside:
         """The next bucket is the first."""
         self._left = _Left({}, {}, self._left.mappings, self._left.is_first)
 
+    def look_anew(self, left: _Left | None = None) -> _Left:
+        """What is there is unchanged, and the next bucket is the first; or is to leave the same as those before that
+        have ``left``. Returns what buckets have left until now."""
+        before = self._left
+        for record in self._records.values():
+            record.look_anew()
+        self.reset_left()
+        self._left = left or self._left
+        return before
+
     def is_first(self) -> None:
         """See ``_Left``."""
         self._left = self._left._replace(is_first=True)
@@ -393,7 +406,7 @@ class Beside:
     def _keeps_elsewhere(self, slot: Slot) -> bool:
         """Whether a bucket has put what it keeps by parameter into a mapping of its own: of the next bucket there would
         be nothing in it."""
-        made = with_parameters(mappings_in([self._value_at(slot)]))
+        made = with_parameters(held_in([self._value_at(slot)], Mapping))
         there = [record.value for record in self._records.values()] if self.is_flat else self._left.mappings
         return any(all(mapping is not known for known in there) for mapping in made)
 
@@ -518,7 +531,7 @@ def _memory_of_parameters(optimizer: Optimizer) -> frozenset[int]:
     # Not looked up: a state that has the id() of a parameter as a key raises, for torch compares the two.
     for key, entry in optimizer.state.items():
         if id(key) in ids:
-            tensors += held_in(entry, (torch.Tensor,))
+            tensors += held_in([entry], torch.Tensor)
     return frozenset(map(_memory, tensors))
 
 

@@ -354,22 +354,6 @@ class Contents:
         raise TypeError(f"a {type(held).__name__}, which does not tell what it holds")
 
 
-def require_contents(value: Any, but: object = None) -> None:
-    """Raise ``TypeError`` if not all that the value holds could be put back. No tensor is copied, or read: it may be on
-    its way from or to a device."""
-    _Checked(value, but=but)
-
-
-class _Checked(Contents):
-    """Asks what keeping it would ask, and keeps no tensor."""
-
-    def keep(self, held: Any) -> Iterable[Any]:
-        if not isinstance(held, torch.Tensor):
-            return super().keep(held)
-        with torch._C.DisableTorchFunctionSubclass():
-            return _parts_of(held).values() if _kind_of(held) is _OfParts else ()
-
-
 def _put_attributes(held: Any, attributes: dict[str, Any]) -> None:
     # Past what its class does with attributes that are set.
     for name, item in attributes.items():
@@ -381,15 +365,14 @@ def _put_attributes(held: Any, attributes: dict[str, Any]) -> None:
 # Digests: two of the same value are equal, and those of two values in practice are not. They are taken where the tensor
 # is, in the order of its elements, by pieces, and only a few numbers reach the host.
 #
-# Words of 64 bits are multiplied by odd random weights, and added up with wrap-around. The top bit of a word moves
-# nothing but the top bit of the sum, so that two of them would cancel out: the upper halves of all words are added up
-# once more by themselves. What differs is then missed by one in 2**33 at most, and mostly by one in 2**64.
+# Words of 32 bits are multiplied by odd random weights of 64, and added up with wrap-around. What differs is then
+# missed by one in 2**32 at most, and mostly by one in 2**64.
 
 
 Digest = tuple[Any, ...]
 
 _WORDS = 1 << 18
-"""In one piece: on a CPU it stays in the cache."""
+"""In one piece: on a CPU its products stay in the cache."""
 _FEW = 4096  # bytes, on a CPU: those of a few go through a hash at once
 
 
@@ -409,33 +392,30 @@ def _digest_of_memory(tensor: torch.Tensor) -> bytes:
     if bits.device.type == "cpu" and bits.nbytes <= _FEW:
         numbers: Any = bits.clone().numpy()  # torch resizes no memory that NumPy has ever had
     else:
-        room = torch.empty(min(_WORDS, bits.nbytes // 8 + 1), dtype=torch.int64, device=bits.device)
-        numbers = torch.stack([number for words in _words_of(bits) for number in _sums(words, room)]).cpu().numpy()
+        room = torch.empty(min(_WORDS, bits.nbytes // 4 + 1), dtype=torch.int64, device=bits.device)
+        numbers = torch.stack([_sum(words, room) for words in _words_of(bits)]).cpu().numpy()
     return hashlib.blake2b(numbers, digest_size=16).digest()
 
 
 def _words_of(flat: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Pieces of up to ``_WORDS`` words of 64 bits; zeros behind the last."""
-    each = 8 // flat.element_size()
-    for piece in flat.split(_WORDS * each):
-        if piece.numel() % each or piece.storage_offset() % each:
-            piece = torch.nn.functional.pad(piece, (0, -piece.numel() % each))
-        yield piece.view(torch.int64)
+    """Pieces of up to ``_WORDS`` words of 32 bits; zeros behind the last."""
+    for piece in flat.split(_WORDS * 4 // flat.element_size()):
+        short = -piece.nbytes % 4 // flat.element_size()
+        if short or piece.storage_offset() * flat.element_size() % 4:
+            piece = torch.nn.functional.pad(piece, (0, short))
+        yield piece.view(torch.int32)
 
 
-def _sums(words: torch.Tensor, room: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    low, high = _weights(words.device)[:, : words.numel()]
-    room = room[: words.numel()]  # memory that is not new is faster
-    sum_of_words = torch.mul(words, low, out=room).sum()
-    return sum_of_words, torch.bitwise_right_shift(words, 32, out=room).mul_(high).sum()
+def _sum(words: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    weights, products = _weights(words.device)[: words.numel()], room[: words.numel()]
+    return torch.mul(words, weights, out=products).sum()  # memory that is not new is faster
 
 
 @cache
 def _weights(device: torch.device) -> torch.Tensor:
     generator = torch.Generator("cpu").manual_seed(0)  # torch's own is left alone
-    shape = (2, _WORDS)
-    weights = torch.randint(-(1 << 63), (1 << 63) - 1, shape, generator=generator, dtype=torch.int64, device="cpu")
-    return (weights | 1).to(device)
+    bounds = -(1 << 63), (1 << 63) - 1
+    return (torch.randint(*bounds, (_WORDS,), generator=generator, dtype=torch.int64, device="cpu") | 1).to(device)
 
 
 def digest_of_value(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Parameters that are ``DTensor``, and this rank's parts of them."""
 
 import sys
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +23,6 @@ def may_be_gathered() -> bool:
     """Whether a plain parameter may be one that FSDP has gathered: FSDP has been imported, and there are ranks."""
     ranks = sys.modules.get("torch.distributed")
     return "torch.distributed.fsdp" in sys.modules and ranks is not None and bool(ranks.is_initialized())
-
-
-def mesh_of(parameter: Any) -> Hashable:
-    """The device mesh of a ``DTensor``; ``None`` for a plain tensor."""
-    mesh: Hashable = parameter.device_mesh if is_sharded(parameter) else None
-    return mesh
 
 
 class _Shard:
@@ -119,8 +113,3 @@ def drawn_by_part(parameter: torch.Tensor) -> Iterator[None]:
         yield
     finally:
         module._rng_tracker = before
-
-
-def local_numel(parameter: Any) -> int:
-    local: torch.Tensor = parameter._local_tensor if is_sharded(parameter) else parameter
-    return local.numel()

@@ -1,9 +1,8 @@
 """Guards: bucket by bucket, updates find the settings, switches and state that ``optimizer.step()`` would find."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import accumulate, chain, repeat
+from itertools import accumulate, chain, compress, repeat
 from operator import is_, itemgetter, length_hint, methodcaller
 from typing import Any, NamedTuple
 
@@ -19,11 +18,11 @@ from instep._optim.values import (
     address_of,
     bytes_of,
     fingerprint,
-    fingerprint_of_setting,
     is_immutable,
+    settings_in,
     waits_for_host,
 )
-from instep._torch.engine import as_default_device, default_device
+from instep._torch.switches import switched, switches
 from instep._torch.versions import PLAIN, are_plain, versions_of
 from instep.errors import HyperparameterChangedError
 
@@ -46,9 +45,6 @@ class SettingsGuard(Stage):
         self._groups: dict[int, Snapshot] = {}
         # Snapshots of earlier steps, to be taken again. None that can be changed: it may refer to the model.
         self._known: dict[int, Snapshot] = {}
-        # Whether small tensors on an accelerator were written, of which the host would have to wait to know: compared
-        # there in one step, and read in the next. Each with its name.
-        self._flags: list[tuple[str, torch.Tensor]] = []
 
     def begin(self, optimizer: Optimizer, layout: GroupLayout) -> None:
         self.layout = layout
@@ -59,16 +55,15 @@ class SettingsGuard(Stage):
         this is that of the group."""
         for index in numbers:
             live, used = optimizer.param_groups[index], self._groups.get(index)
-            if used is not None:
-                if not used.is_of(live):
-                    require_same(self._name, f"param_groups[{index}]", used, live)
-            else:
-                snapshot = self._known.get(index)
-                if snapshot is None or not snapshot.is_of(live):
-                    snapshot = Snapshot(live)
-                    if snapshot.is_plain:
-                        self._known[index] = snapshot
-                self._groups[index] = snapshot
+            if used is None:
+                used = self._known.get(index)
+                if used is None or not used.is_of(live):
+                    used = Snapshot(live)
+                    if used.is_plain:
+                        self._known[index] = used
+                self._groups[index] = used
+            elif not used.is_of(live):
+                self._require_same(index, used, live)
 
     def require_unchanged(self, optimizer: Optimizer) -> None:
         if self.layout.were_moved(optimizer.param_groups):
@@ -81,19 +76,27 @@ class SettingsGuard(Stage):
                 f"{difference}, in {self._name}.step(), after backward had already stepped parameters under what it "
                 "was. Call backward() and optimizer.step() under the same, or use undo=True or schedule='forward'"
             )
-        # Where settings are, in words; what they were; and what they are.
-        looks = [(f"param_groups[{i}]", used, optimizer.param_groups[i]) for i, used in self._groups.items()]
-        for where, before, now in looks:
-            require_same(self._name, where, before, now)
-        flags, self._flags = self._flags, []
-        self._flags = [(f"{where}[{key!r}]", flag) for where, before, now in looks for key, flag in before.flags(now)]
-        told = torch.stack([flag.to(flags[0][1].device) for _, flag in flags]).tolist() if flags else []
-        for (name, _), written in zip(flags, told, strict=True):
-            if written:
-                raise HyperparameterChangedError(
-                    f"{name} in {self._name} was written, in the step before, after backward had already stepped "
-                    "parameters with what it was. Change hyper-parameters after optimizer.step() or before backward()"
-                )
+        written: list[tuple[int, str, torch.Tensor]] = []
+        for index, used in self._groups.items():
+            live = optimizer.param_groups[index]
+            if not used.is_of(live):
+                self._require_same(index, used, live)
+                written += [(index, f"[{key!r}] was written", flag) for key, flag in used.written(live)]
+        # The host waits once, however many there are.
+        told = torch.stack([flag.to(written[0][2].device) for *_, flag in written]).tolist() if written else []
+        for index, what, _ in compress(written, told):
+            raise self._changed(index, what)
+
+    def _require_same(self, index: int, before: "Snapshot", now: Mapping[str, Any]) -> None:
+        if (difference := before.difference(now)) is not None:
+            raise self._changed(index, difference)
+
+    def _changed(self, index: int, what: str) -> HyperparameterChangedError:
+        return HyperparameterChangedError(
+            f"param_groups[{index}]{what} in {self._name} after backward had already stepped parameters with what it "
+            "was. Change hyper-parameters (and call the scheduler) after optimizer.step() or before backward(), not in "
+            "between"
+        )
 
     def end_step(self) -> None:
         self._groups = {}
@@ -105,15 +108,15 @@ def numbers_of(members: Iterable[Members]) -> list[int]:
 
 
 class Snapshot:
-    """The values of a group, or other settings by name, at one moment; parameters aside.
+    """The settings of a group at one moment.
 
     Attributes:
         is_plain: whether none of the values can be changed in place, or refers to anything.
     """
 
     def __init__(self, group: Mapping[str, Any]) -> None:
-        self._values = {key: value for key, value in group.items() if key not in PER_PARAMETER}
-        self._mutable = {k: fingerprint_of_setting(v) for k, v in self._values.items() if not is_immutable(v)}
+        self._values = settings_in(group)
+        self._mutable = {k: fingerprint(v, is_setting=True) for k, v in self._values.items() if not is_immutable(v)}
         self.is_plain = not self._mutable
         mutable = {k: self._values[k] for k in self._mutable}
         self._on_device = {k: v.detach().clone() for k, v in mutable.items() if waits_for_host(v)}
@@ -127,49 +130,26 @@ class Snapshot:
             and all(map(is_, map(group.get, values, repeat(ABSENT)), values.values()))
         )
 
-    def changes(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """What ``group`` has in place of, or on top of, these values."""
-        values, mutable = self._values, self._mutable
-        return {
-            key: value
-            for key, value in group.items()
-            # Asked for every bucket: what cannot be changed in place and is the same object needs no look.
-            if (value is not values.get(key, ABSENT) or key in mutable)
-            and key not in PER_PARAMETER
-            and fingerprint_of_setting(value)
-            != (mutable[key] if key in mutable else fingerprint_of_setting(values.get(key, ABSENT)))
-        }
-
     def difference(self, group: Mapping[str, Any]) -> str | None:
         """The first setting that ``group`` has not, or not any more as it was, and what it is now; ``None``: all are as
         they were."""
-        for key, value in self.changes(group).items():
-            return f"[{key!r}] changed to {SHORT.repr(value)}"
-        if self._values.keys() <= group.keys():
-            return None
-        missing = next(key for key in self._values if key not in group)
-        return f"[{missing!r}] was removed"
+        for key, value in settings_in(group).items():
+            then = self._values.get(key, ABSENT)
+            # Asked for every bucket: what cannot be changed in place and is the same object needs no look.
+            if value is not then or key in self._mutable:
+                before = self._mutable[key] if key in self._mutable else fingerprint(then, is_setting=True)
+                if fingerprint(value, is_setting=True) != before:
+                    return f"[{key!r}] changed to {SHORT.repr(value)}"
+        missing = next((key for key in self._values if key not in group), None)
+        return None if missing is None else f"[{missing!r}] was removed"
 
-    def flags(self, group: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    def written(self, group: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """Of each small tensor on an accelerator, of which the host cannot know without waiting, whether it was
         written: 0-dim, there."""
         for key, before in self._on_device.items():
             now = group.get(key)
             if isinstance(now, torch.Tensor) and now.shape == before.shape and now.dtype == before.dtype:
                 yield key, (bytes_of(now.detach()) != bytes_of(before)).any()
-
-
-def require_same(name: str, where: str, before: "Snapshot", now: Mapping[str, Any]) -> None:
-    """Raise ``HyperparameterChangedError`` if settings of the optimizer ``name`` are not as they were."""
-    if before.is_of(now):
-        return
-    difference = before.difference(now)
-    if difference is not None:
-        raise HyperparameterChangedError(
-            f"{where}{difference} in {name} after backward had already stepped parameters with what it was. "
-            "Change hyper-parameters (and call the scheduler) after optimizer.step() or before backward(), not in "
-            "between"
-        )
 
 
 # What the state holds of a bucket, and whether it was written since.
@@ -456,98 +436,3 @@ class StateGuard(Stage):
         self.found = None
         self.left = []
         self.stepped = []
-
-
-# Switches of torch, for the whole process, that an update may read: it needs those of ``optimizer.step()``.
-
-
-DEFAULT_DTYPE = "torch.get_default_dtype()"
-MKLDNN = "torch.backends.mkldnn.enabled"
-PRECISION = "torch.get_float32_matmul_precision()"
-
-
-def switches() -> dict[str, Any]:
-    """As they are now, by what tells them. Not among them: whether algorithms are deterministic. A loop may have a
-    backward that is not, and no optimizer is known to use such an algorithm."""
-    precision: str | None = None
-    with suppress(RuntimeError):  # some were set by the newer names, of which there is one for each backend
-        precision = torch.get_float32_matmul_precision()
-    return {
-        DEFAULT_DTYPE: torch.get_default_dtype(),
-        MKLDNN: torch.backends.mkldnn.enabled,
-        PRECISION: precision,
-    }
-
-
-def switched(then: dict[str, Any]) -> str | None:
-    """The first that is not as it was, in words."""
-    for name, now in switches().items():
-        if now != then[name]:
-            return f"{name} was {then[name]} and is {now}"
-    return None
-
-
-@contextmanager
-def as_then(then: dict[str, Any]) -> Iterator[None]:
-    """All of them as they were. Only while nobody else can ask for them: they are the whole process's."""
-    before = switches()
-    _set(then, before)
-    try:
-        yield
-    finally:
-        _set(before, then)
-
-
-class OfThread(NamedTuple):
-    """What torch keeps for each thread of Python, and an update reads.
-
-    Attributes:
-        threads: how many of torch's own. Some kernels divide a sum by that number, and each pool of threads wants the
-            cores.
-        flushes: whether denormal numbers are taken for zero (``torch.set_flush_denormal``).
-        device: that of state which is made without naming one; ``None``: the CPU.
-    """
-
-    threads: int
-    flushes: bool
-    device: torch.device | None
-
-
-_DENORMAL = 5e-324
-
-
-def of_this_thread() -> OfThread:
-    """The thread's own, which in a new thread also makes torch limit the libraries below it."""
-    # torch does not tell. It is the processor's own switch, and Python's numbers obey it, too.
-    return OfThread(torch.get_num_threads(), _DENORMAL * 1.0 == 0.0, default_device())
-
-
-@contextmanager
-def as_thread(wanted: OfThread) -> Iterator[None]:
-    """With what another thread has had."""
-    before = of_this_thread()
-    if before == wanted:
-        yield
-        return
-    _set_of_thread(wanted, before)
-    try:
-        with as_default_device(wanted.device):
-            yield
-    finally:
-        _set_of_thread(before, wanted)
-
-
-def _set_of_thread(wanted: OfThread, current: OfThread) -> None:
-    if wanted.threads != current.threads:
-        torch.set_num_threads(wanted.threads)
-    if wanted.flushes != current.flushes:
-        torch.set_flush_denormal(wanted.flushes)
-
-
-def _set(wanted: dict[str, Any], current: dict[str, Any]) -> None:
-    if wanted[DEFAULT_DTYPE] != current[DEFAULT_DTYPE]:
-        torch.set_default_dtype(wanted[DEFAULT_DTYPE])
-    if wanted[MKLDNN] != current[MKLDNN]:
-        torch.backends.mkldnn.enabled = wanted[MKLDNN]
-    if wanted[PRECISION] != current[PRECISION] and None not in (wanted[PRECISION], current[PRECISION]):
-        torch.set_float32_matmul_precision(wanted[PRECISION])

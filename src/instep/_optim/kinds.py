@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 
 from instep._optim.overrides import is_manager
 from instep._optim.values import is_fake
-from instep._torch.versions import version_of
 from instep._torch.watch import plain_type
-from instep.master_weights import HALF, NOTES, Masters, class_inside
+from instep.master_weights import NOTES, Masters, class_inside
 
 # An optimizer object whose ``step`` was replaced, as diffusion trainers do it: beside that stands a method that steps
 # one parameter, and that the trainer calls in hooks.
@@ -89,34 +88,24 @@ def undecorated_step(cls: type[Optimizer]) -> Callable[..., Any]:
 
 _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
-    for name in (
-        "ASGD",
-        "Adadelta",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-    )
+    for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 )
 
 
 def is_torchs_own(optimizer: Optimizer) -> bool:
-    """Whether the optimizer is exactly one of ``torch.optim``, or steps masters by one: what its update reads and
-    writes is known."""
-    # Asked for each bucket.
-    cls = class_of_update(optimizer) if isinstance(optimizer, Masters) else type(optimizer)
-    return is_in_torch_optim(cls) and replaced_step(optimizer) is None
+    """Whether the optimizer is exactly one of ``torch.optim``, or steps masters by one, and nobody has replaced its
+    ``step()``, or what that calls: what its update reads and writes is known. Any other may do what only ``step()``
+    itself is expected to: raise, log, look at the loop."""
+    cls: Any = class_of_update(optimizer)
+    functions = undecorated_step(cls), getattr(cls, "_init_group", cls.step)
+    is_replaced = replaced_step(optimizer) is not None or "_init_group" in vars(optimizer)
+    return not is_replaced and is_in_torch_optim(cls) and all(f.__module__.startswith("torch.") for f in functions)
 
 
 def class_of_update(optimizer: Optimizer) -> type[Optimizer]:
     """The class whose update it is: its own, or of one with masters the class that steps these."""
     cls = plain_type(optimizer)
-    return class_inside(cls) if isinstance(optimizer, Masters) else cls
+    return class_inside(cls) if issubclass(cls, Masters) else cls
 
 
 def has_usual_parameters(optimizer: Optimizer) -> bool:
@@ -164,27 +153,6 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return plain_type(optimizer) in _ELEMENTWISE and replaced_step(optimizer) is None
 
 
-def fused_counts_writes(optimizer: Optimizer) -> bool:
-    """Whether the fused kernel of one of torch's own optimizers counts a write of each parameter, as other kernels do.
-    It is tried, once for each class: torch does not say, and up to 2.15 none does."""
-    if isinstance(optimizer, Masters) and any(p.dtype in HALF for g in optimizer.param_groups for p in g["params"]):
-        return True  # the copy of a master into its weight is no kernel of the optimizer's
-    return _fused_counts_writes(class_of_update(optimizer).__name__)
-
-
-@cache
-def _fused_counts_writes(name: str) -> bool:
-    # Whoever asks may be inside of inference_mode(), whose tensors count nothing, or of torch.device("meta").
-    with torch.inference_mode(False), torch.device("cpu"):
-        parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32))
-        parameter.grad = torch.ones_like(parameter)
-        optimizer = getattr(torch.optim, name)([parameter], lr=0.1, fused=True)
-        before = version_of(parameter)
-        with torch.no_grad():
-            undecorated_step(type(optimizer))(optimizer)
-        return version_of(parameter) > before
-
-
 def runs_beside(optimizer: Optimizer) -> bool:
     """Whether updates of parameters in host memory gain anything from a thread of their own: those of torch's whose
     time is in kernels, which leave Python to the loop. A loop over parameters would take turns with it."""
@@ -214,15 +182,6 @@ def takes_hooks(optimizer: Optimizer) -> bool:
     """Whether torch calls hooks around its ``step()``: not where a wrapper of another optimizer has left out
     ``Optimizer.__init__``."""
     return all(name in vars(optimizer) for name in STEP_HOOKS if not name.endswith("_dict_post_hooks"))
-
-
-def steps_as_known(optimizer: Optimizer) -> bool:
-    """Whether its ``step()`` is torch's own. Any other may do what only ``step()`` itself is expected to: raise, log,
-    look at the loop."""
-    if replaced_step(optimizer) is not None or "_init_group" in vars(optimizer):  # which its step() calls
-        return False
-    cls = class_of_update(optimizer)
-    return is_in_torch_optim(cls) and undecorated_step(cls).__module__.startswith("torch.")
 
 
 # What an optimizer object holds beside its groups and the state of parameters.

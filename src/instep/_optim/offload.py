@@ -1,94 +1,38 @@
 """``offload="host"``: optimizer state that lives in pinned host memory, and is on the device while it is stepped."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.local_shard import LocalShard, shard_of_entry, whole_of_entry
+from instep._optim.local_shard import LocalShard, shard_of_entry
 from instep._optim.stages import Stage, Update
 from instep._optim.values import reachable_values, storage_of
 from instep._torch.engine import is_captured, on_stream
-from instep._torch.versions import is_pinned, version_of
+from instep._torch.versions import is_pinned, versions_of
 from instep.errors import UnsupportedOptimizerError, class_name
 
-# Copies between pinned host memory and one accelerator, on two streams of their own: in and out.
-#
-# A tensor that is copied in is allocated on the stream of copies in, used on the stream that steps, and copied out on
-# the stream of copies out. Its memory goes back to the first of these. So whatever came last is waited for there before
-# the tensor is let go: the next one that is copied in gets the same memory, and no more than that.
-
-
-T = TypeVar("T")
-
-
-class Copies:
-    """Copies of state between pinned host memory and one accelerator, on a stream for each direction.
-
-    Attributes:
-        is_under_way: whether the host has to wait for copies before it reads or writes what they read or write.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.is_under_way = False
-        self._in = torch.Stream(device)
-        self._out = torch.Stream(device)
-        self._returning: list[tuple[torch.Event, Sequence[torch.Tensor]]] = []
-
-    def bring(self, make: Callable[[], T]) -> tuple[T, torch.Event]:
-        """What ``make`` returns, which copies in; and when it is there."""
-        self.is_under_way = True
-        with on_stream(self._in):
-            return make(), self._in.record_event()
-
-    def send(self, copy: Callable[[], T], used: Sequence[torch.Tensor]) -> T:
-        """What ``copy`` returns, which copies out what the current stream has stepped.
-
-        Args:
-            used: tensors that were copied in, or are copied out: held until ``let_go``.
-        """
-        self.is_under_way = True
-        self._out.wait_event(torch.accelerator.current_stream(self._out.device).record_event())
-        with on_stream(self._out):
-            try:
-                return copy()
-            finally:
-                self._returning.append((self._out.record_event(), used))
-
-    def let_go(self) -> None:
-        """Free on the device what is on its way out. The current stream has made some of it."""
-        returning, self._returning = self._returning, []
-        for there, _ in returning:
-            self._in.wait_event(there)
-            torch.accelerator.current_stream(self._in.device).wait_event(there)
-
-    def finish(self) -> None:
-        """Return when all copies have been made."""
-        if self.is_under_way:
-            self._out.wait_stream(self._in)
-            self._out.synchronize()
-            self._returning, self.is_under_way = [], False
+# What is in the state of a bucket, and moves between host memory and the device.
 
 
 Entry = dict[Any, Any]
 """The state of one parameter."""
 
-_CONTAINERS = (dict, list, tuple)
 
-
-def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors of state that live in host memory."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            if is_at_home(value):
-                yield value
-        elif type(value) is dict:
-            yield from tensors_in(value.values())
-        elif type(value) in _CONTAINERS:
-            yield from tensors_in(value)
+def _leaves(value: Any, key: Any = "") -> Iterator[tuple[Any, Any]]:
+    """What state holds in dicts, lists and tuples, each with the key that it has in the innermost dict."""
+    if type(value) is dict:
+        for name, item in value.items():
+            yield from _leaves(item, name)
+    elif type(value) in (list, tuple):
+        for item in value:
+            yield from _leaves(item, key)
+    else:
+        yield key, value
 
 
 def is_at_home(tensor: torch.Tensor) -> bool:
@@ -97,262 +41,222 @@ def is_at_home(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.numel() > 1
 
 
-class DeviceEntries:
-    """Copies of ``entries`` on ``device``, made on the current stream.
-
-    Args:
-        optimizer: its name.
-
-    Attributes:
-        entries: the copies.
-        used: tensors on the device that copies were made into, or from.
-        others: tensors on the device that somebody else has put into the state.
-    """
-
-    def __init__(self, optimizer: str, entries: Sequence[Entry | None], device: torch.device) -> None:
-        self.device = device
-        self.used: list[torch.Tensor] = []
-        self._optimizer = optimizer
-        # By the id of what was lent: that, and what it is a copy of.
-        self._homes: dict[int, tuple[Any, Any]] = {}
-        self.others: list[torch.Tensor] = []
-        self._made: dict[int, torch.Tensor] = {}  # by the id of the host tensor
-        self._memory: set[int] = set()
-        with torch.no_grad():
-            self.entries: list[Entry | None] = [self._lent(entry) for entry in entries]
-        self._made.clear()
-
-    def _lent(self, value: Any) -> Any:
-        copied: Any
-        if isinstance(value, torch.Tensor):
-            if not is_at_home(value):
-                if value.numel() > 1:
-                    self.others.append(value)
-                return value
-            if (copied := self._made.get(id(value))) is None:
-                copied = torch.empty_like(value, device=self.device).copy_(value, non_blocking=True)
-                self._made[id(value)] = copied
-                self.used.append(copied)
-        elif type(value) is dict:
-            copied = {key: self._lent(item) for key, item in value.items()}
-        elif type(value) in _CONTAINERS:
-            copied = type(value)(map(self._lent, value))
-        else:
-            return value
-        self._homes[id(copied)] = copied, value
-        return copied
-
-    def are_at_home(self, entries: Sequence[Entry | None]) -> None:
-        """Pinned tensors in ``entries`` are not to be moved."""
-        self._homes.update((id(t), (t, t)) for t in tensors_in(entries) if is_pinned(t))
-
-    def take_back(self, stepped: Sequence[Entry | None], beside: Sequence[torch.Tensor]) -> list[Entry | None]:
-        """Copy what was stepped to the host, on the current stream: lent tensors into those that they are copies of,
-        new ones into new ones in pinned memory. Returns the entries, which are in host memory.
-
-        Args:
-            beside: parameters and gradients, whose memory no state may share.
-
-        Raises:
-            UnsupportedOptimizerError: there is state that cannot live in host memory.
-        """
-        self._memory = {storage_of(tensor) for tensor in (*beside, *self.used)}
-        with torch.no_grad():
-            return [self._back(entry, "") for entry in stepped]
-
-    def _back(self, value: Any, key: Any) -> Any:
-        lent, home = self._homes.get(id(value), (None, None))
-        if isinstance(value, torch.Tensor):
-            if lent is value and _form_of(value) == _form_of(home):
-                return home if home is value else home.copy_(value, non_blocking=True)
-            return self._moved(value, key)
-        if type(value) is dict:
-            items = {name: self._back(item, name) for name, item in value.items()}
-            kept = value if lent is None else home
-            for name in kept.keys() - items.keys():
-                del kept[name]
-            kept.update(items)
-            return kept
-        if type(value) in _CONTAINERS:
-            kept, elements = value if lent is None else home, [self._back(item, key) for item in value]
-            if type(value) is list:
-                kept[:] = elements
-            return kept if list(map(id, kept)) == list(map(id, elements)) else tuple(elements)
-        if any(isinstance(held, torch.Tensor) and held.numel() > 1 for held in reachable_values([value])):
-            raise self._refusal(key, f"holds tensors in a {type(value).__name__}")
-        return value
-
-    def _moved(self, value: torch.Tensor, key: Any) -> torch.Tensor:
-        """A tensor that the update has made."""
-        if value.numel() <= 1:
-            return value
-        if value.device != self.device:
-            raise self._refusal(key, f"is on {value.device}, where the optimizer itself has put it")
-        if type(value) is not torch.Tensor or value.layout is not torch.strided or value.requires_grad:
-            raise self._refusal(key, f"is a {type(value).__name__}" + f" ({value.layout})" * value.is_sparse)
-        memory = value.untyped_storage()
-        if memory.data_ptr() in self._memory or memory.nbytes() != value.numel() * value.element_size():
-            raise self._refusal(key, "shares memory with another tensor")
-        self._memory.add(memory.data_ptr())
-        kept = torch.empty_like(value, device="cpu", pin_memory=True)
-        self._homes[id(value)] = value, kept
-        self.used.append(value)
-        return kept.copy_(value, non_blocking=True)
-
-    def _refusal(self, key: Any, fault: str) -> UnsupportedOptimizerError:
-        return UnsupportedOptimizerError(
-            f"offload='host' keeps plain tensors of optimizer state in host memory, each with memory of its own, and "
-            f"state[…][{key!r}] of {self._optimizer} {fault}. Attach without offload"
-        )
-
-
-# In ``optimizer.state`` every tensor of more than one element is a host tensor. A bucket is stepped with copies of its
-# tensors on the device. While it is stepped, the state of the bucket that was stepped after it in the last step is
-# copied to the device, and that of the one before is copied back: so state of two buckets is there at most.
+def _large_tensors_in(entries: Sequence[Entry | None]) -> list[torch.Tensor]:
+    """Those of more than one element, each once."""
+    large = [v for _, v in _leaves(entries) if isinstance(v, torch.Tensor) and v.numel() > 1]
+    return list({id(tensor): tensor for tensor in large}.values())
 
 
 def _form_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype
 
 
-class _Call(NamedTuple):
-    """Parameters that are stepped together.
+class _Lent(NamedTuple):
+    """Tensors of state that live in host memory, with copies of them that are on the device, or on their way there.
+
+    While an update runs, the tensors themselves refer to the copies: whatever holds one finds it on the device.
 
     Attributes:
-        optimizer: that has their state, weakly.
-        parameters: by ``id``.
+        versions: of the tensors, when they were copied.
+        homes: other tensors of the same memory of the host.
+        there: when the copies are on the device.
     """
 
-    optimizer: "weakref.ref[Optimizer]"
-    parameters: tuple[int, ...]
-    shards: tuple[LocalShard | None, ...] | None
-
-
-class _Ahead(NamedTuple):
-    """State that was copied to the device before it is needed.
-
-    Attributes:
-        copied: the host tensors, with their versions when they were copied.
-    """
-
-    call: _Call
-    lent: DeviceEntries
+    tensors: list[torch.Tensor]
+    versions: list[int]
+    homes: list[torch.Tensor]
+    copies: list[torch.Tensor]
     there: torch.Event
-    copied: Sequence[tuple[torch.Tensor, int]]
+
+    def is_of(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the tensors, and nobody has written one since."""
+        return list(map(id, self.tensors)) == list(map(id, tensors)) and versions_of(tensors) == self.versions
+
+    def put_there(self) -> None:
+        for tensor, copy in zip(self.tensors, self.copies, strict=True):
+            tensor.data = copy
+
+    @torch.no_grad()
+    def take_back(self, *, written: bool) -> None:
+        """``written``: the copies were: they are copied to the host, on the current stream."""
+        for tensor, home in zip(self.tensors, self.homes, strict=True):
+            if _form_of(tensor) == _form_of(home):  # else the update has made another one of it
+                if written:
+                    home.copy_(tensor, non_blocking=True)
+                tensor.data = home
+
+
+def _move_home(
+    optimizer: str,
+    device: torch.device,
+    entries: Sequence[Entry | None],
+    known: Iterable[torch.Tensor],
+    others: Iterable[torch.Tensor],
+    used: list[torch.Tensor],
+) -> None:
+    """Have tensors of state that are on ``device`` live in pinned memory from now on, to which they are copied on the
+    current stream.
+
+    Args:
+        optimizer: its name.
+        known: live in host memory already.
+        others: whose memory no state may share.
+        used: to which tensors of the memory that they have had on the device are added: it is being read.
+
+    Raises:
+        UnsupportedOptimizerError: there is state that cannot live in host memory.
+    """
+    ids, memory = set(map(id, known)), set(map(storage_of, others))
+    for key, value in _leaves(entries):
+        if isinstance(value, torch.Tensor) and (value.numel() <= 1 or id(value) in ids):
+            continue
+        if (fault := _fault_of(value, device, memory)) is not None:
+            raise UnsupportedOptimizerError(
+                f"offload='host' keeps plain tensors of optimizer state in host memory, each with memory of its own, "
+                f"and state[…][{key!r}] of {optimizer} {fault}. Attach without offload"
+            )
+        if isinstance(value, torch.Tensor):
+            ids.add(id(value))
+            memory.add(storage_of(value))
+            used.append(value.detach())
+            with torch.no_grad():
+                home = torch.empty_like(value, device="cpu", pin_memory=True)
+                value.data = home.copy_(value, non_blocking=True)
+
+
+def _fault_of(value: Any, device: torch.device, memory: Container[int]) -> str | None:
+    """Why what the optimizer has put into its state cannot live in host memory, in words; ``None``: it can.
+
+    Args:
+        memory: of other tensors.
+    """
+    if not isinstance(value, torch.Tensor):
+        holds = any(isinstance(held, torch.Tensor) and held.numel() > 1 for held in reachable_values([value]))
+        return f"holds tensors in a {type(value).__name__}" if holds else None
+    if value.device != device:
+        return f"is on {value.device}, where the optimizer itself has put it"
+    if type(value) is not torch.Tensor or value.layout is not torch.strided or value.requires_grad:
+        return f"is a {type(value).__name__}" + f" ({value.layout})" * value.is_sparse
+    if storage_of(value) in memory or value.untyped_storage().nbytes() != value.nbytes:
+        return "shares memory with another tensor"
+    return None
+
+
+# In ``optimizer.state`` every tensor of more than one element is a host tensor. A bucket is stepped with copies of its
+# tensors on the device. While it is stepped, the state of the bucket that was stepped after it in the last step is
+# copied to the device, and that of the one before is copied back: so state of two buckets is there at most.
+#
+# A tensor that is copied in is allocated on the stream of copies in, used on the stream that steps, and copied out on
+# the stream of copies out. Its memory goes back to the first of these. So whatever came last is waited for there before
+# the tensor is let go: the next one that is copied in gets the same memory, and no more than that.
 
 
 Part = tuple[torch.Tensor, LocalShard | None]
 
 
-class HostState:
-    """The state of all optimizers of one attachment."""
+class Copies:
+    """Copies of state between pinned host memory and one accelerator, on a stream for each direction."""
 
-    def __init__(self) -> None:
-        self._copies: dict[torch.device, Copies] = {}
-        self._ahead: _Ahead | None = None
-        self._last: list[_Call] = []  # of the last step, in order
-        self._calls: list[_Call] = []  # of the running one
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._in = torch.Stream(device)
+        self._out = torch.Stream(device)
+        self._are_under_way = False  # the host has to wait before it reads or writes what they read or write
+        self._returning: list[tuple[torch.Event, Sequence[torch.Tensor]]] = []  # held until they are copied out
+        self._ahead: _Lent | None = None  # before it is needed
+        # Of each bucket the tensors that live in host memory, in the order in which the last step has stepped them, and
+        # the running one.
+        self._last: list[list[weakref.ref[torch.Tensor]]] = []
+        self._now: list[list[weakref.ref[torch.Tensor]]] = []
         # Tensors of the loop's that were stepped. Nobody knows which stream their memory goes back to: they stay until
         # the host has waited.
         self._others: list[torch.Tensor] = []
-        self._parameters: dict[weakref.ref[Optimizer], dict[int, torch.Tensor]] = {}  # by id, while a step runs
 
-    def lend(
-        self,
-        optimizer: "weakref.ref[Optimizer]",
-        owned: Sequence[torch.Tensor],
-        shards: Sequence[LocalShard | None] | None,
-        entries: Sequence[Entry | None],
-    ) -> DeviceEntries:
-        """Copy ``entries``, the state of ``owned``, to the device, for a step on the current stream.
-
-        Args:
-            optimizer: the user's.
-            shards: where this rank's shards are stepped, whose state ``entries`` are.
+    def lend(self, entries: Sequence[Entry | None]) -> _Lent:
+        """Have the tensors of ``entries``, the state of a bucket, be on the device, for a step on the current stream.
 
         Raises:
             UnsupportedOptimizerError: a CUDA graph is recorded.
         """
-        device = owned[0].device
-        if is_captured(device):
+        if is_captured(self._device):
             raise UnsupportedOptimizerError(
                 "a CUDA graph is recorded, and offload='host' copies optimizer state on streams of its own. Attach "
                 "without offload, or call optimizer.step() outside of the graph"
             )
-        copies = self._copies_of(device)
-        copies.let_go()
-        call = _Call(optimizer, tuple(map(id, owned)), None if shards is None else tuple(shards))
-        ahead = self._taken(call, entries) or self._bring(call, entries, device)
-        self._bring_next(call, device)
-        torch.accelerator.current_stream(device).wait_event(ahead.there)
-        return ahead.lent
+        self._let_go()
+        large = _large_tensors_in(entries)
+        tensors = [tensor for tensor in large if is_at_home(tensor)]
+        self._others += [tensor.detach() for tensor in large if not is_at_home(tensor)]
+        ahead, self._ahead = self._ahead, None
+        # What was brought ahead for this call, if nobody has written it since.
+        lent = ahead if ahead is not None and ahead.is_of(tensors) else self._bring(tensors)
+        self._bring_next(tensors)
+        torch.accelerator.current_stream(self._device).wait_event(lent.there)
+        lent.put_there()
+        return lent
+
+    def _let_go(self) -> None:
+        """Free on the device what is on its way out. The current stream has made some of it."""
+        returning, self._returning = self._returning, []
+        for there, _ in returning:
+            self._in.wait_event(there)
+            torch.accelerator.current_stream(self._device).wait_event(there)
+
+    @torch.no_grad()
+    def _bring(self, tensors: list[torch.Tensor]) -> _Lent:
+        self._are_under_way = True
+        homes, versions = [tensor.detach() for tensor in tensors], versions_of(tensors)
+        with on_stream(self._in):
+            copies = [torch.empty_like(t, device=self._device).copy_(t, non_blocking=True) for t in tensors]
+            return _Lent(tensors, versions, homes, copies, self._in.record_event())
+
+    def _bring_next(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy to the device what was stepped after these in the last step."""
+        number = len(self._now)
+        if number + 1 < len(self._last) and [id(ref()) for ref in self._last[number]] == list(map(id, tensors)):
+            self._ahead = self._bring([t for ref in self._last[number + 1] if (t := ref()) is not None])
 
     def take_back(
-        self, lent: DeviceEntries, stepped: Sequence[Entry | None], beside: Sequence[torch.Tensor]
-    ) -> list[Entry | None]:
-        """The entries that were lent have been stepped: copy them to the host. Returns them there. For the arguments
-        see ``DeviceEntries``."""
-        self._others += lent.others
-        return self._copies_of(lent.device).send(lambda: lent.take_back(stepped, beside), lent.used)
+        self, lent: _Lent, optimizer: str, entries: Sequence[Entry | None], beside: Sequence[torch.Tensor]
+    ) -> None:
+        """The current stream has stepped what was lent: have all tensors of ``entries`` live in host memory.
+
+        Args:
+            optimizer: its name.
+            beside: parameters and gradients, whose memory no state may share.
+
+        Raises:
+            UnsupportedOptimizerError: there is state that cannot live in host memory.
+        """
+        used = [tensor.detach() for tensor in lent.tensors]  # there, before they are at home again
+        self._are_under_way = True
+        self._out.wait_event(torch.accelerator.current_stream(self._device).record_event())
+        with on_stream(self._out):
+            try:
+                lent.take_back(written=True)
+                known = filter(is_at_home, lent.tensors)
+                _move_home(optimizer, self._device, entries, known, [*beside, *used], used)
+            finally:
+                self._returning.append((self._out.record_event(), used))
+        self._now.append(list(map(weakref.ref, _large_tensors_in(entries))))
 
     def finish(self) -> None:
-        """Return when the host may read and write all state."""
+        """Return when all copies have been made: the host may read and write all state."""
         self._ahead = None
-        for copies in self._copies.values():
-            copies.finish()
+        if self._are_under_way:
+            self._out.wait_stream(self._in)
+            self._out.synchronize()
+            self._returning, self._are_under_way = [], False
         self._others.clear()
-        if self._calls:
-            self._last, self._calls = self._calls, []
-        self._parameters.clear()
+        if self._now:
+            self._last, self._now = self._now, []
 
-    def _copies_of(self, device: torch.device) -> Copies:
-        if device not in self._copies:
-            self._copies[device] = Copies(device)
-        return self._copies[device]
 
-    def _bring(self, call: _Call, entries: Sequence[Entry | None], device: torch.device) -> _Ahead:
-        name = class_name(call.optimizer())
-        copied = [(tensor, version_of(tensor)) for tensor in tensors_in(entries)]
-        lent, there = self._copies_of(device).bring(lambda: DeviceEntries(name, entries, device))
-        return _Ahead(call, lent, there, copied)
+class HostState(dict[torch.device, Copies]):
+    """The state of all optimizers of one attachment, by device."""
 
-    def _taken(self, call: _Call, entries: Sequence[Entry | None]) -> _Ahead | None:
-        """What was brought ahead for this call, if nobody has written it since."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is None or ahead.call.parameters != call.parameters:
-            return None
-        now = list(tensors_in(entries))
-        if len(now) != len(ahead.copied) or any(
-            tensor is not then or version_of(tensor) != version
-            for tensor, (then, version) in zip(now, ahead.copied, strict=True)
-        ):
-            return None
-        return ahead
-
-    def _bring_next(self, call: _Call, device: torch.device) -> None:
-        """Copy to the device what was stepped after this call in the last step."""
-        number = len(self._calls)
-        self._calls.append(call)
-        if number + 1 >= len(self._last) or self._last[number].parameters != call.parameters:
-            return
-        following = self._last[number + 1]
-        parameters, optimizer = self._parameters_of(following), following.optimizer()
-        if optimizer is not None and parameters and parameters[0].device == device:
-            entries: list[Entry | None] = list(map(optimizer.state.get, parameters))
-            if following.shards is not None:
-                entries = [shard_of_entry(entry, shard) for entry, shard in zip(entries, following.shards, strict=True)]
-            self._ahead = self._bring(following, entries, device)
-
-    def _parameters_of(self, call: _Call) -> list[torch.Tensor]:
-        """Empty if one of them is in no group any more."""
-        optimizer = call.optimizer()
-        if optimizer is None:
-            return []
-        if call.optimizer not in self._parameters:
-            groups = optimizer.param_groups
-            self._parameters[call.optimizer] = {id(p): p for group in groups for p in group["params"]}
-        known = self._parameters[call.optimizer]
-        return [known[key] for key in call.parameters] if known.keys() >= set(call.parameters) else []
+    def __missing__(self, device: torch.device) -> Copies:
+        return self.setdefault(device, Copies(device))
 
 
 class OffloadedState(Stage):
@@ -374,17 +278,17 @@ class OffloadedState(Stage):
 
     @contextmanager
     def around(self, update: Update) -> Iterator[None]:
-        state = update.state
-        kept: Sequence[Entry | None] = update.entries or list(map(update.optimizer.state.get, update.owned))
-        lent = self._state.lend(self._optimizer, update.owned, update.shards, kept)
-        state.update((p, entry) for p, entry in zip(update.tensors, lent.entries, strict=True) if entry is not None)
+        copies = self._state[update.owned[0].device]
+        lent = copies.lend(list(map(update.state.get, update.tensors)))
         try:
             yield
         finally:
             if update.has_run:
                 beside = [tensor for p in update.tensors for tensor in (p, p.grad) if tensor is not None]
-                kept = self._state.take_back(lent, list(map(state.get, update.tensors)), beside)
-            state.update((p, entry) for p, entry in zip(update.tensors, kept, strict=True) if entry is not None)
+                entries = list(map(update.state.get, update.tensors))
+                copies.take_back(lent, self._name, entries, beside)
+            else:
+                lent.take_back(written=False)
 
     def portions_of(self, tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
         """Divide what DDP, FSDP or ``optimizer.step()`` has stepped together."""
@@ -397,30 +301,32 @@ class OffloadedState(Stage):
 
     def finish(self) -> None:
         """Return when the host may read and write the state."""
-        self._state.finish()
+        for copies in self._state.values():
+            copies.finish()
 
     def take_in(self) -> None:
         """Move state that is on the device; ``UnsupportedOptimizerError``, if some cannot live in host memory."""
         for parameter, entry, shard in self._entries():
-            stepped = shard_of_entry(entry, shard)
-            lent = DeviceEntries(self._name, (), parameter.device)
-            lent.are_at_home([stepped])
-            (kept,) = lent.take_back([stepped], [parameter])
-            torch.accelerator.current_stream(parameter.device).synchronize()
-            self._put(entry, kept, shard)
+            stepped, device = shard_of_entry(entry, shard), parameter.device
+            known = filter(is_pinned, _large_tensors_in([stepped]))
+            _move_home(self._name, device, [stepped], known, [parameter], [])
+            torch.accelerator.current_stream(device).synchronize()
+            _spread(entry, shard)
 
     def pin(self) -> None:
         """Others have put tensors into the state, in host memory that no device can copy from by itself."""
         for _, entry, _ in self._entries():
-            kept = {key: value for key, value in entry.items() if type(value) is torch.Tensor and is_at_home(value)}
-            entry.update((key, value.pin_memory()) for key, value in kept.items() if not is_pinned(value))
+            for tensor in filter(is_at_home, _large_tensors_in([entry])):
+                if type(tensor) is torch.Tensor and not is_pinned(tensor):
+                    tensor.data = tensor.pin_memory()
 
     def give_back(self) -> None:
         """Move the state to the device, where the optimizer's own ``step()`` finds it."""
         self.finish()
         for parameter, entry, shard in self._entries():
-            lent = DeviceEntries(self._name, [shard_of_entry(entry, shard)], parameter.device)
-            self._put(entry, lent.entries[0], shard)
+            for tensor in filter(is_at_home, _large_tensors_in([shard_of_entry(entry, shard)])):
+                tensor.data = tensor.to(parameter.device, non_blocking=True)
+            _spread(entry, shard)
 
     @property
     def _name(self) -> str:
@@ -432,12 +338,12 @@ class OffloadedState(Stage):
             if optimizer is not None and (entry := optimizer.state.get(parameter)):
                 yield parameter, entry, shard
 
-    def _put(self, entry: Entry, kept: Entry | None, shard: LocalShard | None) -> None:
-        assert kept is not None
-        if shard is not None:
-            whole_of_entry(kept, entry, shard)
-        else:
-            entry.update(kept)
+
+def _spread(entry: Entry, shard: LocalShard | None) -> None:
+    """The parts of a parameter's state were moved: have the tensors that are spread over ranks say where theirs are."""
+    if shard is not None:
+        parts = ((key, value, shard.of_state(value)) for key, value in entry.items())
+        entry.update([(key, shard.as_state(part)) for key, value, part in parts if part is not value])
 
 
 # ``optimizer.load_state_dict`` where state lives in host memory.
@@ -446,13 +352,18 @@ class OffloadedState(Stage):
 # they are put into their places afterwards.
 
 
+@dataclass(slots=True, eq=False)
 class _Hidden:
     """Something that torch leaves as it is."""
 
-    __slots__ = ("tensor",)
+    tensor: torch.Tensor
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    def shown(self, parameter: torch.Tensor) -> torch.Tensor:
+        """In the dtype that torch's ``load_state_dict`` gives it."""
+        tensor = self.tensor
+        if parameter.is_floating_point():
+            tensor = tensor.to(parameter.dtype)
+        return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
 
 
 class HostLoading:
@@ -464,29 +375,20 @@ class HostLoading:
     def before(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
             return None  # it may look at the tensors
-        state = {
-            key: {name: _hidden(name, value) for name, value in entry.items()} if type(entry) is dict else entry
-            for key, entry in state_dict["state"].items()
-        }
+        state = dict(state_dict["state"])
+        for key, entry in state.items():
+            if type(entry) is dict:
+                state[key] = {name: _Hidden(v) if _is_moved(name, v) else v for name, v in entry.items()}
         return {**state_dict, "state": state}
 
     def after(self, optimizer: Optimizer) -> None:
         for parameter, entry in optimizer.state.items():
             if isinstance(parameter, torch.Tensor) and isinstance(entry, dict):
-                entry.update((name, _shown(value, parameter)) for name, value in entry.items())
+                hidden = [(name, value) for name, value in entry.items() if isinstance(value, _Hidden)]
+                entry.update((name, value.shown(parameter)) for name, value in hidden)
         self._home.take_in()
 
 
-def _hidden(name: object, value: Any) -> Any:
-    is_steps = name == "step"  # which torch puts on the host or on the device, as the optimizer counts them
-    return value if is_steps or type(value) is not torch.Tensor or value.numel() <= 1 else _Hidden(value)
-
-
-def _shown(value: Any, parameter: torch.Tensor) -> Any:
-    """In the dtype that torch's ``load_state_dict`` gives it."""
-    if not isinstance(value, _Hidden):
-        return value
-    tensor = value.tensor
-    if parameter.is_floating_point():
-        tensor = tensor.to(parameter.dtype)
-    return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
+def _is_moved(name: object, value: Any) -> bool:
+    """By torch: steps it puts on the host or on the device, as the optimizer counts them."""
+    return name != "step" and type(value) is torch.Tensor and value.numel() > 1

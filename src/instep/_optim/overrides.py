@@ -7,31 +7,15 @@ bitsandbytes documents ``override_config`` and ``register_module_override``, not
 ``index2config``, ``pid2config``, ``module_weight_config_triple`` (tests/parity/test_bitsandbytes.py would tell).
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from inspect import getattr_static
+from types import SimpleNamespace
 from typing import Any
 
 from torch.optim import Optimizer
 
 MANAGER = "mng"
 """The attribute."""
-
-
-@dataclass
-class Overrides:
-    """In the place of the manager, for one bucket.
-
-    Attributes:
-        index2config: by a parameter's group, and where it stands in that.
-        pid2config: by ``id``.
-        module_weight_config_triple: modules to look for; none: they have been found.
-    """
-
-    index2config: Mapping[tuple[int, int], Any]
-    pid2config: Mapping[int, Any]
-    module_weight_config_triple: list[Any] = field(default_factory=list)
-    uses_config_override: bool = True
 
 
 def is_manager(value: object) -> bool:
@@ -43,8 +27,8 @@ def is_manager(value: object) -> bool:
     )
 
 
-def overrides_in_bucket(optimizer: Optimizer, in_group: Iterable[Iterable[int]]) -> Overrides | None:
-    """The overrides of ``optimizer`` for a bucket; ``None``: it has none.
+def overrides_in_bucket(optimizer: Optimizer, in_group: Iterable[Iterable[int]]) -> Any:
+    """What stands in the place of the manager of ``optimizer`` for a bucket; ``None``: that overrides nothing.
 
     Args:
         in_group: by group, where each of the bucket's parameters stands in the optimizer's.
@@ -63,4 +47,7 @@ def overrides_in_bucket(optimizer: Optimizer, in_group: Iterable[Iterable[int]])
         for at, position in enumerate(positions)
         if (number, position) in manager.index2config
     }
-    return Overrides(by_place, by_id)
+    # No modules to look for: they have been found.
+    return SimpleNamespace(
+        index2config=by_place, pid2config=by_id, module_weight_config_triple=[], uses_config_override=True
+    )

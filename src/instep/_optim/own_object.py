@@ -28,20 +28,13 @@ from torch.optim import Optimizer
 from instep._optim.belongings import BelongingsGuard
 from instep._optim.beside import Beside, depends_on_buckets
 from instep._optim.guards import Entry, SettingsGuard, numbers_of
-from instep._optim.kinds import (
-    STEP_HOOKS,
-    STEPPED_WHOLE,
-)
+from instep._optim.kinds import STEP_HOOKS, STEPPED_WHOLE
 from instep._optim.overrides import MANAGER, overrides_in_bucket
 from instep._optim.proved import is_proved
 from instep._optim.random_numbers import Generators
 from instep._optim.reached import reached_by
 from instep._optim.shadow import CallUpdate, GroupLayout, Members, parameters_of, without_autocast
-from instep._optim.values import (
-    ABSENT,
-    address_of,
-    held_in,
-)
+from instep._optim.values import ABSENT, address_of, held_in
 from instep._torch.versions import memory_of, version_of, versions_of
 from instep.errors import UnsupportedOptimizerError
 
@@ -421,7 +414,7 @@ class StorageAddresses:
 
 
 def _tensors_in(entries: Iterable[Entry]) -> list[torch.Tensor]:
-    return [memory_of(t) for entry in entries if entry for t in held_in(dict(entry), (torch.Tensor,))]
+    return [memory_of(t) for entry in entries if entry for t in held_in([dict(entry)], torch.Tensor)]
 
 
 def _refused(optimizer: str, does: str) -> UnsupportedOptimizerError:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import chain, compress
 from operator import attrgetter, methodcaller
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -149,14 +150,7 @@ class _Known:
         entries = {0: {0: torch.zeros(1)}}
         values = list(entries.values())
         self.in_list_and_dict = next(map(sys.getrefcount, values))  # ``entries`` is still there
-        self.state = _references_to_state(_Stateful())
-
-
-class _Stateful:
-    """An object with a ``state``, as an optimizer has, to which nobody else refers."""
-
-    def __init__(self) -> None:
-        self.state: dict[Any, Any] = {}
+        self.state = _references_to_state(SimpleNamespace(state={}))  # to which nobody else refers
 
 
 @cache

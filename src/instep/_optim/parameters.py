@@ -23,15 +23,13 @@ from instep.buckets import ParameterSpec
 from instep.errors import StaleAttachmentError
 
 
+@dataclass(slots=True, eq=False)
 class Attribute:
     """One attribute of one module that holds a parameter. A tied parameter has several."""
 
-    __slots__ = ("attribute", "module", "name")
-
-    def __init__(self, module: nn.Module, attribute: str, name: str) -> None:
-        self.module = weakref.ref(module)
-        self.attribute = attribute
-        self.name = name
+    module: weakref.ref[nn.Module]
+    attribute: str
+    name: str
 
     def found(self) -> torch.Tensor | None:
         """The parameter that is there now."""
@@ -48,21 +46,15 @@ class Attribute:
 class Homes:
     """The modules that hold parameters, to be asked all at once. Held weakly: a model goes when the loop drops it."""
 
-    def __init__(self, places: Iterable[Sequence[Attribute]]) -> None:
+    def __init__(self, places: Sequence[Sequence[Attribute]]) -> None:
+        self._places = places
         # By the id of the reference, of which Python makes one for each module: a module need not have a hash.
-        by_module: dict[int, tuple[weakref.ref[nn.Module], list[str], list[int]]] = {}
-        for index, of_parameter in enumerate(places):
-            for place in of_parameter:
-                _, attributes, indices = by_module.setdefault(id(place.module), (place.module, [], []))
-                attributes.append(place.attribute)
-                indices.append(index)
-        self._modules = list(by_module.values())
-        self._refs = [ref for ref, *_ in self._modules]
+        self._refs = list({id(place.module): place.module for place in chain.from_iterable(places)}.values())
         # All that these modules held when each attached one was last found there: names, and parameters by ``id``.
         self._held: tuple[list[str], list[int]] = [], []
 
     def hold(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether every module has these parameters in its attributes, in the order in which places were given."""
+        """Whether each of these parameters is in its places, in the order in which these were given."""
         modules = [ref() for ref in self._refs]
         if not all(map(is_not, modules, repeat(None))):
             return False
@@ -70,9 +62,9 @@ class Homes:
         names, ids = list(chain.from_iterable(held)), list(map(id, chain.from_iterable(map(_VALUES, held))))
         if (names, ids) == self._held:  # two passes, in C; an attached one lives, and nobody else has its ``id``
             return True
-        for of_module, (_, attributes, indices) in zip(held, self._modules, strict=True):
-            if not all(map(is_, map(of_module.get, attributes), map(parameters.__getitem__, indices))):
-                return False
+        pairs = zip(self._places, parameters, strict=True)
+        if not all(place.found() is parameter for places, parameter in pairs for place in places):
+            return False
         self._held = names, ids
         return True
 
@@ -81,6 +73,7 @@ _PARAMETERS: Callable[[Any], dict[str, torch.Tensor | None]] = attrgetter("_para
 _VALUES: Callable[[Any], Iterable[object]] = methodcaller("values")
 
 
+@dataclass(slots=True, eq=False)
 class AttachedParameter:
     """One parameter, with the stepper of the optimizer it belongs to.
 
@@ -89,30 +82,19 @@ class AttachedParameter:
     weakly. So whoever has this lets go of it once model and optimizers, which hold the parameter, are gone.
 
     Attributes:
+        spent: what is left in ``.grad`` after its update; ``None``: nothing.
         shard: of one that is spread over ranks, and may be stepped by its shards.
         mesh: the ranks it is spread over; ``None`` for a plain tensor. torch's foreach kernels do not take parameters
             of several meshes, or plain ones beside them.
     """
 
-    __slots__ = ("_parameter", "mesh", "places", "shard", "spec", "spent", "stepper")
-
-    def __init__(
-        self,
-        parameter: torch.Tensor,
-        spec: ParameterSpec,
-        places: tuple[Attribute, ...],
-        stepper: Stepper,
-        spent: SpentGradient | None,
-        shard: LocalShard | None = None,
-        mesh: Hashable = None,
-    ) -> None:
-        self._parameter: torch.Tensor | None = parameter
-        self.spec = spec
-        self.places = places
-        self.stepper = stepper
-        self.spent = spent  # what is left in .grad after its update; None: nothing
-        self.shard = shard
-        self.mesh = mesh
+    _parameter: torch.Tensor | None
+    spec: ParameterSpec
+    places: tuple[Attribute, ...]
+    stepper: Stepper
+    spent: SpentGradient | None
+    shard: LocalShard | None = None
+    mesh: Hashable = None
 
     @property
     def is_divided(self) -> bool:

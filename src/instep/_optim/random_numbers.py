@@ -89,10 +89,9 @@ class Generators:
     ) -> None:
         self._owners = list(owners)
         self._kinds: Any = torch.Generator if torchs_alone else object
-        self._others = _times_of_others()
         self._known: dict[int, tuple[Read, Write]] = dict(enumerate(_shared(devices, torchs_alone=torchs_alone)))
         self._shared = frozenset(self._known)
-        self._before = {key: read() for key, (read, _) in self._known.items()}
+        self.begin()
         self._find()
 
     @classmethod
@@ -105,8 +104,7 @@ class Generators:
     def begin(self) -> None:
         """Their states are what they are now."""
         self._others = _times_of_others()
-        for key, (read, _) in self._known.items():
-            self._before[key] = read()
+        self._before = {key: read() for key, (read, _) in self._known.items()}
 
     def have_advanced(self) -> bool:
         """What can be asked often: whether one has, and no other thread can have drawn. Then the states are put

@@ -2,7 +2,7 @@
 
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from operator import is_
 from types import FunctionType
@@ -16,30 +16,30 @@ from instep._optim.shadow import GroupLayout, parameters_of
 from instep._optim.values import put_dict, reachable_values, settings_in
 
 
-def reached(optimizer: Optimizer, *kinds: type) -> Iterator[Any]:
-    """What there is of ``kinds`` that its attributes, groups and shared state reach."""
-    owners = [read_by_update(optimizer), beside_parameters(optimizer.state), *map(settings_in, optimizer.param_groups)]
-    return (value for value in reachable_values(owners, optimizer) if isinstance(value, kinds))
+def reached(optimizer: Optimizer, kind: type, more: Iterable[object] = ()) -> Iterator[Any]:
+    """What there is of ``kind`` that its attributes, groups and shared state reach, or ``more``."""
+    own = [read_by_update(optimizer), beside_parameters(optimizer.state), *map(settings_in, optimizer.param_groups)]
+    return (value for value in reachable_values([*own, *more], optimizer) if isinstance(value, kind))
 
 
 def in_modules(optimizer: Optimizer, layout: GroupLayout) -> Iterator[torch.Tensor]:
     """The parameters and buffers of modules that it reaches, without its own parameters. They may be large, and are not
     copied."""
-    for module in reached(optimizer, torch.nn.Module):
-        for tensor in chain(module.parameters(), module.buffers()):
-            if not layout.holds(tensor) and not tensor.is_inference():
-                yield tensor
+    every = chain.from_iterable(map(_tensors_of, reached(optimizer, torch.nn.Module)))
+    return (tensor for tensor in every if not layout.holds(tensor) and not tensor.is_inference())
+
+
+def _tensors_of(value: Any) -> Iterable[Any]:
+    if isinstance(value, torch.nn.Module):
+        return chain(value.parameters(), value.buffers())
+    return (value,) if isinstance(value, torch.Tensor) else ()
 
 
 class Tables:
     """By which modules that an optimizer reaches know their parameters, buffers and attributes, as they are now."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        in_methods = reachable_values(_of_functions(optimizer), optimizer)
-        modules = [
-            *reached(optimizer, torch.nn.Module),
-            *(value for value in in_methods if isinstance(value, torch.nn.Module)),
-        ]
+        modules = reached(optimizer, torch.nn.Module, _of_functions(optimizer))
         every = {id(module): module for module in chain.from_iterable(module.modules() for module in modules)}
         tables = (table for m in every.values() for table in (m._parameters, m._buffers, vars(m)))
         self._before: list[tuple[dict[str, Any], dict[str, Any]]] = [(table, dict(table)) for table in tables]
@@ -64,11 +64,8 @@ def in_functions(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """The tensors to which its methods refer otherwise than by the object: those in closures, and in globals that the
     methods name."""
     own = set(map(id, parameters_of(optimizer)))
-    for value in reachable_values(_of_functions(optimizer), optimizer):
-        modules = (*value.parameters(), *value.buffers()) if isinstance(value, torch.nn.Module) else ()
-        for tensor in (value, *modules):
-            if isinstance(tensor, torch.Tensor) and id(tensor) not in own and not tensor.is_inference():
-                yield tensor
+    every = chain.from_iterable(map(_tensors_of, reachable_values(_of_functions(optimizer), optimizer)))
+    return (tensor for tensor in every if id(tensor) not in own and not tensor.is_inference())
 
 
 def _of_functions(optimizer: Optimizer) -> list[Any]:
@@ -91,7 +88,6 @@ def reached_by(optimizer: Optimizer, layout: GroupLayout) -> list[torch.Tensor]:
     update were compared (``Stepper.begin_parts``).
     """
     if layout.reached is None:
-        groups = map(settings_in, optimizer.param_groups)
-        owners = [read_by_update(optimizer), beside_parameters(optimizer.state), *_of_functions(optimizer), *groups]
-        layout.reached = [weakref.ref(v) for v in reachable_values(owners, optimizer) if layout.holds(v)]
+        tensors = reached(optimizer, torch.Tensor, _of_functions(optimizer))
+        layout.reached = [weakref.ref(tensor) for tensor in tensors if layout.holds(tensor)]
     return [parameter for ref in layout.reached if (parameter := ref()) is not None]

@@ -21,6 +21,7 @@ from instep._optim.kinds import (
     undecorated_step,
 )
 from instep._optim.values import PER_PARAMETER, is_immutable, is_plain, private
+from instep._torch.lifetime import reference_to
 from instep._torch.versions import memory_of
 from instep.errors import StaleAttachmentError
 from instep.master_weights import LOOKED, Masters
@@ -57,9 +58,9 @@ class GroupLayout:
         self._ids = _ids_of(groups)
         self._position = {key: position for position, key in enumerate(chain.from_iterable(self._ids))}
         self._bounds = [0, *accumulate(map(len, self._ids))]
-        # Of buckets that were asked for, by the first parameter's id: the ids of all, and the answer.
+        # Of buckets that were asked for, by the first parameter's id: the ids of all, and the answer. Buckets that are
+        # stepped together differ from step to step: of those with one first parameter the last is known.
         self._known: dict[int, tuple[list[int], list[Members]]] = {}
-        self._room = 0
 
     def is_of(self, groups: Groups) -> bool:
         return _ids_of(groups) == self._ids
@@ -72,16 +73,9 @@ class GroupLayout:
         ``StaleAttachmentError``, if a parameter is in none."""
         ids = list(map(id, bucket))
         known = self._known.get(ids[0])
-        if known is not None and known[0] == ids:
-            return known[1]
-        members = self._divide(ids, bucket)
-        # Buckets that are stepped together differ from step to step: their answers shall not take ever more memory.
-        self._room -= len(ids)
-        if self._room < 0:
-            self._known.clear()
-            self._room = 2 * len(self._position)  # the buckets of backward, and as many of one-off divisions
-        self._known[ids[0]] = ids, members
-        return members
+        if known is None or known[0] != ids:
+            known = self._known[ids[0]] = ids, self._divide(ids, bucket)
+        return known[1]
 
     def were_moved(self, groups: Groups) -> bool:
         """Whether a parameter has left its place. Others may have been added behind them, or in groups of their own."""
@@ -250,8 +244,9 @@ def how_to_step(optimizer: Optimizer) -> CallUpdate:
     """The update of ``optimizer``, without torch's step hooks."""
     if steps_one(optimizer) is not None:
         return _step_one_by_one
-    step = undecorated_step(type(optimizer))
-    return lambda itself, members: step(itself)
+    # Weakly: a class that is made in a function may refer to the model, and the optimizer has its class.
+    step = reference_to(undecorated_step(type(optimizer)))
+    return lambda itself, members: step()(itself)
 
 
 def _step_one_by_one(optimizer: Optimizer, members: Sequence[Members]) -> None:

@@ -47,7 +47,6 @@ class Update:
         shards: for each the shard that is stepped in the parameter's place; ``None``: all are stepped whole.
         members: by group, where the parameters stand in the bucket, and in the group.
         state: the mapping that the update finds: the optimizer's own, unless a stage replaces it.
-        entries: of each parameter, its state; where a stage asks for it.
         has_run: whether the update was called: what it has written is written.
     """
 
@@ -57,7 +56,6 @@ class Update:
     shards: Sequence[LocalShard | None] | None
     members: Sequence[Members] = ()
     state: MutableMapping[Any, Any] = field(init=False)
-    entries: list[Any] = field(default_factory=list)
     has_run: bool = False
 
     def __post_init__(self) -> None:
@@ -161,7 +159,6 @@ class CopiedEntries(Stage):
         entries = list(map(update.optimizer.state.get, update.owned))
         if update.shards is not None:
             entries = [shard_of_entry(entry, shard) for entry, shard in zip(entries, update.shards, strict=True)]
-        update.entries = entries
         own = {p: entry for p, entry in zip(update.tensors, entries, strict=True) if entry is not None}
         update.state = defaultdict(dict, own)
         given = list(update.state.values())
@@ -184,7 +181,5 @@ def _put_entries(update: Update, entries: MutableMapping[Any, Any], given: Seque
         state.update((own, entries[p]) for p, own in pairs if p in entries)
         for own in (own for p, own in pairs if p not in entries):
             state.pop(own, None)  # the update has deleted it
-    if made or update.shards is not None:
-        update.entries = list(map(state.get, update.owned))
     if update.shards is not None:
         torch.autograd.graph.increment_version(update.owned)

@@ -22,16 +22,18 @@ from instep._optim.random_numbers import KeyedDraws
 from instep._optim.shadow import CallUpdate, GroupLayout, Members, autocast_here, how_to_step, parameters_of
 from instep._optim.stages import Begins, CopiedEntries, ShadowCall, Stage, StagedCall, Update, step_shadow
 from instep._torch.hooks import is_in_step
+from instep._torch.lifetime import reference_to
 from instep._torch.versions import VERSION, version_of, versions_of
 from instep.errors import HyperparameterChangedError, StaleAttachmentError, UnsupportedOptimizerError
-from instep.master_weights import Masters, note_writes, pairs_of, require_unwritten
+from instep.master_weights import HALF, Masters, note_writes, pairs_of, require_unwritten
 
 
 class _Kind(NamedTuple):
-    """What kind of optimizer it is, as long as it has this ``step``.
+    """What kind of optimizer it is, as long as it has this ``step``. Functions are held weakly: they may refer to the
+    object, or, in a class that was made in a function, to the model.
 
     Attributes:
-        own: the ``step`` of the object, which refers to the object; ``None``: it has none.
+        own: the ``step`` of the object; ``None``: it has none.
         step: of its class.
         update: what ``step`` wraps, without the calls of hooks.
         is_known: whether the update is one of torch's own, over plain parameters.
@@ -40,9 +42,9 @@ class _Kind(NamedTuple):
         is_looked_at: whether it is known whether there is one: the first step finds out.
     """
 
-    own: "weakref.ref[Any] | None"
-    step: Callable[..., Any]
-    update: Callable[..., Any] | None
+    own: Callable[[], Any] | None
+    step: Callable[[], Any]
+    update: Callable[[], Any] | None
     is_known: bool
     call: CallUpdate
     kernel: Kernel | None = None
@@ -306,8 +308,9 @@ class Stepper:
         optimizer, kind = self._optimizer(), self._kind
         if optimizer is not None:
             own, step = vars(optimizer).get("step"), type(optimizer).step
-            of_class = step is kind.step and getattr(step, "__wrapped__", None) is kind.update
-            if not of_class or own is not (None if kind.own is None else kind.own()):
+            update = getattr(step, "__wrapped__", None)
+            is_same = step is kind.step() and update is (kind.update and kind.update())
+            if not is_same or own is not (kind.own and kind.own()):
                 self._kind = _kind_of(optimizer)  # a trainer has replaced it since, or a scheduler counts its calls
         return not self._kind.is_known
 
@@ -542,6 +545,11 @@ class Stepper:
             offloaded.give_back()
 
 
+def halves_of(stepper: Stepper, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that a master is copied into when they are stepped."""
+    return [p for p in parameters if p.dtype in HALF] if isinstance(stepper.optimizer(), Masters) else []
+
+
 def look_at_masters(stepper: Stepper, some: Sequence[torch.Tensor] | None = None) -> None:
     """Raise ``StaleMasterError`` if a weight was written without its master: all are looked at before the first one is
     stepped, and then ``some`` before their own update."""
@@ -564,9 +572,10 @@ def _step_object(own: OwnObject, call: CallUpdate, update: Update) -> None:
 
 def _kind_of(optimizer: Optimizer) -> _Kind:
     own, step = vars(optimizer).get("step"), type(optimizer).step
-    ref = None if own is None else weakref.ref(own)
+    update = getattr(step, "__wrapped__", None)
     known = is_torchs_own(optimizer) and has_usual_parameters(optimizer)
-    return _Kind(ref, step, getattr(step, "__wrapped__", None), known, how_to_step(optimizer))
+    call = how_to_step(optimizer)
+    return _Kind(own and reference_to(own), reference_to(step), update and reference_to(update), known, call)
 
 
 def _scales_of(optimizer: Optimizer) -> tuple[Any, ...]:

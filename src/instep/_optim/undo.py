@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from instep._optim.belongings import Mappings, Places, mappings_of, places_of
 from instep._optim.beside import Beside
-from instep._optim.contents import Contents, copy_of, require_contents, restore
+from instep._optim.contents import Contents, copy_of, restore
 from instep._optim.kinds import is_torchs_own
 from instep._optim.own_object import Groups
 from instep._optim.random_numbers import Generators
@@ -64,7 +64,6 @@ class SavedParameter:
     Attributes:
         left: what ``look`` has seen when its update was over; ``None``: it was not updated. What others write there
             from then on, a hook of this backward, say, is theirs: it is not put back.
-        entry: its state was this; ``None``: there was none.
     """
 
     def __init__(
@@ -75,8 +74,8 @@ class SavedParameter:
         self._parameter = parameter
         self._host = host
         self._values = copy_of(parameter, host)
-        self.entry = _entry_of(optimizer, parameter)
-        self._entry = None if self.entry is None else Contents(self.entry, host, parameter)
+        entry = _entry_of(optimizer, parameter)
+        self._entry = None if entry is None else Contents(entry, host, parameter)  # None: there was none
         self._optimizer = weakref.ref(optimizer)
         self._state = optimizer.state
         self._version = grad_mode._unsafe_preserve_version_counter(parameter)
@@ -121,7 +120,7 @@ class SavedParameter:
         entry = state.get(self._parameter)
         if self._entry is None:
             state.pop(self._parameter, None)
-        elif entry is self.entry or not (entry is None or (isinstance(entry, Mapping) and not entry)):
+        elif entry is self._entry.value or not (entry is None or (isinstance(entry, Mapping) and not entry)):
             # Else somebody has taken it out meanwhile.
             state[self._parameter] = self._entry.put_back()
         restore(self._parameter, self._values)
@@ -162,28 +161,20 @@ class KeptByParameter:
 
 class BeforeUpdate:
     """What an update of a foreign optimizer may write, as it is now: these parameters with their state, what it keeps
-    of them elsewhere, and the gradients.
+    of them in ``mappings``, and the gradients.
 
     Args:
-        tensors: the parameters.
         gradients: whether it finds any. Without one it may write what it keeps of others, too.
-        mappings: in which it may keep something; by default all that it reaches.
 
     Raises:
         TypeError: one could not be put back.
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        tensors: Iterable[torch.Tensor],
-        *,
-        gradients: bool = True,
-        mappings: Sequence[Mappings] | None = None,
+        self, optimizer: Optimizer, tensors: Iterable[torch.Tensor], mappings: Iterable[Mappings], *, gradients: bool
     ) -> None:
         every = {id(tensor): tensor for tensor in tensors}
         self._saved = [SavedParameter(tensor, optimizer, host=False) for tensor in every.values()]
-        mappings = mappings_of(optimizer) if mappings is None else mappings
         self._others = KeptByParameter(mappings, every if gradients else None)
         pairs = [(t, t.grad) for t in every.values()] if gradients else []
         self._gradients = [(t, grad, None if grad is None else copy_of(grad, False)) for t, grad in pairs]
@@ -219,7 +210,7 @@ def keep_all(optimizer: Optimizer) -> Callable[[], None]:
     generators = Generators.of(optimizer, {memory_of(p).device for p in parameters})
     try:
         tensors = [*parameters, *beside.unseen, *in_functions(optimizer)]
-        before = BeforeUpdate(optimizer, tensors, gradients=False)
+        before = BeforeUpdate(optimizer, tensors, mappings_of(optimizer), gradients=False)
     except TypeError as error:
         raise _cannot_leave_out(optimizer, str(error)) from error
 
@@ -272,12 +263,10 @@ class UndoCopies(Stage):
     optimizer reaches in another way than by its groups.
 
     Args:
-        name: of the optimizer.
         copies: of all optimizers of the step.
     """
 
-    def __init__(self, name: str, copies: "Undo") -> None:
-        self._name = name
+    def __init__(self, copies: "Undo") -> None:
         self._copies = copies
         self._cannot: str | None = None  # why the state cannot be put back, once it was met
         self._reached: list[torch.Tensor] = []
@@ -307,11 +296,7 @@ class UndoCopies(Stage):
             raise
         yield
         if not is_torchs_own(update.optimizer):
-            try:  # while this update can be put back: the next one could not
-                self._copies.updated(update.owned, update.optimizer)
-            except UnsupportedOptimizerError as error:
-                self._cannot = str(error)
-                raise
+            self._copies.updated(update.owned)
 
 
 class Undo:
@@ -350,19 +335,11 @@ class Undo:
                 raise _cannot_put_back(optimizer, parameter, error) from error
         self._saved.update(new)
 
-    def updated(self, parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> None:
-        """Their update is over: raise ``UnsupportedOptimizerError`` if state that was made since ``save`` could not be
-        put back later on."""
-        pairs = [(p, saved) for p in parameters if (saved := self._saved.get(id(p))) is not None]
-        for _, saved in pairs:
-            saved.left = saved.look()
-        for parameter, saved in pairs:
-            entry = optimizer.state.get(parameter)
-            if entry is not None and saved.entry is None:
-                try:
-                    require_contents(entry, parameter)
-                except TypeError as error:
-                    raise _cannot_put_back(optimizer, parameter, error) from error
+    def updated(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Their update is over."""
+        for parameter in parameters:
+            if (saved := self._saved.get(id(parameter))) is not None:
+                saved.left = saved.look()
 
     @torch.no_grad()
     def restore(self, device: torch.device) -> None:

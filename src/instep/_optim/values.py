@@ -216,7 +216,9 @@ def access_to(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | No
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, (numpy.random.Generator, numpy.random.RandomState)):
         return None
-    bits = getattr(value, "bit_generator", None) or value._bit_generator
+    if isinstance(value, numpy.random.RandomState):  # which keeps every other number of a normal distribution by itself
+        return partial(value.get_state, legacy=False), value.set_state
+    bits = value.bit_generator
     return lambda: bits.state, lambda state: setattr(bits, "state", state)
 
 
@@ -343,6 +345,8 @@ class Look:
 
     Args:
         elements: of how many a tensor is compared by what it holds.
+        is_setting: whether it is a setting of a group. A parameter in one, such as a learning rate that is learned, is
+            no weight that is stepped: it is looked at as other tensors are.
 
     Attributes:
         depth: how many objects inside one another are looked into.
@@ -356,16 +360,19 @@ class Look:
     is_ordered = True
     takes_state = False
 
-    def __init__(self, elements: int = MOST) -> None:
+    def __init__(self, elements: int = MOST, is_setting: bool = False) -> None:
         self._seen: dict[int, int] = {}
         self._elements = elements
+        self._is_setting = is_setting
 
     def of(self, value: Any) -> Any:
         self._left = self.most
         return self._at(value, self.depth)
 
     def tensor(self, tensor: torch.Tensor) -> Any:
-        return _Itself(tensor) if isinstance(tensor, nn.Parameter) else _Seen(tensor, self._elements)
+        if isinstance(tensor, nn.Parameter) and not self._is_setting:
+            return _Itself(tensor)
+        return _Seen(tensor, self._elements)
 
     def _at(self, value: Any, depth: float) -> Any:
         if is_immutable(value):  # equal ones may be one object or two
@@ -406,48 +413,25 @@ def _immutable(value: Any) -> Any:
     return type(value), value.tobytes() if type(value).__module__ == "numpy" else value
 
 
-def fingerprint(value: Any, elements: int = MOST) -> Any:
-    """What ``value`` holds, to be compared by ``==`` with another fingerprint later.
+def fingerprint(value: Any, elements: int = MOST, is_setting: bool = False) -> Any:
+    """What ``value`` holds, to be compared by ``==`` with another fingerprint later. For the arguments see ``Look``.
 
     Objects of all kinds are looked into, ``DEPTH`` deep and up to ``MOST`` values. A tensor of up to so many
     ``elements`` on a CPU is compared bit for bit, another one by its identity, memory and version. Modules, parameters
     and optimizers are only told apart. So are the values that a dict keeps by parameter: they are taken for
     per-parameter state.
     """
-    return Look(elements).of(value)
+    return Look(elements, is_setting).of(value)
 
 
-class _LookAtSetting(Look):
-    """A parameter that is a setting, such as a learning rate that is learned, is no weight that is stepped."""
-
-    def tensor(self, tensor: torch.Tensor) -> Any:
-        return _Seen(tensor, self._elements)
-
-
-def fingerprint_of_setting(value: Any) -> Any:
-    """The same of a setting of a group, with the parameters that it holds looked into as other tensors are."""
-    return _LookAtSetting().of(value)
-
-
-def mappings_in(values: Iterable[Any], depth: int = DEPTH) -> Iterator[Any]:
-    """All mappings that ``fingerprint`` would look into, one inside another too."""
+def held_in(values: Iterable[Any], kind: type, depth: int = DEPTH) -> Iterator[Any]:
+    """What there is of ``kind`` where ``fingerprint`` would look, one inside another too."""
     for value in values:
+        if isinstance(value, kind):
+            yield value
         if depth and not (is_immutable(value) or isinstance(value, (torch.Tensor, *_CLOSED))):
-            if isinstance(value, Mapping):
-                yield value
             parts = parts_of(value) or {}
-            yield from mappings_in(parts.values() if len(parts) <= MOST else (), depth - 1)
-
-
-def held_in(value: Any, kinds: tuple[type, ...], depth: int = DEPTH) -> Iterator[Any]:
-    """What there is of ``kinds`` where ``fingerprint`` looks."""
-    if isinstance(value, kinds):
-        yield value
-    elif depth and not is_immutable(value) and not isinstance(value, (torch.Tensor, *_CLOSED)):
-        parts = parts_of(value) or {}
-        for key, part in parts.items() if len(parts) <= MOST else ():
-            if not isinstance(key, torch.Tensor):
-                yield from held_in(part, kinds, depth - 1)
+            yield from held_in(parts.values() if len(parts) <= MOST else (), kind, depth - 1)
 
 
 def unlike(now: Mapping[Any, Any], then: Mapping[Any, Any]) -> Iterator[Any]:
@@ -519,5 +503,6 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The values of a dense tensor, byte by byte: its memory, where it is contiguous."""
-    flat = tensor.contiguous().reshape(-1)
+    # Of a quantized one its numbers: to see it as bytes would end the process.
+    flat = (tensor.int_repr() if tensor.is_quantized else tensor).contiguous().reshape(-1)
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element may have any stride

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from instep._optim.kernels import GRADIENT
-from instep._optim.kinds import can_be_put_off, runs_beside, steps_as_known
+from instep._optim.kinds import can_be_put_off, is_torchs_own, runs_beside
 from instep._optim.owners import (
     IN_SHARDS_OF_FSDP2,
     OwnerCount,
@@ -147,7 +147,7 @@ def can_wait(stepper: Stepper, parameters: AttachedParameters, *, in_vain: bool)
         and can_be_put_off(optimizer)
         # An update that runs later raises elsewhere: of a step() that is the user's own, also one that the optimizer
         # has got since it was attached, the loop expects it there.
-        and steps_as_known(optimizer)
+        and is_torchs_own(optimizer)
         and not stepper.is_foreign
         and is_copied_whole(optimizer)
         and (in_vain or runs_beside(optimizer) or any(a.spec.device.type != "cpu" for a in parameters))

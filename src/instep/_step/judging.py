@@ -1,14 +1,16 @@
 """A foreign optimizer is judged by its first real updates: taken in parts, each put back, and then as a whole.
 
 Nobody knows what an update that is not torch's own couples. A norm over all parameters, a counter, a draw, the weights
-of a neighbour: stepped bucket by bucket, the numbers would be others. So the first two updates of such an optimizer
-are left to ``optimizer.step()``, which takes them as in the plain loop. Right before it, parts are stepped alone, by
-the same object that steps buckets later; what each part has become is kept as a digest, and the part is put back
-(``parts.py``). In the first update each parameter is a part, in the order of the groups, and in the second each bucket.
-When ``step()`` has returned, the digests are compared with what it has made of the same parameters. Memory: one part,
-beside the gradients, which are all there, as in the plain loop.
+of a neighbour: stepped bucket by bucket, the numbers would be others. So the first three updates of such an optimizer
+are left to ``optimizer.step()``, which takes them as in the plain loop. Nothing stands beside the first one: what it
+finds out once, and keeps where nobody looks (a cached method, a variable of a module), it finds out over all
+parameters. Right before each of the other two, parts are stepped alone, by the same object that steps buckets later;
+what each part has become is kept as a digest, and the part is put back (``parts.py``). In the second update each
+parameter is a part, in the order of the groups, and in the third each bucket. When ``step()`` has returned, the digests
+are compared with what it has made of the same parameters. Memory: one part, beside the gradients, which are all there,
+as in the plain loop.
 
-Equal: from the third step on buckets are stepped in backward. Not equal: every step is left to ``optimizer.step()``,
+Equal: from the fourth step on buckets are stepped in backward. Not equal: every step is left to ``optimizer.step()``,
 which is right, and saves nothing; the log says so once, with the road that the coupling takes. An optimizer that keeps
 what nobody can put back (a counter in a closure, a generator of a module) is told by a part that comes out differently
 when it is stepped once more: then an error is raised, before anything of the step is written.
@@ -19,8 +21,9 @@ before (a layer was unfrozen, a group added), all begins anew: one alone shows n
 A coupling may begin later: so of every ``EVERY``-th step two buckets are left to ``optimizer.step()``, other ones each
 time, and compared in the same way.
 
-Where nobody takes a step as a whole (``random="keyed"``, ``offload``, ``shard_state``), each part is compared with
-itself stepped together with the next one. With keys parts are parameters, as each update then is of one.
+Where nobody takes a step as a whole (``random="keyed"``, ``offload``, ``shard_state``), each part, from the first
+update on, is compared with itself stepped together with the next one. With keys parts are parameters, as each update
+then is of one.
 """
 
 import logging
@@ -45,6 +48,8 @@ _logger = logging.getLogger("instep")
 
 FIRST = 2
 """Updates that are compared as a whole."""
+LEFT = 1 + FIRST
+"""Updates that are left to ``optimizer.step()``: one before them, beside which nothing stands."""
 EVERY = 50
 """Of each so many-th step after them two buckets are compared."""
 
@@ -219,6 +224,9 @@ class Judge:
         if self.verdict is not None or stepper not in self.due or not is_asked:
             return
         there = [a for a in left if gradient_of(a) is not None and (a.shard is None or a.shard.is_owner)]
+        in_pairs = stepper.steps_every_parameter or any(a.is_divided for a in there)
+        if stepper not in self._is_warm and not in_pairs:
+            return
         is_first = bool(self.due.get(stepper)) and stepper not in self._has_begun
         # With keys each update is of one parameter: stepped together, the second would draw by the key of the first.
         by_one = is_first or stepper.keyed is not None
@@ -226,7 +234,6 @@ class Judge:
         parts = _one_by_one(stepper, there) if by_one else in_buckets(there, of_plan)
         if not parts:
             return
-        in_pairs = stepper.steps_every_parameter or any(a.is_divided for a in there)
         running = PartsOfUpdate(stepper, parts, every)
         arrivals = self._met.arrivals.pop(stepper, None)
         running.take(
@@ -303,8 +310,10 @@ class Judge:
     def __str__(self) -> str:
         if self.verdict is not None:
             return f"left to optimizer.step(): {self.verdict}"
-        due = max(self.due.values(), default=0) if self._in_parts else 0
-        names = " and ".join(stepper.name for stepper, left in self.due.items() if left)
+        # Of one whose steps somebody takes as a whole, the first is left, too, and not compared.
+        left = {s: n + (s not in self._is_warm and not s.steps_every_parameter) for s, n in self.due.items() if n}
+        due = max(left.values(), default=0) if self._in_parts else 0
+        names = " and ".join(stepper.name for stepper in left)
         return (
             f"{names}: the next {due} steps are taken in optimizer.step(), and compared with their parts" if due else ""
         )

@@ -16,6 +16,7 @@ from instep._optim.contents import Kept, copy_of, is_back, restore
 from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._optim.random_numbers import Generators
 from instep._optim.stepper import PreparedUpdate
+from instep._optim.values import is_fake
 from instep._step.accumulation import Accumulation
 from instep._step.remedies import ANY_LOOP
 from instep._step.state import FirstError, StepMembers, StepTimes, gradient_of
@@ -54,9 +55,8 @@ class Passes:
         # their way to the host, which does not wait for these: each with what tells whether it is there.
         self._unlike: list[tuple[list[str], torch.Tensor]] = []
         self._coming: list[tuple[list[str], torch.Tensor, torch.Event]] = []
-        self._proved = weakref.WeakSet[
-            type
-        ]()  # compiled code whose second backward was seen to give the first's gradients
+        # Compiled code whose second backward was seen to give the gradients of the first.
+        self._proved: weakref.WeakSet[type] = weakref.WeakSet()
 
     def require_running(self) -> None:
         if self.clipping.mode == "two_pass" and self.running is None:
@@ -136,12 +136,15 @@ class Passes:
     @contextmanager
     def proving(self, code: set[type]) -> Iterator[None]:
         """Around another measuring of the same graph: raise if that gives other gradients. Nothing is written yet."""
-        first = dict(self.clipping.norms)
+        first, members = dict(self.clipping.norms), self._members.all
         yield
-        known = [a for a in self._members.all if a.spec.index in first]
-        for names, differ in self._unlike_those_of(first, known, self.clipping.norms):
-            if (name := _first_of(names, differ)) is not None:
-                raise _another_gradient(name)
+        second = self.clipping.norms
+        names = [a.spec.name for a in members if (a.spec.index in first) != (a.spec.index in second)]
+        known = [a for a in members if a.spec.index in first and a.spec.index in second]
+        for some, differ in self._unlike_those_of(first, known, second):
+            names += compress(some, differ.tolist())
+        if names:
+            raise _another_gradient(names[0])
         self._proved.update(code)
 
     @staticmethod
@@ -182,6 +185,8 @@ class Passes:
                     "first gave it none: the norm is not that of all gradients. Compute the same loss in both (hooks "
                     "run twice)"
                 )
+        if any(map(is_fake, map(type, gradients))):
+            return  # those of a plan have no values
         norms = self.clipping.norms_of(parameters, gradients)
         for names, differ in self._unlike_those_of(self.clipping.norms, parameters, norms):
             if not differ.is_cpu:

@@ -326,7 +326,7 @@ class TrialWrites(Writes):
     def __init__(self, step: RunningStep, copies: Undo, scale: LossScale | None, owner: Schedule) -> None:
         super().__init__(step)
         for stepper in step.members.steppers:
-            stepper.add(UndoCopies(stepper.name, copies))
+            stepper.add(UndoCopies(copies))
         self._scale = scale
         self._owner = weakref.ref(owner)
         self._kept = KeptGradients()
@@ -543,7 +543,8 @@ class TrialWrites(Writes):
             raise
         applied = step.members.applied_by(stepper)
         if taken:  # what raises here has written, as step() itself may
-            self._step_rest(stepper, rest)
+            if rest:
+                self._step_rest(stepper, rest)
             self._hide(self._kept.pairs(applied))
         self._leave_alone(stepper, applied)
 

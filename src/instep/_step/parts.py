@@ -83,16 +83,17 @@ class _Belongings:
         """The parameter, and what belongs to it."""
         yield parameter
         kept = kept_of(parameter, self.mappings).values()
-        yield from held_in([self._optimizer.state.get(parameter), *kept], (torch.Tensor,))
+        yield from held_in([self._optimizer.state.get(parameter), *kept], torch.Tensor)
 
     def numbers(self, parameter: torch.Tensor) -> Iterator[tuple[MutableMapping[Any, Any], Any, Any]]:
         """Python's numbers among it: where each is, under which key, and which."""
-        entry = self._optimizer.state.get(parameter)
-        own = (mapping for mapping in (entry, vars(parameter)) if isinstance(mapping, MutableMapping))
-        held = [*mappings_with(parameter, self.mappings), *own]
-        for mapping in held:
-            keys: list[Any] = [parameter] if parameter in mapping else [key for key in mapping if isinstance(key, str)]
-            yield from ((mapping, key, mapping[key]) for key in keys if isinstance(mapping[key], (int, float)))
+        held: list[tuple[MutableMapping[Any, Any], Any]] = [
+            (mapping, parameter) for mapping in mappings_with(parameter, self.mappings)
+        ]
+        for mapping in (self._optimizer.state.get(parameter), vars(parameter)):
+            if isinstance(mapping, MutableMapping):
+                held += ((mapping, key) for key in mapping if isinstance(key, str))
+        yield from ((mapping, key, mapping[key]) for mapping, key in held if isinstance(mapping[key], (int, float)))
 
 
 class _Gradients:
@@ -299,7 +300,11 @@ class PartsOfUpdate:
             self.reason = reason
             return
         # Versions do not tell: what is written through ``.data`` counts nothing.
-        before = {id(p): self._belongings.digest(p) for p in parameters_of(self._optimizer)}
+        try:
+            before = {id(p): self._belongings.digest(p) for p in parameters_of(self._optimizer)}
+        except (TypeError, RuntimeError) as error:  # of a tensor nobody can read, or a key that no tensor may be
+            self.reason = f"what it keeps of its parameters could not be put back ({in_short(error)})"
+            return
         keys = set(map(id, self._optimizer.state))
         try:
             self._gradients.hide(self._gradients.parameters)
@@ -421,7 +426,7 @@ class PartsOfUpdate:
         tensors = part.tensors()
         with self._untouched.but(tensors):
             self._gradients.show(tensors)
-            kept = BeforeUpdate(self._optimizer, tensors, mappings=self._belongings.mappings)
+            kept = BeforeUpdate(self._optimizer, tensors, self._belongings.mappings, gradients=True)
             try:
                 yield
             finally:
@@ -491,11 +496,14 @@ class PartsOfUpdate:
     def _take_again(self) -> None:
         """Each part, while all others are disturbed."""
         self._put_around_back()
-        others = _Others(self._by_optimizer())
+        others, beside = _Others(self._by_optimizer()), self._own.beside
+        left = beside.look_anew()
         # Handlers of signals wait for the lock of the call: one that reads weights would find them disturbed.
         try:
             for part in self._parts if self.reason is None else ():
                 others.set_apart(part.tensors())
+                # Numbers that attributes keep by others have changed: not by the update.
+                beside.look_anew()
                 with self._alone(part):
                     self._step(part)
                     digests = self._look_at(part)
@@ -504,6 +512,7 @@ class PartsOfUpdate:
                     break
         finally:
             others.rest()
+            beside.look_anew(left)
 
     def _digests_of(self, part: AttachedParameters) -> list[Digest]:
         return [self._digests[attached] for attached in part]

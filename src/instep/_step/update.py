@@ -22,20 +22,12 @@ import torch
 from torch.optim import Optimizer
 
 from instep._gradients.clipping import Clip
-from instep._optim.guards import (
-    DEFAULT_DTYPE,
-    EntriesAsLeft,
-    as_then,
-    as_thread,
-    of_this_thread,
-    switched,
-    switches,
-)
+from instep._optim.guards import EntriesAsLeft
 from instep._optim.kernels import GRADIENT
-from instep._optim.kinds import fused_counts_writes, is_fused, multiplies_matrices
+from instep._optim.kinds import is_fused, multiplies_matrices
 from instep._optim.parameters import AttachedParameters, OptimizerCall, calls_of, none_there
 from instep._optim.shadow import end_state, order_added, snapshot_of
-from instep._optim.stepper import Stepper, look_at_masters, note_masters
+from instep._optim.stepper import Stepper, halves_of, look_at_masters, note_masters
 from instep._ranks.vote import Vote, error_of
 from instep._ranks.votes import StepVotes
 from instep._step.deferral import PUT_OFF, Wording
@@ -45,6 +37,7 @@ from instep._step.step import RunningStep
 from instep._step.streams import Mark
 from instep._torch.engine import BeforeRuns, Run, is_captured, listen, profiled
 from instep._torch.lifetime import owe, settled, weakly
+from instep._torch.switches import DEFAULT_DTYPE, as_then, as_thread, of_this_thread, switched, switches
 from instep._torch.versions import PLAIN, VERSION, are_counted, memory_of
 from instep._torch.watch import StateWatch, Watch
 from instep._torch.worker import Task, Worker
@@ -140,7 +133,7 @@ class _SwitchesAtStep:
         self.thread = of_this_thread()
         self.are_read = not (is_known and is_fused(optimizer))
         self.leave_python = not self.are_read or (is_known and multiplies_matrices(optimizer))
-        self.counts_writes = self.are_read or fused_counts_writes(optimizer)
+        self.counts_writes = self.are_read  # a fused kernel counts none (tests/unit/test_kernels.py)
 
     def other_dtype(self) -> str | None:
         """In words, where state that is made now is of float64, and would not have been then; or the other way round.
@@ -271,10 +264,11 @@ class Update:
             applied = [g.detach() if type(g) in PLAIN else g for g in applied]
         # Aliases: the parameters' own .grad, flags and attributes are the user's, to be read and changed meanwhile.
         self._calls = calls_of(members, applied, alias=step.is_known)
-        if step.switches.counts_writes:
+        written = self.tensors if step.switches.counts_writes else halves_of(step.stepper, self.tensors)
+        if written:
             # From here on a graph that has saved the old weights refuses to run, as after the plain loop's step.
-            torch.autograd.graph.increment_version(self.tensors)
-            note_masters(step.stepper, self.tensors, self.tensors)
+            torch.autograd.graph.increment_version(written)
+            note_masters(step.stepper, written, written)
         self._as_left: AsLeft | None = AsLeft(self.tensors, self.gradients, step.state)
         step.outstanding.append(self)
         if step.times.listener is not None:

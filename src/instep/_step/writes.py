@@ -285,8 +285,7 @@ class Writes(ABC):
         """All of ``left`` that have a gradient, if the optimizer's own ``step()`` could not step them: torch's foreach
         kernels refuse plain tensors beside DTensors, and DTensors of several meshes, and know nothing of shards, nor of
         state that is elsewhere; nobody but instep draws by key."""
-        rest = [a for a in left if gradient_of(a) is not None]
-        if not rest:
+        if not left or not (rest := [a for a in left if gradient_of(a) is not None]):
             return []
         divided = [a for a in rest if a.is_divided]
         if not divided and not stepper.steps_every_parameter and not self._is_mixed(stepper, rest):
@@ -296,8 +295,6 @@ class Writes(ABC):
 
     def _step_rest(self, stepper: Stepper, rest: Sequence[AttachedParameter]) -> None:
         """Step these now, and have ``step()`` find no gradient of them."""
-        if not rest:
-            return
         gradients = [g for a in rest if (g := gradient_of(a)) is not None]
         divided = AttachedParameters(a for a in rest if a.is_divided)
         gathered: Gathered | None = None
@@ -566,7 +563,8 @@ class FinalWrites(Writes):
         rest = self._rest_of(stepper, left)
         finds = [attached for attached in left if gradient_of(attached) is not None] if left else []
         self._step.round.begins(stepper, self._step.ledger, finds)
-        self._step_rest(stepper, rest)
+        if rest:
+            self._step_rest(stepper, rest)
         for parameter in parameters:
             parameter.grad = None
         self._leave_alone(stepper, applied)

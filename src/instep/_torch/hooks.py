@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from types import FrameType
@@ -212,12 +211,17 @@ def is_torchs(function: Any) -> bool:
 
 
 _TORCH = Path(torch.__file__).parent
-_is_torchs = cache(is_torchs)
+# Weakly: the class of an optimizer that is made in a function may refer to the model.
+_are_torchs: "weakref.WeakKeyDictionary[Any, bool]" = weakref.WeakKeyDictionary()
 
 
 def is_called_by_step(optimizer: Optimizer) -> bool:
     """In a step hook: whether the ``step()`` that runs it was called by another ``step()`` of the same optimizer."""
-    if "step" not in vars(optimizer) and _is_torchs(type(optimizer).step):
+    step = type(optimizer).step
+    is_own = _are_torchs.get(step)
+    if is_own is None:
+        is_own = _are_torchs[step] = is_torchs(step)
+    if is_own and "step" not in vars(optimizer):
         return False  # none of torch's calls another one
     return len(list(islice(_steps_in(sys._getframe(), optimizer), 2))) == 2
 

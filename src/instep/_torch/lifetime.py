@@ -123,3 +123,11 @@ class Owners:
     def remove(self) -> None:
         for finalizer in self._finalizers:
             finalizer.detach()
+
+
+def reference_to(function: Any) -> Callable[[], Any]:
+    """Weak, where its class takes such references; a method of an extension's class does not."""
+    try:
+        return weakref.ref(function)
+    except TypeError:
+        return lambda: function

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from instep._gradients.clipping import ClipNorm
-from instep._optim.kinds import ONLY_DEFER, can_be_put_off, runs_beside, steps_as_known
+from instep._optim.kinds import ONLY_DEFER, can_be_put_off, is_torchs_own, runs_beside
 from instep._optim.values import held_in
 from instep._step.deferral import BESIDE_BACKWARD, DeferralTrial, Deferring, Gains, OtherRanks
 from instep._step.schedule import Schedule
@@ -41,7 +41,7 @@ def deferring_of(options: Options, refs: WeakRefs, others: OtherRanks | None, ti
     # Of these ``step()`` is called as it is, though ``defer=True`` was given: what it raises, logs or counts is there
     # when it has returned, as the loop expects it.
     whole = options.defer is True and not options.puts_off_unasked and options.random is None
-    own = [optimizer for optimizer in refs.optimizers() if whole and not steps_as_known(optimizer)]
+    own = [optimizer for optimizer in refs.optimizers() if whole and not is_torchs_own(optimizer)]
     if own and len(own) == len(refs.optimizers()):
         return Deferring(f"{class_name(own[0])}.step() is of a class of your own: it runs where the loop calls it")
     if options.always_puts_off:
@@ -234,5 +234,5 @@ def _copied(schedule: Schedule) -> int:
         for attached in schedule.parameters:
             if (parameter := attached.peek()) is not None:
                 state = attached.stepper.optimizer().state.get(parameter, {})
-                size += sum(tensor.nbytes for tensor in (parameter, *held_in(state, (torch.Tensor,))))
+                size += sum(tensor.nbytes for tensor in (parameter, *held_in([state], torch.Tensor)))
     return size

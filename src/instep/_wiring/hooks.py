@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from instep._optim.dtensor import is_sharded, local_numel, mesh_of, shard_of
+from instep._optim.dtensor import is_sharded, shard_of
 from instep._optim.parameters import AttachedParameter, Attribute, require_unchanged
 from instep._optim.stepper import Stepper
 from instep._step.deferred import ForwardSchedule
@@ -170,7 +170,7 @@ class ParametersOfModel:
         self, parameter: torch.Tensor, places: tuple[Attribute, ...], index: int, stepper: Stepper
     ) -> AttachedParameter:
         name = places[0].name
-        nbytes = local_numel(parameter) * parameter.element_size()
+        nbytes = getattr(parameter, "_local_tensor", parameter).numel() * parameter.element_size()
         group = next((n for n, g in enumerate(self.groups) if id(parameter) in g.members), None)
         spec = ParameterSpec(index, name, parameter.shape, parameter.dtype, parameter.device, nbytes, group)
         spent = None
@@ -180,8 +180,8 @@ class ParametersOfModel:
         held = () if self.in_fsdp1 or (group is not None and is_sharded(parameter)) else places
         zero = self.zero
         find = zero.shards.shard_of if zero is not None and id(parameter) in zero.reduced else shard_of
-        shard = find(parameter, stepper.optimizer())
-        return AttachedParameter(parameter, spec, held, stepper, spent, shard, mesh_of(parameter))
+        shard, mesh = find(parameter, stepper.optimizer()), getattr(parameter, "device_mesh", None)
+        return AttachedParameter(parameter, spec, held, stepper, spent, shard, mesh)
 
     def buckets(self) -> Iterator[Sequence[int]]:
         """Those of the sources, by the indices of their parameters."""

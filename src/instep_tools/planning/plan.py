@@ -89,7 +89,7 @@ class _Planning:
         name = job.optimizer.rpartition(":")[2]
         if self._refused is None and is_judged(self._planned, make):
             self._assumptions.append(
-                f"{name} updates each parameter by itself, as its first two updates show, with the memory of plain"
+                f"{name} updates each parameter by itself, as its first updates show, with the memory of plain"
             )
         self._order = order_of_gradients(self._planned)
         peaks = self._peaks()

@@ -20,7 +20,8 @@ std::unique_ptr<at::ObserverContext> see_host_access(const at::RecordFunction& f
       "aten::is_pinned", "aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like",
       "aten::rand_like", "aten::randn_like", "aten::new_empty", "aten::new_empty_strided", "aten::new_zeros",
       "aten::new_ones", "aten::new_full", "aten::to", "aten::_to_copy", "aten::_copy_from", "aten::set_",
-      "aten::resize_", "aten::is_same_size", "aten::is_nonzero", "aten::item", "emu::host_reads"};
+      "aten::resize_", "aten::is_same_size", "aten::is_nonzero", "aten::item", "aten::_has_compatible_shallow_copy_type",
+      "emu::host_reads"};
   if (silent || !logging) return nullptr;
   const auto schema = fn.operator_schema();
   if (!schema || others.count(schema->name())) return nullptr;

@@ -109,8 +109,9 @@ class GradientsAside:
         if ddp.gradient_as_bucket_view and not ddp._has_rebuilt_buckets:
             for parameter in ddp._module_parameters:
                 gradient = parameter.grad
-                # A placeholder that holds a gradient stays: its gradient is to be copied, as in the plain loop.
-                if isinstance(gradient, SpentGradient) or hasattr(type(gradient), "to_local"):
+                # Others stay: of one that holds a gradient that is to be copied, as in the plain loop, and by one that
+                # waits for a backward it is known that the loop has not cleared it.
+                if type(gradient) is SpentGradient or hasattr(type(gradient), "to_local"):
                     self._off.append((weakref.ref(parameter), gradient))
                     parameter.grad = None
 
