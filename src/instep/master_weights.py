@@ -18,20 +18,22 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from instep._torch.engine import AS_IT_IS, not_traced
+from instep._torch.engine import not_traced
+from instep._torch.hooks import is_in_torch_optim, undecorated_step
 from instep._torch.versions import PLAIN, memory_of, versions_of
 from instep.errors import StaleMasterError, class_name
 
 Tensors = list[torch.Tensor]
 MASTER = "master"
 """The name of a parameter's master in its entry of the state."""
-IN_GROUPS = "masters"
-"""The key by which a group, and so a checkpoint, says that its parameters have masters."""
 NOTES = "_instep_masters"
 """The attribute with the notes of an optimizer: see ``Notes``."""
 LOOKED = "_instep_looked"
 """The attribute of a shadow: who steps with it has looked whether weights were written."""
+_GIVEN = "_instep_given"
+"""The attribute with the ``state_dict`` that is being loaded."""
 HALF = frozenset({torch.bfloat16, torch.float16})
+_INSTEAD = "Use fp32 weights, in an autocast block"
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _logger = logging.getLogger("instep")
 _Class = TypeVar("_Class", bound=type[Optimizer])
@@ -60,7 +62,7 @@ def masters(cls: _Class) -> _Class:
     Raises:
         TypeError: ``cls`` is no such class; or, when an object is made, it keeps tensors, modules or optimizers of its
             own, or a parameter is of a tensor class with memory of its own (quantized weights).
-        ValueError: when an object is made: ``differentiable=True``, or a parameter is of complex32.
+        ValueError: when an object is made: ``differentiable=True``.
         StaleMasterError: in ``step()``: a weight was written since the last one. Nothing of the step is written.
 
     Since 0.1.0.
@@ -83,48 +85,36 @@ def masters(cls: _Class) -> _Class:
     if issubclass(cls, torch.optim.LBFGS):
         raise TypeError(
             f"masters({cls.__name__}): it evaluates the loss again within a step, where the weights are those of the "
-            "model, and not the masters. Use fp32 weights, in an autocast block"
+            f"model, and not the masters. {_INSTEAD}"
         )
     if issubclass(cls, Masters):
         return cls
-    inside: Any = cls
-    made: Any = _made_of(inside)
+    # No table of classes: one that is made in a function may refer to the model, and lives no longer than that.
+    known = (made for made in cls.__subclasses__() if vars(made).get("inside") is cls)
+    space = {"__module__": __name__, "__doc__": cls.__doc__, "inside": cls}
+    kind: Any = type(cls)
+    made: Any = next(known, None) or _kind(kind)(f"masters({cls.__name__})", (Masters, cls), space)
     return made  # type: ignore[no-any-return]
 
 
 @functools.cache
-def _made_of(cls: type[Optimizer]) -> type[Optimizer]:
-    name = f"masters({cls.__name__})"
-    kind: Any = _Made if type(cls) is type else type(cls)
-    made: type[Optimizer] = kind(name, (Masters, cls), {"__module__": __name__, "__doc__": cls.__doc__, "inside": cls})
+def _kind(kind: type) -> Any:
+    """The class of such classes, none of which ``pickle`` would find under its name."""
+    made = type(kind.__name__, (kind,), {})
+    copyreg.pickle(made, _reduce)
     return made
-
-
-class _Made(type):
-    """The class of the classes that ``masters`` makes, none of which ``pickle`` finds by its name."""
 
 
 def _reduce(cls: type) -> Any:
     inside = vars(cls).get("inside")
-    return cls.__qualname__ if inside is None else (masters, (inside,))
-
-
-copyreg.pickle(_Made, _reduce)
+    return cls.__qualname__ if inside is None else (masters, (inside,))  # a class that inherits has a name
 
 
 def class_inside(cls: type[Optimizer]) -> type[Optimizer]:
     """The class that steps the masters; of a class without, itself. A class that inherits from one with masters may do
     more than that one."""
     inside: type[Optimizer] | None = vars(cls).get("inside") if issubclass(cls, Masters) else None
-    if inside is None or _undecorated(cls) is not Masters.step:
-        return cls
-    return inside
-
-
-def _undecorated(cls: type[Optimizer]) -> Callable[..., Any]:
-    """``cls.step`` without the wrapper in which torch calls the step hooks: they have been called."""
-    step: Any = cls.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+    return cls if inside is None or undecorated_step(cls) is not Masters.step else inside
 
 
 class Notes:
@@ -166,25 +156,16 @@ class _Swap(NamedTuple):
     """What a step puts in the places of the model's parameters.
 
     Attributes:
-        lists: each group, with its parameters.
-        halves: the parameters with a gradient that have masters,
-        masters: and these,
-        resting: of a class that is not torch's, masters without a gradient, each with its parameter.
+        lists: each group, its list of parameters, and the list that stands in for it.
+        halves: the parameters whose masters stand there,
+        masters: and these.
         state: for the inner class.
-        is_whole: whether that has all other entries, too.
     """
 
-    lists: list[tuple[dict[str, Any], Any]]
+    lists: list[tuple[dict[str, Any], list[Any], list[Any]]]
     halves: Tensors
     masters: Tensors
-    resting: list[tuple[torch.Tensor, torch.Tensor]]
     state: "defaultdict[Any, Any]"
-    is_whole: bool
-
-    @property
-    def all(self) -> tuple[Tensors, Tensors]:
-        """The parameters whose masters stand in a group, and these."""
-        return [*self.halves, *(p for p, _ in self.resting)], [*self.masters, *(m for _, m in self.resting)]
 
 
 class Masters(Optimizer):
@@ -194,7 +175,9 @@ class Masters(Optimizer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._refuse_belongings()
+        for name, value in vars(self).items():
+            if name not in ("param_groups", "state"):
+                _refuse_kept(self.inside, value, f"in {name!r}")
         self._widen_first_state()
 
     # The step.
@@ -212,10 +195,11 @@ class Masters(Optimizer):
         if closure is not None:  # it runs a backward, which adds to the gradients of the model's parameters
             with torch.enable_grad():
                 loss = closure()
-        none_is_due = _is_torchs(self.inside) and all(p.grad is None for g in self.param_groups for p in g["params"])
-        # Whoever asks for the state may have to wait for updates that are under way.
-        with torch.no_grad(), AS_IT_IS if none_is_due else self._with_masters():
-            returned = _undecorated(self.inside)(self, *args, **kwargs)
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        if is_in_torch_optim(self.inside) and all(p.grad is None for p in parameters):
+            return loss  # nothing is due, and whoever asks for the state may have to wait for updates under way
+        with torch.no_grad(), self._with_masters():
+            returned = undecorated_step(self.inside)(self, *args, **kwargs)
         return returned if closure is None else loss
 
     @contextmanager
@@ -224,59 +208,56 @@ class Masters(Optimizer):
         swap, state, hooks = self._swap(), self.state, {name: vars(self).get(name) for name in _HOOKS}
         try:
             self.state = swap.state
-            for group, params in swap.lists:
-                group["params"] = params[1]
+            for group, _, standing_in in swap.lists:
+                group["params"] = standing_in
             vars(self).update((name, OrderedDict()) for name in _HOOKS)  # of the loop's call, which has called them
             _lend(swap, state)
-            versions = versions_of([m for _, m in swap.resting])
+            versions = versions_of(swap.masters)
             yield
-            # Some classes write parameters without a gradient, too.
-            now = versions_of([m for _, m in swap.resting])
-            also = [pair for pair, a, b in zip(swap.resting, versions, now, strict=True) if a != b]
-            halves, made = [*swap.halves, *(p for p, _ in also)], [*swap.masters, *(m for _, m in also)]
+            # Some classes write parameters without a gradient, too. Fused kernels, which count no write, do not.
+            every = zip(swap.halves, swap.masters, versions, versions_of(swap.masters), strict=True)
+            stepped = [(p, m) for p, m, then, now in every if p.grad is not None or then != now]
+            halves, made = [p for p, _ in stepped], [m for _, m in stepped]
             copy_back(halves, made)
             notes_of(self).take(halves, made)
         finally:
-            for group, params in swap.lists:
-                group["params"] = params[0]
+            for group, own, _ in swap.lists:
+                group["params"] = own
             self.state = state
             vars(self).update(hooks)
             _put_back(swap, state)
 
     def _swap(self) -> _Swap:
-        state, inner = self.state, defaultdict[Any, Any](dict)
-        # torch's own ask for the entries of the parameters that they are given, and for no others.
-        swap = _Swap([], [], [], [], inner, is_whole=not _is_torchs(self.inside))
+        state, swap = self.state, _Swap([], [], [], defaultdict(dict))
+        # torch's own ask for the entries of parameters that have a gradient, and for no others: these are not touched,
+        # for their updates may be under way elsewhere.
+        is_whole = not is_in_torch_optim(self.inside)
         for group in self.param_groups:
             params = list(group["params"])
-            swap.lists.append((group, (group["params"], params)))
+            swap.lists.append((group, group["params"], params))
             for i, p in enumerate(params):
-                if p.grad is None and not swap.is_whole:
-                    continue  # torch's own pass it over: it is not touched, for its update may be under way elsewhere
-                if p.dtype in HALF:
-                    params[i] = self._stand_in(swap, p)
+                if p.grad is None and not is_whole:
+                    continue
+                master = self._master_of(p) if p.dtype in HALF else None
+                if master is not None:
+                    params[i] = master
+                    swap.halves.append(p)
+                    swap.masters.append(master)
                 elif p in state:
-                    inner[p] = state[p]
+                    swap.state[p] = state[p]
         if LOOKED not in vars(self):
-            require_unwritten(self, *swap.all)
-        if swap.is_whole:
-            mine = set(map(id, swap.all[0]))
-            inner.update((key, entry) for key, entry in state.items() if id(key) not in mine)
+            require_unwritten(self, swap.halves, swap.masters)
+        if is_whole:
+            mine = set(map(id, swap.halves))
+            swap.state.update((key, entry) for key, entry in state.items() if id(key) not in mine)
         return swap
 
-    def _stand_in(self, swap: _Swap, p: torch.Tensor) -> torch.Tensor:
-        """The master of ``p``, which is made if there is none; without a gradient it is none, and ``p`` stays."""
-        entry = self.state.get(p)
-        master: torch.Tensor | None = None if entry is None else entry.get(MASTER)
-        if p.grad is None:
-            if master is not None:
-                swap.resting.append((p, master))
-            return p if master is None else master
-        if master is None:
+    def _master_of(self, p: torch.Tensor) -> torch.Tensor | None:
+        """It is made if there is none, and a gradient to step it with."""
+        master: torch.Tensor | None = self.state[p].get(MASTER) if p in self.state else None
+        if master is None and p.grad is not None:
             master = p.detach().to(torch.float32)
             notes_of(self).take([p], [master])
-        swap.halves.append(p)
-        swap.masters.append(master)
         return master
 
     # Weights that were written.
@@ -296,96 +277,73 @@ class Masters(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
         try:
-            _refuse_group(self.inside, group)
+            _refuse_group(self.inside, self.param_groups[-1])
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
-        group.setdefault(IN_GROUPS, "float32")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but that state of half-precision parameters stays in fp32. Without masters in it (a checkpoint of
         ``cls`` alone) they are made of the weights, in the next step, which a warning says."""
-        # torch casts floating-point state to the parameter's dtype: it finds none, and gets it afterwards. The last of
-        # the hooks, for others may put another state_dict in the place of this one.
-        loading = _Loading(self)
-        handle = self.register_load_state_dict_pre_hook(loading.before)
-        vars(self)[_LOADING] = loading
+        # torch casts floating-point state to the parameter's dtype. The last of the hooks, for others may put another
+        # state_dict in the place of this one.
+        handle = self.register_load_state_dict_pre_hook(lambda _, given: vars(self).update({_GIVEN: given}))
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-            vars(self).pop(_LOADING, None)
-        loading.warn()
+            vars(self).pop(_GIVEN, None)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        loading = vars(self).get(_LOADING)  # before the hooks that follow a load
-        if loading is not None:
-            loading.fill(state)
+        if (given := vars(self).pop(_GIVEN, None)) is not None:  # before the hooks that follow a load
+            self._widen(state, given)
         super().__setstate__(state)
         vars(self).pop(NOTES, None)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        cls = type(self)
-        if vars(cls).get("inside") is None:  # of a class that can be found by its name
-            return super().__reduce_ex__(protocol)
-        return _bare, (self.inside,), self.__getstate__()
+    def _widen(self, state: dict[str, Any], given: Mapping[str, Any]) -> None:
+        """``state``, as torch has read it from the ``given`` one, gets fp32 entries of half-precision parameters."""
+        without = []
+        saved = chain.from_iterable(group["params"] for group in given["param_groups"])
+        own = chain.from_iterable(group["params"] for group in state["param_groups"])
+        for key, p in zip(saved, own, strict=True):
+            entry = state["state"].get(p)
+            if not isinstance(entry, dict) or not entry:
+                continue
+            if p.dtype not in HALF:
+                entry.pop(MASTER, None)  # it is the parameter that counts
+                continue
+            for name, value in given["state"][key].items():
+                if name != "step" and next(_kept_in(value), None) is not None:
+                    entry[name] = _on_device_of(p, value)
+            if MASTER not in entry:
+                without.append(p)
+        if without:
+            _logger.warning(
+                f"{type(self).__name__}: the checkpoint has no masters of {len(without)} parameters "
+                f"({_place_of(self, without[0])} is the first), as that of another class. They are made of the "
+                "half-precision weights in the next step"
+            )
 
     def __repr__(self) -> str:
-        counted = [p.dtype for group in self.param_groups for p in group["params"] if p.dtype in HALF]
-        kinds = " and ".join(sorted({str(dtype).removeprefix("torch.") for dtype in counted})) or "half-precision"
-        return f"{super().__repr__()} with fp32 masters of {len(counted)} {kinds} parameters"
+        count = sum(p.dtype in HALF for group in self.param_groups for p in group["params"])
+        return f"{super().__repr__()} with fp32 masters of {count} half-precision parameters"
 
     # What cannot be.
-
-    def _refuse_belongings(self) -> None:
-        """Refuse what the constructor keeps of the parameters: it would be that of the half-precision ones."""
-        for name, value in vars(self).items():
-            if name in ("param_groups", "state", NOTES):
-                continue
-            kept = next((v for v in _kept_in(value) if not _is_number(v)), None)
-            if isinstance(kept, Optimizer):
-                raise TypeError(
-                    f"{type(self).__name__}: it holds another optimizer ({name}: {class_name(kept)}), whose parameters "
-                    f"it would go on to step. Give the masters to that one: {self.inside.__name__}(masters("
-                    f"{class_name(kept)})(…), …), and call its renew_masters() where the wrapper writes weights"
-                )
-            if kept is not None:
-                raise TypeError(
-                    f"{type(self).__name__}: its constructor keeps {class_name(kept)}s in {name!r}, made of the "
-                    "half-precision parameters, and step() would use them beside the masters. Use fp32 weights, in an "
-                    "autocast block"
-                )
 
     def _widen_first_state(self) -> None:
         """Of torch's, Adagrad makes state in its constructor: the same as it would make of fp32 parameters."""
         for group in self.param_groups:
             for p in group["params"]:
-                tensors = [v for v in self.state.get(p, {}).values() if isinstance(v, torch.Tensor)]
-                if p.dtype not in HALF or not any(v.dtype in HALF for v in tensors):
+                entry = self.state.get(p, {}) if p.dtype in HALF else {}
+                if not any(isinstance(value, torch.Tensor) and value.dtype in HALF for value in entry.values()):
                     continue
                 if self.inside is not torch.optim.Adagrad:
                     raise TypeError(
                         f"{type(self).__name__}: its constructor makes state of the half-precision parameters, which "
-                        "is not that of fp32 ones. Use fp32 weights, in an autocast block"
+                        f"is not that of fp32 ones. {_INSTEAD}"
                     )
-                first = group["initial_accumulator_value"]
-                with torch.no_grad():
-                    self.state[p]["sum"] = torch.full_like(p, first, dtype=torch.float32, requires_grad=False)
-
-
-_LOADING = "_instep_loading"
-
-
-def _bare(inside: type[Optimizer]) -> Optimizer:
-    """An object of ``masters(inside)``, for ``pickle`` and ``copy`` to fill."""
-    cls = masters(inside)
-    return cls.__new__(cls)
-
-
-def _is_torchs(cls: type[Optimizer]) -> bool:
-    return f"{cls.__module__}.".startswith("torch.optim.")
+                entry["sum"] = torch.full_like(p.detach(), group["initial_accumulator_value"], dtype=torch.float32)
 
 
 def notes_of(optimizer: Optimizer) -> Notes:
@@ -400,29 +358,21 @@ def _state_of(optimizer: Optimizer) -> Any:
     return optimizer.state if found is None else found
 
 
-def pairs_of(optimizer: Optimizer, some: Iterable[torch.Tensor] | None = None) -> tuple[Tensors, Tensors]:
-    """The half-precision parameters that have masters, in the order of the groups, or of ``some``; and the masters."""
+def pairs_of(
+    optimizer: Optimizer,
+    some: Sequence[torch.Tensor] | None = None,
+    aliases: Sequence[torch.Tensor] | None = None,
+) -> tuple[Tensors, Tensors]:
+    """The half-precision parameters that have masters, and these: in the order of the groups, or of ``some``, for each
+    of which there may be an alias, to be returned in its place."""
     halves, made, state = Tensors(), Tensors(), _state_of(optimizer)
-    every = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    for p in every if some is None else some:
+    own = [p for group in optimizer.param_groups for p in group["params"]] if some is None else some
+    for p, alias in zip(own, own if aliases is None else aliases, strict=True):
         entry = state.get(p)
         if entry and MASTER in entry and p.dtype in HALF:
-            halves.append(p)
+            halves.append(alias)
             made.append(entry[MASTER])
     return halves, made
-
-
-def note_writes(optimizer: Optimizer, parameters: Sequence[torch.Tensor], owned: Sequence[torch.Tensor]) -> None:
-    """Whoever steps for the optimizer has stepped these, or counts a write of them before: from here on it counts as
-    none of the loop's.
-
-    Args:
-        parameters: or aliases of them.
-        owned: the optimizer's own.
-    """
-    entries = map(_state_of(optimizer).get, owned)
-    pairs = [(p, e[MASTER]) for p, e in zip(parameters, entries, strict=True) if e and MASTER in e and p.dtype in HALF]
-    notes_of(optimizer).take([p for p, _ in pairs], [m for _, m in pairs])
 
 
 def require_unwritten(optimizer: Optimizer, halves: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
@@ -443,8 +393,7 @@ def _place_of(optimizer: Optimizer, parameter: torch.Tensor) -> str:
     for number, group in enumerate(optimizer.param_groups):
         for position, p in enumerate(group["params"]):
             if p is parameter:
-                names = group.get("param_names")
-                name = f" ({names[position]!r})" if names and position < len(names) else ""
+                name = f" ({group['param_names'][position]!r})" if "param_names" in group else ""
                 return f"param_groups[{number}]['params'][{position}]{name}"
     return f"a parameter of shape {tuple(parameter.shape)}"
 
@@ -464,96 +413,33 @@ def wide(gradients: Sequence[torch.Tensor]) -> Tensors:
 
 
 def copy_back(halves: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
+    """The weights follow their masters. Of a DTensor its part: torch has no strategy for ``_foreach_copy_``."""
     if halves:
-        # Of a DTensor its part: torch has no strategy for _foreach_copy_.
         torch._foreach_copy_([*map(memory_of, halves)], [*map(memory_of, made)])
 
 
 def _lend(swap: _Swap, state: Any) -> None:
     """The masters get their entries, and their gradients."""
-    for p, m in zip(*swap.all, strict=True):
+    for p, m in zip(swap.halves, swap.masters, strict=True):
         entry = state.get(p)
         if entry is not None and entry.keys() - {MASTER}:  # classes fill an entry that they find empty
             swap.state[m] = entry
             entry.pop(MASTER, None)
-    for m, gradient in zip(swap.masters, wide([p.grad for p in swap.halves if p.grad is not None]), strict=True):
+    due = [(m, p.grad) for p, m in zip(swap.halves, swap.masters, strict=True) if p.grad is not None]
+    for (m, _), gradient in zip(due, wide([gradient for _, gradient in due]), strict=True):
         m.requires_grad = True  # some classes pass over what requires none
         m.grad = gradient
 
 
 def _put_back(swap: _Swap, state: Any) -> None:
     """What the step has made of the state."""
-    inner = swap.state
-    for p, m in zip(*swap.all, strict=True):
+    for p, m in zip(swap.halves, swap.masters, strict=True):
         m.grad = None
         m.requires_grad = False
-        entry = state.get(p)
-        made = inner.pop(m, entry)
-        if entry is None:
-            entry = state[p] = {} if made is None else made
-        elif made is not entry:
-            entry.clear()
-            entry.update(made)
-        entry.pop(MASTER, None)
+        made = swap.state.pop(m, None)
+        entry = state[p] = state.get(p, {}) if made is None else made
         entry[MASTER] = m  # the last one, in each step
-    if swap.is_whole:
-        for key in [key for key in state if key not in inner and not isinstance(key, torch.Tensor)]:
-            del state[key]
-    state.update(inner)
-
-
-# Loading.
-
-
-class _Loading:
-    """One ``load_state_dict()``: tensors of half-precision parameters' state pass by torch, which would cast them."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._tensors: dict[Any, Any] = {}  # by the key of the checkpoint
-        self._parameters: dict[Any, torch.Tensor] = {}
-        self._lacks: list[Any] = []
-
-    def before(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        own = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-        self._parameters = dict(zip(saved, own, strict=False))  # torch says what does not fit
-        state = dict(state_dict["state"])
-        for key, p in self._parameters.items():
-            entry = state.get(key)
-            if not isinstance(entry, dict):
-                continue
-            if p.dtype in HALF:
-                self._tensors[key] = {
-                    k: v for k, v in entry.items() if k != "step" and next(_kept_in(v), None) is not None
-                }
-                if entry and MASTER not in entry:
-                    self._lacks.append(key)
-            # Of a parameter that is fp32 by now it is the parameter that counts.
-            state[key] = {k: v for k, v in entry.items() if k != MASTER and k not in self._tensors.get(key, ())}
-        return {**state_dict, "state": state}
-
-    def fill(self, state: dict[str, Any]) -> None:
-        """``state``: that the optimizer is about to get, as torch has read it."""
-        for key, tensors in self._tensors.items():
-            p = self._parameters[key]
-            entry = state["state"][p]
-            entry.update((name, _on_device_of(p, value)) for name, value in tensors.items())
-            if MASTER in entry:
-                entry[MASTER] = entry.pop(MASTER)
-        for group in state["param_groups"]:
-            group.setdefault(IN_GROUPS, "float32")
-
-    def warn(self) -> None:
-        if self._lacks:
-            place = _place_of(self._optimizer, self._parameters[self._lacks[0]])
-            _logger.warning(
-                "%s: the checkpoint has no masters of %d parameters (%s is the first): it is one of the class without "
-                "them. They are made of the half-precision weights in the next step",
-                type(self._optimizer).__name__,
-                len(self._lacks),
-                place,
-            )
+    state.update(swap.state)
 
 
 def _on_device_of(parameter: torch.Tensor, value: Any) -> Any:
@@ -580,9 +466,21 @@ def _kept_in(value: Any) -> Iterator[Any]:
             yield from _kept_in(one)
 
 
-def _is_number(value: Any) -> bool:
-    """A learning rate, a beta or a count may be a tensor."""
-    return isinstance(value, torch.Tensor) and value.numel() <= 1 and not isinstance(value, nn.Parameter)
+def _refuse_kept(inside: type[Optimizer], value: Any, place: str) -> None:
+    """What the constructor keeps of the parameters would be that of the half-precision ones. A learning rate, a beta or
+    a count may be a tensor."""
+    for kept in _kept_in(value):
+        if isinstance(kept, Optimizer):
+            raise TypeError(
+                f"masters({inside.__name__}): it holds another optimizer ({place}: {class_name(kept)}), whose "
+                f"parameters it would go on to step. Give the masters to that one: {inside.__name__}(masters("
+                f"{class_name(kept)})(…), …), and call its renew_masters() where the wrapper writes weights"
+            )
+        if not isinstance(kept, torch.Tensor) or kept.numel() > 1 or isinstance(kept, nn.Parameter):
+            raise TypeError(
+                f"masters({inside.__name__}): its constructor keeps a {class_name(kept)} {place}, which step() would "
+                f"use beside the masters, and which may be made of the half-precision parameters. {_INSTEAD}"
+            )
 
 
 def _refuse_group(inside: type[Optimizer], group: Mapping[str, Any]) -> None:
@@ -592,17 +490,11 @@ def _refuse_group(inside: type[Optimizer], group: Mapping[str, Any]) -> None:
             "are copied from the masters outside of it. Use differentiable=False, or fp32 weights"
         )
     for key, value in group.items():
-        if key != "params" and not all(map(_is_number, _kept_in(value))):
-            raise TypeError(
-                f"masters({inside.__name__}): a group has tensors under {key!r}, which were made for the "
-                "half-precision parameters. Use fp32 weights, in an autocast block"
-            )
+        if key != "params":
+            _refuse_kept(inside, value, f"in a group, under {key!r}")
     for position, p in enumerate(group["params"]):
-        where = f"masters({inside.__name__}): parameter {position} of a group"
-        if p.dtype is torch.complex32:
-            raise ValueError(f"{where} is of complex32, of which there are no masters. Use complex64")
         if p.dtype in HALF and hasattr(type(p), "__tensor_flatten__") and not hasattr(p, "_local_tensor"):
             raise TypeError(
-                f"{where} is a {class_name(p)}, whose values are not simply of {p.dtype}: there is no fp32 copy to "
-                "round. Leave such weights out, or step them with the class alone"
+                f"masters({inside.__name__}): parameter {position} of a group is a {class_name(p)}, whose values are "
+                f"not simply of {p.dtype}: there is no fp32 copy to round. Leave it out, or step it without masters"
             )

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import instep
-from instep.errors import StaleMasterError
+from instep.errors import InstepError, StaleMasterError
 from tests.cases import Blocks, batch
 from tests.devices import here
 from tests.distributed.pool import RankPool
@@ -145,3 +145,29 @@ def written(kind: str, options: dict[str, Any] | None) -> bool:
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
 def test_weights_that_were_written(two_ranks: RankPool, kind: str, way: str) -> None:
     assert two_ranks.run(written, kind, WAYS[way]) == [True, True]
+
+
+def written_of_one_owner(options: dict[str, Any]) -> str:
+    """With ``shard_state`` one rank has the master of a weight, which all have written."""
+    model = build("DDP", matrices=True)
+    optimizer: Any = instep.masters(torch.optim.AdamW)([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    overlap = instep.attach(model, optimizer, shard_state=True, **options)
+    loop = Loop(model, optimizer)
+    loop.learn(0)
+    loop.learn(1)
+    overlap.synchronize()
+    with torch.no_grad():
+        next(p for p in model.parameters() if p.requires_grad).mul_(0.5)
+    try:
+        loop.learn(2)
+        overlap.synchronize()
+    except InstepError as error:
+        return type(error).__name__
+    return "nothing"
+
+
+@pytest.mark.parametrize("way", ["backward", "forward"])
+def test_a_weight_that_one_rank_has_the_master_of(two_ranks: RankPool, way: str) -> None:
+    """That rank raises, and the other does not wait for it."""
+    said = two_ranks.run(written_of_one_owner, WAYS[way])
+    assert sorted(said) == ["StaleMasterError", "TornStepError"]

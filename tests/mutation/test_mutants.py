@@ -3353,9 +3353,8 @@ MUTANTS = [
     ),
     Mutant(
         "masters: state is loaded in the dtype of the weights",
-        "_Loading.before",
-        "if p.dtype in HALF:",
-        "if False:",
+        "Masters._widen",
+        "entry[name] = _on_device_of(p, value)",
     ),
     Mutant(
         "masters: half-precision state of a checkpoint stays so",
@@ -3363,14 +3362,18 @@ MUTANTS = [
         "torch.float32 if value.dtype in HALF else value.dtype",
         "value.dtype",
     ),
-    Mutant("masters: nobody hears of a checkpoint without", "Masters.load_state_dict", "loading.warn()"),
-    Mutant("masters: groups forget them with a checkpoint", "_Loading.fill", 'group.setdefault(IN_GROUPS, "float32")'),
+    Mutant("masters: nobody hears of a checkpoint without", "Masters._widen", "without.append(p)"),
+    Mutant("masters: fp32 parameters load them", "Masters._widen", "entry.pop(MASTER, None)"),
     Mutant(
         "masters: step hooks run again within the step",
         "Masters._with_masters",
         "vars(self).update((name, OrderedDict()) for name in _HOOKS)",
     ),
-    Mutant("masters: written weights are written over", "Masters._swap", "require_unwritten(self, *swap.all)"),
+    Mutant(
+        "masters: written weights are written over",
+        "Masters._swap",
+        "require_unwritten(self, swap.halves, swap.masters)",
+    ),
     Mutant("masters: a written weight is found once others are stepped", "Stepper._begin", "look_at_masters(self)"),
     Mutant(
         "masters: a written weight is found after step() has returned",
@@ -3402,27 +3405,30 @@ MUTANTS = [
     Mutant(
         "masters: Adagrad's first sum is a rounded one",
         "Masters._widen_first_state",
-        "torch.full_like(p, first, dtype=torch.float32, requires_grad=False)",
-        'self.state[p]["sum"].float()',
+        'torch.full_like(p.detach(), group["initial_accumulator_value"], dtype=torch.float32)',
+        'entry["sum"].float()',
     ),
     Mutant(
         "masters: an entry without a gradient is touched",
         "Masters._swap",
-        "p.grad is None and not swap.is_whole",
+        "p.grad is None and not is_whole",
         "False",
     ),
-    Mutant("masters: a step without gradients asks for state", "Masters.step", "AS_IT_IS if none_is_due else ", ""),
+    Mutant(
+        "masters: a step without gradients asks for state", "Masters.step", "return loss  # nothing is due", "pass  #"
+    ),
     Mutant(
         "masters: parameters without gradients are not a foreign class's",
-        "Masters._stand_in",
-        "swap.resting.append((p, master))",
+        "Masters._with_masters",
+        "p.grad is not None or then != now",
+        "p.grad is not None",
     ),
     Mutant(
         "masters: what is kept of no parameter is lost",
         "Masters._swap",
-        "inner.update((key, entry) for key, entry in state.items() if id(key) not in mine)",
+        "swap.state.update((key, entry) for key, entry in state.items() if id(key) not in mine)",
     ),
-    Mutant("masters: fp32 parameters have no state", "Masters._swap", "inner[p] = state[p]"),
+    Mutant("masters: fp32 parameters have no state", "Masters._swap", "swap.state[p] = state[p]"),
     Mutant(
         "masters: whoever looks at state waits for updates beside backward",
         "_state_of",
@@ -3450,7 +3456,7 @@ MUTANTS = [
         "UpdatesBeside.hand_over",
         "look_at_masters(stepper, part.tensors())",
     ),
-    Mutant("masters: weights without gradients are written anew", "Masters._with_masters", "if a != b", "if True"),
+    Mutant("masters: weights without gradients are written anew", "Masters._with_masters", "then != now", "True"),
     Mutant(
         "masters: a proved class is judged with them",
         "is_proved",
@@ -3461,19 +3467,35 @@ MUTANTS = [
     Mutant(
         "masters: a step that raises keeps them in the groups",
         "Masters._with_masters",
-        'group["params"] = params[0]',
+        'group["params"] = own',
     ),
     Mutant("masters: a step that raises loses them", "_put_back", "entry[MASTER] = m"),
     Mutant(
-        "masters: a copy is found by its name",
-        "Masters.__reduce_ex__",
-        'vars(cls).get("inside") is None',
+        "masters: a class is found by its name",
+        "_reduce",
+        "inside is None",
         "True",
     ),
     Mutant("masters: a refused group stays", "Masters.add_param_group", "self.param_groups.pop()"),
-    Mutant("masters: tensors of a constructor stay", "Masters.__init__", "self._refuse_belongings()"),
+    Mutant(
+        "masters: tensors of a constructor stay",
+        "Masters.__init__",
+        """_refuse_kept(self.inside, value, f"in {name!r}")""",
+    ),
+    Mutant("masters: weights of fp32 are stepped by those of before", "Kernel._place", "p.dtype in HALF", "True"),
+    Mutant(
+        "masters: a class alone over fp32 has lost them",
+        "masters_lost",
+        "m.dtype in HALF",
+        "True",
+    ),
+    Mutant(
+        "masters: a rank that finds a written weight leaves the others waiting",
+        "ForwardCalls._put_off",
+        "step.ledger.votes.say_failed(step.number)",
+    ),
     Mutant("masters: state of a constructor stays", "Masters.__init__", "self._widen_first_state()"),
-    Mutant("masters: a class alone steps a checkpoint of theirs", "masters_lost", "IN_GROUPS in group", "False"),
+    Mutant("masters: a class alone steps a checkpoint of theirs", "masters_lost", "m.dtype in HALF", "False"),
     Mutant("masters: a DTensor is copied into as a whole", "copy_back", "[*map(memory_of, halves)]", "[*halves]"),
 ]
 

@@ -33,7 +33,7 @@ from instep._optim.values import is_immutable
 from instep._torch.engine import AS_IT_IS, is_captured
 from instep._torch.hooks import is_torchs
 from instep._torch.versions import PLAIN, are_plain
-from instep.master_weights import MASTER, Masters, copy_back, wide
+from instep.master_weights import HALF, MASTER, Masters, copy_back, wide
 
 Tensors = list[torch.Tensor]
 GRADIENT: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
@@ -284,6 +284,10 @@ class Kernel:
         self, optimizer: Optimizer, owned: Sequence[torch.Tensor], groups: GroupLayout, state: StateLayout
     ) -> Placed | None:
         """``None``: ``step()`` must be asked, or an entry lacks what it reads, as before the first step."""
+        if self._of_masters and not all(
+            p.dtype in HALF for p in owned
+        ):  # one of a model that was half once has a master
+            return None
         entries = state.entries_of(owned)
         parts, read = list[Part](), list[int]()
         for number, (mine, _) in enumerate(groups.members_of(owned)):

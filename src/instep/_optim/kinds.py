@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from instep._optim.overrides import is_manager
 from instep._optim.values import is_fake
+from instep._torch.hooks import is_in_torch_optim, undecorated_step
 from instep._torch.watch import plain_type
 from instep.master_weights import NOTES, Masters, class_inside
 
@@ -77,12 +78,6 @@ ONLY_DEFER = "Only defer=True refuses it: with defer='auto' instep takes the loo
 """What to do where nothing but that option splits the update, or puts the step off."""
 
 
-def undecorated_step(cls: type[Optimizer]) -> Callable[..., Any]:
-    """``cls.step`` without the wrapper in which torch runs its global step hooks: they are owed one call per step."""
-    step: Any = cls.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
-
-
 # Which optimizers are torch's own, and which of those update every element of a parameter by itself.
 
 
@@ -139,12 +134,6 @@ def _is_usual(kind: type[torch.Tensor]) -> bool:
     )
     dispatches = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not is_fake(kind)
     return not dispatches and function in (usual, of_parameters)
-
-
-def is_in_torch_optim(made_by: Callable[..., Optimizer]) -> bool:
-    """Whether ``made_by`` is a class of ``torch.optim``. Some of these name a file in ``__module__``, others the
-    package itself."""
-    return f"{made_by.__module__}.".startswith("torch.optim.")
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:

@@ -18,7 +18,7 @@ from instep._optim.kinds import class_of_update, has_values, read_by_update, rep
 from instep._optim.shadow import parameters_of
 from instep._optim.values import is_immutable
 from instep._torch.versions import memory_of
-from instep.master_weights import HALF, IN_GROUPS, Masters
+from instep.master_weights import HALF, Masters
 
 FREE = frozenset({"lr", "initial_lr", "weight_decay", "betas", "eps", "momentum"})
 """Numbers that may be others than in the sweep. Any other setting may switch on what couples parameters."""
@@ -43,7 +43,7 @@ def settings_of(optimizer: Optimizer) -> list[str]:
     """Its groups' settings, its attributes, and of which kinds its parameters are: each once, in order."""
     places = [dict(group, params=None, param_names=None) for group in optimizer.param_groups]
     places.append({name: value for name, value in read_by_update(optimizer).items() if name != "defaults"})
-    settings = ((k, value) for place in places for k, value in place.items() if k not in FREE and k != IN_GROUPS)
+    settings = ((name, value) for place in places for name, value in place.items() if name not in FREE)
     wide = HALF if isinstance(optimizer, Masters) else ()  # it is the masters that are stepped
     kinds = {
         f"{type(memory_of(p)).__name__} of {torch.float32 if p.dtype in wide else p.dtype}"

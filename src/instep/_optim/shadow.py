@@ -18,9 +18,9 @@ from instep._optim.kinds import (
     is_torchs_own,
     read_by_update,
     steps_one,
-    undecorated_step,
 )
 from instep._optim.values import PER_PARAMETER, is_immutable, is_plain, private
+from instep._torch.hooks import undecorated_step
 from instep._torch.lifetime import reference_to
 from instep._torch.versions import memory_of
 from instep.errors import StaleAttachmentError

@@ -25,7 +25,7 @@ from instep._torch.hooks import is_in_step
 from instep._torch.lifetime import reference_to
 from instep._torch.versions import VERSION, version_of, versions_of
 from instep.errors import HyperparameterChangedError, StaleAttachmentError, UnsupportedOptimizerError
-from instep.master_weights import HALF, Masters, note_writes, pairs_of, require_unwritten
+from instep.master_weights import HALF, Masters, notes_of, pairs_of, require_unwritten
 
 
 class _Kind(NamedTuple):
@@ -559,11 +559,11 @@ def look_at_masters(stepper: Stepper, some: Sequence[torch.Tensor] | None = None
 
 
 def note_masters(stepper: Stepper, parameters: Sequence[torch.Tensor], owned: Sequence[torch.Tensor]) -> None:
-    """``parameters``, which may be aliases of the optimizer's own, were stepped; or a write of them was counted in
-    advance."""
+    """``parameters``, which may be aliases of the optimizer's ``owned``, were stepped, or a write of them was counted
+    in advance: it counts as none of the loop's."""
     optimizer = stepper.optimizer()
     if isinstance(optimizer, Masters):
-        note_writes(optimizer, parameters, owned)
+        notes_of(optimizer).take(*pairs_of(optimizer, owned, parameters))
 
 
 def _step_object(own: OwnObject, call: CallUpdate, update: Update) -> None:
