@@ -227,6 +227,7 @@ class Masters(Optimizer):
             vars(self).update(hooks)
             _put_back(swap, state)
 
+    @not_traced
     def _swap(self) -> _Swap:
         state, swap = self.state, _Swap([], [], [], defaultdict(dict))
         # torch's own ask for the entries of parameters that have a gradient, and for no others: these are not touched,
@@ -252,6 +253,7 @@ class Masters(Optimizer):
             swap.state.update((key, entry) for key, entry in state.items() if id(key) not in mine)
         return swap
 
+    @not_traced
     def _master_of(self, p: torch.Tensor) -> torch.Tensor | None:
         """It is made if there is none, and a gradient to step it with."""
         master: torch.Tensor | None = self.state[p].get(MASTER) if p in self.state else None
@@ -390,15 +392,12 @@ def require_unwritten(optimizer: Optimizer, halves: Sequence[torch.Tensor], made
 
 
 def _place_of(optimizer: Optimizer, parameter: torch.Tensor) -> str:
-    for number, group in enumerate(optimizer.param_groups):
-        for position, p in enumerate(group["params"]):
-            if p is parameter:
-                name = f" ({group['param_names'][position]!r})" if "param_names" in group else ""
-                return f"param_groups[{number}]['params'][{position}]{name}"
-    return f"a parameter of shape {tuple(parameter.shape)}"
-
-
-# The two casts.
+    places = (
+        (n, i, g) for n, g in enumerate(optimizer.param_groups) for i, p in enumerate(g["params"]) if p is parameter
+    )
+    number, position, group = next(places)
+    name = f" ({group['param_names'][position]!r})" if "param_names" in group else ""
+    return f"param_groups[{number}]['params'][{position}]{name}"
 
 
 def wide(gradients: Sequence[torch.Tensor]) -> Tensors:

@@ -274,6 +274,7 @@ def test_no_weight_is_compared_by_value_in_a_regular_loop(way: str, monkeypatch:
 
     monkeypatch.setattr(master_weights, "_is_rounding", compared)
     require_equal(Run(), WAYS[way])
+    require_equal(Run(settings={"fused": True}), WAYS[way])  # beside backward, too
     require_equal(Run(torch.optim.RMSprop), WAYS[way])
 
 
@@ -667,6 +668,19 @@ def test_a_group_that_is_added() -> None:
     with pytest.raises(ValueError, match="differentiable=True"):
         lane.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "differentiable": True})
     assert len(lane.optimizer.param_groups) == 2
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")
+def test_a_compiled_step() -> None:
+    """As that of the loop by hand, and not compiled anew for each parameter."""
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        hand, lane = Lane(Run(cls=SGD), by_hand=True), Lane(Run(cls=SGD))
+        for each in (hand, lane):
+            each.optimizer.step = torch.compile(each.optimizer.step, backend="eager")
+        for i in range(3):
+            hand.learn(i)
+            lane.learn(i)
+            assert difference(hand.values(), lane.values()) is None, i
 
 
 class Untouched(dict[Any, Any]):

@@ -74,6 +74,7 @@ class UpdatesBeside:
             # Here, and not on the worker: what the loop changes in a hook is noticed at the next bucket, as in hooks.
             stepper.look_at_settings(part.tensors())
             look_at_masters(stepper, part.tensors())
+            self._step_of(stepper)  # which looks at all of them, in the first bucket
         # Before the update notes what it finds. A graph that has saved an old weight refuses to run from here on: an
         # update that has run counts its write, too, but a node may read the weight before that.
         torch.autograd.graph.increment_version(bucket.tensors())
