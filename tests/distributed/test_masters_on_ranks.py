@@ -17,6 +17,7 @@ from tests.cases import Blocks, batch
 from tests.devices import here
 from tests.distributed.pool import RankPool
 from tests.distributed.sharded import Loop, loss_of, nested
+from tests.inside import schedule_of
 
 WAYS: dict[str, dict[str, Any] | None] = {
     "not attached": None,
@@ -158,9 +159,22 @@ def written_of_one_owner(options: dict[str, Any]) -> str:
     overlap.synchronize()
     with torch.no_grad():
         next(p for p in model.parameters() if p.requires_grad).mul_(0.5)
+    votes: Any = schedule_of(overlap)._step.ledger.votes
+    told, say = list[int](), votes.say_failed
+
+    def saying(step: int) -> None:
+        told.append(step)
+        say(step)
+
+    votes.say_failed = saying
     try:
         loop.learn(2)
         overlap.synchronize()
+    except StaleMasterError:
+        if options["schedule"] == "forward" and not told:
+            say(3)  # or the other would wait for as long as the process group does
+            return "kept to itself"
+        return "StaleMasterError"
     except InstepError as error:
         return type(error).__name__
     return "nothing"
