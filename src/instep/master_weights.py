@@ -196,9 +196,9 @@ class Masters(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
-        if is_in_torch_optim(self.inside) and all(p.grad is None for p in parameters):
-            return loss  # nothing is due, and whoever asks for the state may have to wait for updates under way
-        with torch.no_grad(), self._with_masters():
+        none_is_due = is_in_torch_optim(self.inside) and all(p.grad is None for p in parameters)
+        # Whoever asks for the state may have to wait for updates that are under way.
+        with torch.no_grad(), AS_IT_IS if none_is_due else self._with_masters():
             returned = undecorated_step(self.inside)(self, *args, **kwargs)
         return returned if closure is None else loss
 

@@ -3414,8 +3414,18 @@ MUTANTS = [
         "p.grad is None and not is_whole",
         "False",
     ),
+    Mutant("masters: a step without gradients asks for state", "Masters.step", "AS_IT_IS if none_is_due else ", ""),
     Mutant(
-        "masters: a step without gradients asks for state", "Masters.step", "return loss  # nothing is due", "pass  #"
+        "masters: a class whose step is replaced stays known",
+        "Stepper.is_foreign",
+        "class_of_update(optimizer).step",
+        "type(optimizer).step",
+    ),
+    Mutant(
+        "masters: beside backward a weight is compared by its values",
+        "UpdatesBeside.hand_over",
+        "self._step_of(stepper)  #",
+        "pass  #",
     ),
     Mutant(
         "masters: parameters without gradients are not a foreign class's",

@@ -542,6 +542,27 @@ def test_a_class_of_ones_own_is_judged_and_stepped_in_backward() -> None:
     require_equal(Run(Own, steps=6), WAYS["backward"])
 
 
+def test_a_step_that_is_replaced_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is looked for where the masters are stepped, and judged from then on."""
+    hand, lane = Lane(Run(), by_hand=True), Lane(Run(), options=WAYS["backward"])
+    real = AdamW.step
+
+    def step(self: Any, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.sign_()
+        return real(self, closure)
+
+    for i in range(7):
+        if i == 2:
+            monkeypatch.setattr(AdamW, "step", step)
+        hand.learn(i)
+        lane.learn(i)
+        assert difference(hand.values(), lane.values()) is None, i
+    lane.end()
+
+
 def test_a_class_is_proved_with_masters_where_it_is_without() -> None:
     lion = pytest.importorskip("pytorch_optimizer").Lion
     parameters = [nn.Parameter(torch.ones(2, dtype=HALF))]

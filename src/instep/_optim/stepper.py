@@ -14,7 +14,14 @@ from torch.optim import Optimizer
 from instep._optim.beside import Beside
 from instep._optim.guards import Layouts, SettingsGuard, StateGuard, numbers_of
 from instep._optim.kernels import GRADIENT, InBucket, Kernel, KernelCall, MastersCall, Placing, are_usual, kernel_of
-from instep._optim.kinds import SCALES, STEPPED_WHOLE, has_usual_parameters, is_elementwise, is_torchs_own
+from instep._optim.kinds import (
+    SCALES,
+    STEPPED_WHOLE,
+    class_of_update,
+    has_usual_parameters,
+    is_elementwise,
+    is_torchs_own,
+)
 from instep._optim.local_shard import LocalShard
 from instep._optim.offload import OffloadedState
 from instep._optim.own_object import ObjectCall, OwnObject
@@ -34,7 +41,7 @@ class _Kind(NamedTuple):
 
     Attributes:
         own: the ``step`` of the object; ``None``: it has none.
-        step: of its class.
+        step: of its class; of one with masters, of that which steps these.
         update: what ``step`` wraps, without the calls of hooks.
         is_known: whether the update is one of torch's own, over plain parameters.
         call: calls its update.
@@ -307,7 +314,7 @@ class Stepper:
         beside the parameters that it is given, their gradients and their state."""
         optimizer, kind = self._optimizer(), self._kind
         if optimizer is not None:
-            own, step = vars(optimizer).get("step"), type(optimizer).step
+            own, step = vars(optimizer).get("step"), class_of_update(optimizer).step
             update = getattr(step, "__wrapped__", None)
             is_same = step is kind.step() and update is (kind.update and kind.update())
             if not is_same or own is not (kind.own and kind.own()):
@@ -571,7 +578,7 @@ def _step_object(own: OwnObject, call: CallUpdate, update: Update) -> None:
 
 
 def _kind_of(optimizer: Optimizer) -> _Kind:
-    own, step = vars(optimizer).get("step"), type(optimizer).step
+    own, step = vars(optimizer).get("step"), class_of_update(optimizer).step
     update = getattr(step, "__wrapped__", None)
     known = is_torchs_own(optimizer) and has_usual_parameters(optimizer)
     call = how_to_step(optimizer)
