@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from instep._torch.engine import not_traced
+from instep._torch.engine import AS_IT_IS, not_traced
 from instep._torch.hooks import is_in_torch_optim, undecorated_step
 from instep._torch.versions import PLAIN, memory_of, versions_of
 from instep.errors import StaleMasterError, class_name

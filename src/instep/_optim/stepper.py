@@ -17,7 +17,6 @@ from instep._optim.kernels import GRADIENT, InBucket, Kernel, KernelCall, Master
 from instep._optim.kinds import (
     SCALES,
     STEPPED_WHOLE,
-    class_of_update,
     has_usual_parameters,
     is_elementwise,
     is_torchs_own,
@@ -41,8 +40,8 @@ class _Kind(NamedTuple):
 
     Attributes:
         own: the ``step`` of the object; ``None``: it has none.
-        step: of its class; of one with masters, of that which steps these.
-        update: what ``step`` wraps, without the calls of hooks.
+        step: of its class.
+        update: what ``step`` wraps, without the calls of hooks; of a class with masters the ``step`` that steps these.
         is_known: whether the update is one of torch's own, over plain parameters.
         call: calls its update.
         kernel: that ``step`` calls, if that can be called in its place.
@@ -314,8 +313,7 @@ class Stepper:
         beside the parameters that it is given, their gradients and their state."""
         optimizer, kind = self._optimizer(), self._kind
         if optimizer is not None:
-            own, step = vars(optimizer).get("step"), class_of_update(optimizer).step
-            update = getattr(step, "__wrapped__", None)
+            own, step, update = _steps_of(optimizer)
             is_same = step is kind.step() and update is (kind.update and kind.update())
             if not is_same or own is not (kind.own and kind.own()):
                 self._kind = _kind_of(optimizer)  # a trainer has replaced it since, or a scheduler counts its calls
@@ -577,9 +575,15 @@ def _step_object(own: OwnObject, call: CallUpdate, update: Update) -> None:
     own.step(update.optimizer, update.members, update.owned, update.tensors, call)
 
 
+def _steps_of(optimizer: Optimizer) -> tuple[Any, Any, Any]:
+    """By which its kind is known: see ``_Kind``."""
+    own, step = vars(optimizer).get("step"), type(optimizer).step
+    inside = optimizer.inside.step if isinstance(optimizer, Masters) else getattr(step, "__wrapped__", None)
+    return own, step, inside
+
+
 def _kind_of(optimizer: Optimizer) -> _Kind:
-    own, step = vars(optimizer).get("step"), class_of_update(optimizer).step
-    update = getattr(step, "__wrapped__", None)
+    own, step, update = _steps_of(optimizer)
     known = is_torchs_own(optimizer) and has_usual_parameters(optimizer)
     call = how_to_step(optimizer)
     return _Kind(own and reference_to(own), reference_to(step), update and reference_to(update), known, call)
