@@ -3417,9 +3417,9 @@ MUTANTS = [
     Mutant("masters: a step without gradients asks for state", "Masters.step", "AS_IT_IS if none_is_due else ", ""),
     Mutant(
         "masters: a class whose step is replaced stays known",
-        "_steps_of",
-        "optimizer.inside.step if isinstance(optimizer, Masters) else ",
-        "",
+        "Stepper.is_foreign",
+        "step is kind.step() and update is (kind.update and kind.update())",
+        "step is kind.step()",
     ),
     Mutant(
         "masters: beside backward a weight is compared by its values",

@@ -14,13 +14,7 @@ from torch.optim import Optimizer
 from instep._optim.beside import Beside
 from instep._optim.guards import Layouts, SettingsGuard, StateGuard, numbers_of
 from instep._optim.kernels import GRADIENT, InBucket, Kernel, KernelCall, MastersCall, Placing, are_usual, kernel_of
-from instep._optim.kinds import (
-    SCALES,
-    STEPPED_WHOLE,
-    has_usual_parameters,
-    is_elementwise,
-    is_torchs_own,
-)
+from instep._optim.kinds import SCALES, STEPPED_WHOLE, has_usual_parameters, is_elementwise, is_torchs_own
 from instep._optim.local_shard import LocalShard
 from instep._optim.offload import OffloadedState
 from instep._optim.own_object import ObjectCall, OwnObject
@@ -313,7 +307,8 @@ class Stepper:
         beside the parameters that it is given, their gradients and their state."""
         optimizer, kind = self._optimizer(), self._kind
         if optimizer is not None:
-            own, step, update = _steps_of(optimizer)
+            own, step = vars(optimizer).get("step"), type(optimizer).step
+            update = optimizer.inside.step if isinstance(optimizer, Masters) else getattr(step, "__wrapped__", None)
             is_same = step is kind.step() and update is (kind.update and kind.update())
             if not is_same or own is not (kind.own and kind.own()):
                 self._kind = _kind_of(optimizer)  # a trainer has replaced it since, or a scheduler counts its calls
@@ -575,15 +570,9 @@ def _step_object(own: OwnObject, call: CallUpdate, update: Update) -> None:
     own.step(update.optimizer, update.members, update.owned, update.tensors, call)
 
 
-def _steps_of(optimizer: Optimizer) -> tuple[Any, Any, Any]:
-    """By which its kind is known: see ``_Kind``."""
-    own, step = vars(optimizer).get("step"), type(optimizer).step
-    inside = optimizer.inside.step if isinstance(optimizer, Masters) else getattr(step, "__wrapped__", None)
-    return own, step, inside
-
-
 def _kind_of(optimizer: Optimizer) -> _Kind:
-    own, step, update = _steps_of(optimizer)
+    own, step = vars(optimizer).get("step"), type(optimizer).step
+    update = optimizer.inside.step if isinstance(optimizer, Masters) else getattr(step, "__wrapped__", None)
     known = is_torchs_own(optimizer) and has_usual_parameters(optimizer)
     call = how_to_step(optimizer)
     return _Kind(own and reference_to(own), reference_to(step), update and reference_to(update), known, call)
