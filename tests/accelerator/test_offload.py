@@ -766,6 +766,39 @@ def test_a_step_that_needs_a_closure_is_refused(schedule: Schedules) -> None:
         learn()
 
 
+def test_state_that_is_judged_is_read_once_it_has_come_back() -> None:
+    def run(**options: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8))
+        optimizer = Averaging(model.parameters())
+        with instep.attach(model, optimizer, bucket_bytes=600, **options):
+            for i in range(5):
+                model(torch.full((2, 16), 1.0 + i)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [*model.parameters(), *(optimizer.state[p]["mean"] for p in model.parameters())]
+
+    with own_steps_are_judged(), recorded() as log:
+        found = run(schedule="backward", offload="host")
+    log.assert_ordered()
+    assert all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(found, run(schedule="forward"), strict=True))
+
+
+class Averaging(torch.optim.SGD):
+    """torch's by name alone: it keeps a mean of the gradients."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                    p.sub_(mean.lerp_(p.grad, 0.1), alpha=group["lr"])
+
+
 @pytest.mark.parametrize("make", [lambda p: [torch.zeros_like(p), (torch.ones_like(p), 3)], lambda p: {"a": p + 1}])
 def test_state_in_containers(make: Callable[[torch.Tensor], Any]) -> None:
     def run(**options: Any) -> list[Any]:

@@ -762,8 +762,8 @@ MUTANTS = [
     Mutant(
         "trust a class of torch's in which anything was replaced",
         "is_torchs_own",
-        'undecorated_step(cls), getattr(cls, "_init_group", cls.step)',
-        "(undecorated_step(cls),)",
+        'getattr(cls, "_init_group", cls.step)',
+        "cls.step",
     ),
     Mutant(
         "undo puts back what step() left when it raised again",
@@ -2946,7 +2946,22 @@ MUTANTS = [
     Mutant(
         "judge: gradients that a part writes are not put back", "BeforeUpdate.put_back", "restore(gradient, values)"
     ),
-    Mutant("judge: gradients that a part replaces are not put back", "BeforeUpdate.put_back", "tensor.grad = gradient"),
+    Mutant("judge: a parameter that misses an update is not awaited", "_Met.note_lag", "|= attached", "&= attached"),
+    Mutant("judge: frozen parameters are awaited", "Judge.look", "not self._met.lagging.isdisjoint(requiring)", "True"),
+    Mutant(
+        "judge: a parameter that is back is not compared",
+        "Judge.before_update",
+        " or (returns and self._met.returns)",
+        "",
+    ),
+    Mutant("judge: parameters that are back are compared for ever", "_Met.has_compared", "self.returns -= 1", "pass"),
+    Mutant("judge: parts without a gradient beside others", "PartsOfUpdate._take_all", "self._rest_beside_others()"),
+    Mutant(
+        "judge: what the whole update makes of those without a gradient",
+        "PartsOfUpdate.compare",
+        "in self._resting",
+        "in ()",
+    ),
     Mutant(
         "judge: what is kept by parameter in attributes is not put back",
         "BeforeUpdate.put_back",

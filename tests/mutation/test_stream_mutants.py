@@ -375,6 +375,7 @@ MUTANTS = [
     _mutant(
         "offload: the host does not wait for what is copied in", "Copies.finish", "self._out.wait_stream(self._in)"
     ),
+    _mutant("offload: a part is put back while its state is copied", "Stepper.step_part", "self.wait_for_state()"),
     _mutant("offload: a step is put back while its state is copied", "Rollback._restore", "stepper.wait_for_state()"),
     _mutant(
         "offload: a torn step leaves copies under way",

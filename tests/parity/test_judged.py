@@ -17,7 +17,7 @@ from instep.errors import InstepError, UnsupportedOptimizerError
 from instep_tools.harness import first_difference, training_state
 from tests.judged import own_steps_are_judged
 from tests.parity.apart import APART
-from tests.parity.couplings import COUPLED, LATE, Make
+from tests.parity.couplings import CALLS, COUPLED, LATE, Make
 from tests.parity.held import held_by
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -43,10 +43,12 @@ class Loop:
         torch.manual_seed(0)
         self.model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
         self.optimizer = make(self.model)
+        self.calls = 0
 
     def backward(self, i: int) -> None:
         random.seed(i)
         np.random.seed(i)
+        CALLS[0] = self.calls  # as if it had the process for itself
         torch.manual_seed(i)
         loss = self.model(torch.randn(4, 8)).square().sum()
         if i > 2:
@@ -62,6 +64,7 @@ class Loop:
         closure = getattr(self.optimizer, "closure", None)
         returned = self.optimizer.step() if closure is None else self.optimizer.step(closure)
         self.optimizer.zero_grad()
+        self.calls = CALLS[0]
         return returned
 
     def weights(self) -> list[torch.Tensor]:

@@ -88,9 +88,18 @@ class Found:
     optimizer: Any = None
 
 
-def layers(depth: int = 4) -> nn.Module:
+class Layers(nn.Sequential):
+    """Of which the first ``depth`` run."""
+
+    depth = 4
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.Sequential(*[*self][: self.depth])(x)
+
+
+def layers(depth: int = 4) -> Any:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(depth)))
+    return Layers(*(nn.Linear(4, 4, bias=False) for _ in range(depth)))
 
 
 def seed(i: int) -> None:
@@ -99,8 +108,10 @@ def seed(i: int) -> None:
     torch.manual_seed(i)
 
 
-def backward(model: nn.Module, i: int) -> None:
+def backward(model: Any, i: int, depth: int = 4) -> None:
+    """Of the first ``depth`` layers."""
     seed(i)
+    model.depth = depth
     model(torch.randn(3, 4)).square().sum().backward()
 
 
@@ -120,6 +131,7 @@ def both(
     way: str = "backward",
     each: int = 64,
     around: Callable[[], Any] = nullcontext,
+    short: Sequence[int] = (),
     **options: Any,
 ) -> Found:
     """A plain loop, and one that is attached. They are equal after each step, in what ``step()`` returns, too.
@@ -127,6 +139,7 @@ def both(
     Args:
         each: the bytes of a bucket: 64 are those of one weight.
         around: a block for ``step()``.
+        short: the steps, from 0 on, in which the last two layers get no gradient.
     """
     plain, model = layers(), layers()
     seed(0)
@@ -136,10 +149,11 @@ def both(
     found = Found(model=model, optimizer=optimizer)
     with instep.attach(model, optimizer, bucket_bytes=each, **{**WAYS[way], **options}) as overlap:
         for i in range(steps):
-            backward(plain, i)
+            depth = 2 if i in short else 4
+            backward(plain, i, depth)
             with around():
                 returned = expected.step()
-            backward(model, i)
+            backward(model, i, depth)
             found.freed.append({n for n, p in enumerate(model.parameters()) if "Spent" in repr(p.grad)})
             with around():
                 also = optimizer.step()
@@ -147,7 +161,7 @@ def both(
             assert (difference := first_difference(*states)) is None, f"step {i + 1}: {difference}"
             assert returned == also or returned is also, f"step {i + 1}"
             for one, other in zip(plain.parameters(), model.parameters(), strict=True):
-                assert way != "undo" or torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+                assert way != "undo" or one.grad is other.grad is None or torch.equal(one.grad, other.grad)
             expected.zero_grad()
             optimizer.zero_grad()
         found.verdict = "\n".join(overlap.plan.judged)
@@ -174,6 +188,97 @@ def refused(make: Make, match: str, way: str = "backward", **options: Any) -> No
 ALL = {0, 1, 2, 3}
 
 
+# Parameters that miss an update.
+
+
+class Counts(Plain):
+    """Counts the updates of each parameter in its state."""
+
+    def update(self, those: list[Any]) -> Any:
+        for p in those:
+            self.state[p]["step"] = self.state[p].get("step", 0) + 1
+            p.sub_(p.grad, alpha=0.05 / self.state[p]["step"])
+
+
+class Stabilizes(Counts):
+    """In each third update of any parameter all are written that have state, as geoopt's do."""
+
+    def update(self, those: list[Any]) -> Any:
+        super().update(those)
+        if any(self.state[p]["step"] % 3 == 0 for p in those):
+            for p in (p for p in self.param_groups[0]["params"] if self.state[p]):
+                p.mul_(0.99)
+
+
+class Caches(Counts):
+    """Keeps in its group what it has computed last for a number of updates, as AdaBelief does."""
+
+    def made(self, model: nn.Module) -> None:
+        self.param_groups[0]["cache"] = [None, None]
+
+    def update(self, those: list[Any]) -> Any:
+        super().update(those)
+        for p in those:
+            self.param_groups[0]["cache"][:] = [self.state[p]["step"], 0.5 / self.state[p]["step"]]
+
+
+@each_way
+@pytest.mark.parametrize("short", [(3,), (3, 4), (2,), (2, 3, 4), (3, 5, 7)])
+@pytest.mark.parametrize("kind", [Stabilizes, Caches])
+def test_an_update_that_a_parameter_has_missed_couples_it(kind: Make, short: Sequence[int], way: str) -> None:
+    verdict = judged(kind, 10, way, short=short).verdict
+    assert "left to optimizer.step()" in verdict
+
+
+def test_a_parameter_that_has_missed_an_update_is_awaited_where_nobody_sees_the_forward() -> None:
+    model = layers()
+    optimizer = Caches(model)
+    with own_steps_are_judged(), instep.attach(model, optimizer, schedule="backward", bucket_bytes=64) as overlap:
+        for i in range(6):
+            seed(i)
+            nn.Sequential(*[*model][: 2 if i == judging.LEFT else 4])(torch.randn(3, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert "left to optimizer.step()" in overlap.plan.judged[0]
+
+
+@each_way
+def test_an_update_of_several_that_writes_those_without_a_gradient(way: str) -> None:
+    class Decays(Plain):
+        def update(self, those: list[Any]) -> Any:
+            super().update(those)
+            if len(those) > 1:  # as no part has
+                for p in (p for p in self.param_groups[0]["params"] if p.grad is None):
+                    p.mul_(0.99)
+
+    assert "changes parameters that have no gradient" in judged(Decays, 6, way, short=(1,)).verdict
+
+
+@each_way
+def test_parameters_that_have_missed_an_update_are_compared_when_they_are_back(way: str) -> None:
+    found = judged(Counts, 11, way, short=(3, 4, 6, 8, 9))
+    assert not found.verdict
+    none: set[int] = set()
+    #      compared, missed and awaited, back: compared with the others; and the same again; from then on it is known.
+    freed = [none, none, none, {0, 1}, none, none, {0, 1}, none, {0, 1}, {0, 1}, ALL]
+    assert way == "undo" or found.freed == freed
+
+
+def test_the_plan_says_that_a_parameter_is_awaited() -> None:
+    model = layers()
+    optimizer = Counts(model)
+    with own_steps_are_judged(), instep.attach(model, optimizer, schedule="backward", bucket_bytes=64) as overlap:
+        for i in range(6):
+            backward(model, i, 2 if i >= judging.LEFT else 4)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert "until a parameter that has missed some has a gradient again" in overlap.plan.judged[0]
+        model[2:].requires_grad_(False)  # nobody waits for these
+        backward(model, 7, 2)
+        assert "Spent" in repr(model[0].weight.grad)
+        optimizer.step()
+
+
 # What is asked of the first updates.
 
 
@@ -182,6 +287,22 @@ def test_two_updates_after_the_first_are_compared_and_then_buckets_are_stepped(w
     found = judged(Plain, way=way)
     assert not found.verdict
     assert way == "undo" or found.freed == [set(), set(), set(), ALL, ALL]
+
+
+def test_the_plan_says_how_many_steps_are_left() -> None:
+    model = layers()
+    optimizer = Plain(model)
+    with own_steps_are_judged(), instep.attach(model, optimizer, schedule="backward") as overlap:
+        for said in (
+            "the next 3 steps are taken in optimizer.step(), and the last 2 are compared with their parts",
+            "the next 2 steps are taken in optimizer.step(), and compared with their parts",
+            "the next step is taken in optimizer.step(), and compared with its parts",
+        ):
+            assert overlap.plan.judged == (f"Plain: {said}",)
+            backward(model, 0)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert overlap.plan.judged == ()
 
 
 @each_way

@@ -80,7 +80,8 @@ def test_peaks_of_two_ranks() -> None:
         timeout=net.SECONDS,
         check=True,
     )
-    measured = {name: float(mib) for name, mib in re.findall(r"^\| (.+) \| ([\d.]+) \|$", done.stdout, re.MULTILINE)}
+    measured = {name: float(mib) for name, mib in re.findall(r"^\| (.+?) \| ([\d.]+) \|", done.stdout, re.MULTILINE)}
+    attached = ' with `attach(…, schedule="backward")`'
     for view in (False, True):
         job = Job(
             f"{HERE}:benchmarked", inputs=f"{HERE}:tokens", loss=f"{HERE}:cross_entropy", options=("fused=True",),
@@ -89,11 +90,14 @@ def test_peaks_of_two_ranks() -> None:
         planned = {peak.way: peak.above / (1 << 20) for peak in plan(job).peaks}
         if view:
             ddp = "`DistributedDataParallel(model, gradient_as_bucket_view=True)`"
-            assert planned["backward"] == pytest.approx(measured["that one with `attach`"], rel=MOST)
+            assert planned["backward"] == pytest.approx(measured[f"that one{attached}"], rel=MOST)
         else:
             ddp = "`DistributedDataParallel(model)`"
         assert planned["plain"] == pytest.approx(measured[ddp], rel=MOST)
-        assert planned["backward, replicate"] == pytest.approx(measured["`replicate(model)` with `attach`"], rel=MOST)
+        # At worst: with two buckets of 4 MiB on their way. Whether the second one is, where memory peaks, is up to the
+        # link.
+        most, found = planned["backward, replicate"], measured[f"`replicate(model)`{attached}"]
+        assert (1 - MOST) * (most - 4) <= found <= (1 + MOST) * most
 
 
 def trained(build: Callable[[], nn.Module], optimizer: str, options: tuple[str, ...]) -> torch.optim.Optimizer:

@@ -92,9 +92,10 @@ def is_torchs_own(optimizer: Optimizer) -> bool:
     ``step()``, or what that calls: what its update reads and writes is known. Any other may do what only ``step()``
     itself is expected to: raise, log, look at the loop."""
     cls: Any = class_of_update(optimizer)
-    functions = undecorated_step(cls), getattr(cls, "_init_group", cls.step)
-    is_replaced = replaced_step(optimizer) is not None or "_init_group" in vars(optimizer)
-    return not is_replaced and is_in_torch_optim(cls) and all(f.__module__.startswith("torch.") for f in functions)
+    if not is_in_torch_optim(cls) or replaced_step(optimizer) is not None or "_init_group" in vars(optimizer):
+        return False
+    step, init = undecorated_step(cls), getattr(cls, "_init_group", cls.step)
+    return step.__module__.startswith("torch.") and init.__module__.startswith("torch.")
 
 
 def class_of_update(optimizer: Optimizer) -> type[Optimizer]:

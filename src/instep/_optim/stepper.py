@@ -281,6 +281,7 @@ class Stepper:
             PreparedUpdate([call], InBucket(tensors, owned, Placing()), self._state_guard, running.state).run([])
         finally:
             own.notes, own.belongings.rests = True, False
+            self.wait_for_state()  # the host reads it next, and puts it back
             del self._state_guard.left[noted:]  # that of buckets which backward has stepped stays
         return own.returned
 

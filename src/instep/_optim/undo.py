@@ -161,7 +161,7 @@ class KeptByParameter:
 
 class BeforeUpdate:
     """What an update of a foreign optimizer may write, as it is now: these parameters with their state, what it keeps
-    of them in ``mappings``, and the gradients.
+    of them in ``mappings``, and what the gradients hold.
 
     Args:
         gradients: whether it finds any. Without one it may write what it keeps of others, too.
@@ -176,18 +176,16 @@ class BeforeUpdate:
         every = {id(tensor): tensor for tensor in tensors}
         self._saved = [SavedParameter(tensor, optimizer, host=False) for tensor in every.values()]
         self._others = KeptByParameter(mappings, every if gradients else None)
-        pairs = [(t, t.grad) for t in every.values()] if gradients else []
-        self._gradients = [(t, grad, None if grad is None else copy_of(grad, False)) for t, grad in pairs]
+        there = [tensor.grad for tensor in every.values() if tensor.grad is not None] if gradients else []
+        self._gradients = [(gradient, copy_of(gradient, False)) for gradient in there]
 
     @torch.no_grad()
     def put_back(self) -> None:
         for saved in reversed(self._saved):
             saved.restore()
         self._others.restore()
-        for tensor, gradient, values in self._gradients:
-            tensor.grad = gradient
-            if gradient is not None and values is not None:
-                restore(gradient, values)
+        for gradient, values in self._gradients:
+            restore(gradient, values)
 
 
 def keep_beside(optimizer: Optimizer) -> Callable[[], None]:

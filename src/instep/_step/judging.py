@@ -16,7 +16,9 @@ what nobody can put back (a counter in a closure, a generator of a module) is to
 when it is stepped once more: then an error is raised, before anything of the step is written.
 
 A parameter that gets its first gradient later is left once, and compared. Where more parameters require a gradient than
-before (a layer was unfrozen, a group added), all begins anew: one alone shows no coupling.
+before (a layer was unfrozen, a group added), all begins anew: one alone shows no coupling. Where one that was compared
+misses an update, what counts updates counts its own apart from there on, which may couple what did not before: steps
+are left until it is back, and compared with it.
 
 A coupling may begin later: so of every ``EVERY``-th step two buckets are left to ``optimizer.step()``, other ones each
 time, and compared in the same way.
@@ -89,6 +91,9 @@ class _Met:
         unproved: the optimizers that are compared.
         compared: parameters, by their indices.
         requiring: those that required a gradient when all began.
+        lagging: those that were compared, and have missed an update since.
+        returns: how many updates in which one of these is back are still to be compared.
+        waits: whether one that lags requires a gradient, and is to be compared.
         arrivals: of a step that is left: what there was as gradients arrived.
     """
 
@@ -96,12 +101,32 @@ class _Met:
         self.unproved: set[Stepper] = set()
         self.compared: set[int] = set()
         self.requiring: set[int] = set()
+        self.lagging: set[int] = set()
+        self.returns = FIRST
+        self.waits = False
         self.arrivals: dict[Stepper, Arrivals] = {}
 
     @property
     def compares_all(self) -> bool:
         """Whether none is left that was never compared."""
         return not self.unproved or self.requiring <= self.compared
+
+    def note_lag(self, left: Sequence[AttachedParameter], there: Sequence[AttachedParameter], total: int) -> None:
+        """An optimizer with ``total`` parameters steps, ``there`` those of ``left`` that have a gradient."""
+        if len(there) == len(left) or (not there and len(left) == total):
+            return  # as mostly; or nothing is stepped
+        known = self.compared - {attached.spec.index for attached in there}
+        for attached in left:
+            if attached.spec.index in known:
+                self.lagging.add(attached.spec.index)
+                self.waits |= attached.get().requires_grad
+
+    def has_compared(self, indices: set[int]) -> None:
+        self.compared |= indices
+        if not self.lagging.isdisjoint(indices):
+            self.lagging -= indices
+            self.returns -= 1
+            self.waits = bool(self.lagging)
 
     def is_new(self, bucket: AttachedParameters) -> bool:
         """Whether a parameter in it was never compared."""
@@ -146,7 +171,7 @@ class Judge:
         self.due[stepper] = 0 if is_proved(stepper.optimizer()) else FIRST
         if self.due[stepper]:
             self._met.unproved.add(stepper)
-        self.leaves_all = self.verdict is not None or (self._in_parts and any(self.due.values()))
+        self._decide()
 
     def look(self, every: Iterable[AttachedParameter]) -> None:
         """A forward begins."""
@@ -159,7 +184,12 @@ class Judge:
             for stepper in self._met.unproved:
                 self.due[stepper] = FIRST
                 self._has_begun.discard(stepper)
-            self.leaves_all = True
+        self._met.waits = self._met.returns > 0 and not self._met.lagging.isdisjoint(requiring)
+        self._decide()
+
+    def _decide(self) -> None:
+        due = self._in_parts and (self._met.waits or any(self.due.values()))
+        self.leaves_all = due or self.verdict is not None
 
     def step_opens(self, number: int, buckets: Iterable[Sequence[int]]) -> None:
         """The first final gradient of step ``number`` has come.
@@ -220,10 +250,15 @@ class Judge:
             UnsupportedOptimizerError: the optimizer keeps what cannot be put back, or, where nobody but instep can take
                 its steps, couples parameters. Nothing of the step is written.
         """
-        is_asked = bool(self.due.get(stepper) or self._apart or self._meets_new)
-        if self.verdict is not None or stepper not in self.due or not is_asked:
+        if self.verdict is not None or stepper not in self.due:
             return
-        there = [a for a in left if gradient_of(a) is not None and (a.shard is None or a.shard.is_owner)]
+        left = [a for a in left if a.shard is None or a.shard.is_owner]
+        there = [a for a in left if gradient_of(a) is not None]
+        returns = bool(there) and not self._met.lagging.isdisjoint(a.spec.index for a in there)
+        if stepper in self._met.unproved and self._met.returns:
+            self._met.note_lag(left, there, sum(a.stepper is stepper for a in every))
+        if not (self.due.get(stepper) or self._apart or self._meets_new or (returns and self._met.returns)):
+            return
         in_pairs = stepper.steps_every_parameter or any(a.is_divided for a in there)
         if stepper not in self._is_warm and not in_pairs:
             return
@@ -263,6 +298,7 @@ class Judge:
         self._is_warm.add(stepper)
         running = self._running.pop(stepper, None)
         if running is None:
+            self._decide()  # a parameter may have missed this update
             return None
         self._compared = True
         if (reason := running.compare()) is not None:
@@ -274,10 +310,10 @@ class Judge:
                 )
         elif running.counts:
             stepper.came_out_alike()
-            self._met.compared.update(running.indices)
+            self._met.has_compared(set(running.indices))
             self._has_begun.add(stepper)
             self.due[stepper] = max(0, self.due.get(stepper, 0) - 1)
-            self.leaves_all = self._in_parts and any(self.due.values())
+            self._decide()
         return None
 
     def committed(self) -> bool:
@@ -310,13 +346,19 @@ class Judge:
     def __str__(self) -> str:
         if self.verdict is not None:
             return f"left to optimizer.step(): {self.verdict}"
+        due = {stepper: number for stepper, number in self.due.items() if number} if self._in_parts else {}
+        if not due and self._met.waits:
+            return "steps are taken in optimizer.step() until a parameter that has missed some has a gradient again"
+        if not due:
+            return ""
         # Of one whose steps somebody takes as a whole, the first is left, too, and not compared.
-        left = {s: n + (s not in self._is_warm and not s.steps_every_parameter) for s, n in self.due.items() if n}
-        due = max(left.values(), default=0) if self._in_parts else 0
-        names = " and ".join(stepper.name for stepper in left)
-        return (
-            f"{names}: the next {due} steps are taken in optimizer.step(), and compared with their parts" if due else ""
-        )
+        cold = [stepper for stepper in due if stepper not in self._is_warm and not stepper.steps_every_parameter]
+        steps = max(number + (stepper in cold) for stepper, number in due.items())
+        names = " and ".join(stepper.name for stepper in due)
+        what, parts = ("steps are", "their parts") if steps > 1 else ("step is", "its parts")
+        which = f"the last {max(due.values())} are " if cold else ""
+        number = f"{steps} " if steps > 1 else ""
+        return f"{names}: the next {number}{what} taken in optimizer.step(), and {which}compared with {parts}"
 
 
 def in_buckets(there: Sequence[AttachedParameter], buckets: Iterable[Sequence[int]]) -> list[AttachedParameters]:

@@ -3,7 +3,7 @@
 A part finds what a bucket will find in backward: no other parameter has a gradient, and none may be used. It is taken
 
 - once: digests of what becomes of its parameters are kept, to be compared with what the whole update makes of them;
-- then without its gradient: ``step()`` after backward must change nothing;
+- then without its gradient: ``step()`` after backward must change nothing; nor must a step of the next part;
 - again, while every other parameter, its state, and what is kept by it are disturbed: in backward some of them are
   stepped before this part, and in the whole update after it. If it comes out otherwise, and otherwise still when they
   are as they were, something moves that nobody can put back.
@@ -12,6 +12,7 @@ Memory: one part, and what the optimizer refers to beside its groups.
 """
 
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -46,6 +47,7 @@ _USES_OTHERS = "its step() uses parameters that it was not given (an average of 
 HOOKS = "step hooks are registered for all optimizers: where it calls super().step(), they would run once per part"
 _DRAWS = "it draws random numbers in step()"
 _COMMUNICATES = "its step() communicates with other ranks, which step their buckets in another order"
+_CHANGES_RESTING = "its step() changes parameters that have no gradient, where others have one"
 _RUNS_BACKWARD = "its step() runs a backward of its own"
 
 
@@ -110,6 +112,10 @@ class _Gradients:
     def with_some(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Those that have one."""
         return [p for p in parameters if self._of.get(id(p), (p, None))[1] is not None]
+
+    def without(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those that have none."""
+        return [p for p in parameters if self._of.get(id(p), (p, None))[1] is None]
 
     def hide(self, parameters: Iterable[torch.Tensor]) -> None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -276,6 +282,8 @@ class PartsOfUpdate:
         own = parameters_of(self._optimizer)
         self._gradients = _Gradients({id(p): p for p in (*own, *(a.get() for a in every))}.values())
         self._digests: dict[AttachedParameter, Digest] = {}
+        # Of those that get no gradient in this update.
+        self._resting: list[tuple[weakref.ref[torch.Tensor], Digest]] = []
         # The first part, or one that came out otherwise while others were disturbed, and what it is to come to.
         self._witness: tuple[AttachedParameters, list[Digest]] | None = None
         self._untouched = _Untouched(())
@@ -305,6 +313,9 @@ class PartsOfUpdate:
         except (TypeError, RuntimeError) as error:  # of a tensor nobody can read, or a key that no tensor may be
             self.reason = f"what it keeps of its parameters could not be put back ({in_short(error)})"
             return
+        self._resting = [
+            (weakref.ref(p), before[id(p)]) for p in self._gradients.without(parameters_of(self._optimizer))
+        ]
         keys = set(map(id, self._optimizer.state))
         try:
             self._gradients.hide(self._gradients.parameters)
@@ -356,6 +367,8 @@ class PartsOfUpdate:
                 return
         if self._generators.drawn():  # a part has made one
             self.reason = _DRAWS
+        if twice and self.reason is None:
+            self._rest_beside_others()
         if twice and self.reason is None:
             self._take_again()
         if in_pairs and self.reason is None:
@@ -493,6 +506,22 @@ class PartsOfUpdate:
         elif digest_of_value(nothing) != digest_of_value(returned):
             self.reason = "its step() returns a value that depends on what it updates"
 
+    def _rest_beside_others(self) -> None:
+        """Each part without its gradient, stepped together with the next one: it must stay as it is."""
+        for part, other in zip(self._parts, self._parts[1:], strict=False):
+            tensors, both = part.tensors(), AttachedParameters((*part, *other))
+            with self._alone(both):
+                self._gradients.hide(tensors)
+                before = self._look_at(part)
+                try:
+                    self._stepper.step_part(both.tensors(), both.tensors(), notes=False)
+                except Exception as error:
+                    self.reason = f"its step() raises where {_names(part)} has no gradient ({in_short(error)})"
+                else:
+                    self.reason = None if self._look_at(part) == before else _CHANGES_RESTING
+            if self.reason is not None:
+                return
+
     def _take_again(self) -> None:
         """Each part, while all others are disturbed."""
         self._put_around_back()
@@ -551,6 +580,7 @@ class PartsOfUpdate:
     def only_counts(self) -> None:
         """The parts were compared with each other: there is no whole to compare them with."""
         self._digests.clear()
+        self._resting.clear()
         self._beside = None
 
     @property
@@ -570,6 +600,8 @@ class PartsOfUpdate:
             if whole != digest:
                 what = "other values" if whole.values != digest.values else "another state"
                 return f"parameter {attached.spec.name!r} gets {what} when it is stepped without the others"
+        if any((p := resting()) is not None and self._belongings.digest(p) != then for resting, then in self._resting):
+            return _CHANGES_RESTING
         differs = None if self._beside is None else self._beside.differs()
         return None if differs is None else f"its {differs} depends on which parameters step together"
 

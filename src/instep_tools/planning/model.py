@@ -110,7 +110,8 @@ def optimizer_makers(job: Job) -> dict[str, MakeOptimizer]:
     fused, unless an option says which. Any other optimizer comes as it is.
     """
     options = options_of(job.options)
-    make = function_named("--optimizer", job.optimizer if ":" in job.optimizer else f"torch.optim:{job.optimizer}")
+    is_torchs = ":" not in job.optimizer
+    make = function_named("--optimizer", job.optimizer, of="torch.optim:" if is_torchs else "")
     named = [one for one in IMPLEMENTATIONS if options.get(one)]
     choices = []
     if make.__module__.startswith("torch.optim.") and not named:
@@ -139,15 +140,19 @@ def _optimizer(
     return optimizer
 
 
-def function_named(option: str, name: str) -> Callable[..., Any]:
-    """Return the function ``module:function``. Modules are looked for in the working directory, too."""
-    if not all(name.partition(":")):
+def function_named(option: str, name: str, of: str = "") -> Callable[..., Any]:
+    """Return the function ``module:function``. Modules are looked for in the working directory, too.
+
+    Args:
+        of: what stands before the name, and was not given.
+    """
+    if not all((of + name).partition(":")):
         raise CannotRunError(f"{option} {name}: name a function as module:function, as in mymodel:build")
     # A console script has its own folder on the path, and not the working directory.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found: Any = resolve_name(name)
+        found: Any = resolve_name(of + name)
     except ModuleNotFoundError as error:
         raise CannotRunError(
             f"{option} {name}: there is no module {error.name!r} here or among the installed ones"

@@ -89,8 +89,10 @@ class DryRun:
         with attached as overlap:
             how = overlap if together else overlap.accumulate
             backward = overlap.backward if two_pass else torch.Tensor.backward
-            # From the second step on buckets follow the order in which gradients arrived in the first.
-            self._step(self._optimizer.step, how, backward)
+            # From the second step on buckets follow the order in which gradients arrived in the first. From the third
+            # on there is one hook for each: the gradients of a bucket wait for its last one, and are then measured.
+            for _ in range(2 if two_pass else 1):
+                self._step(self._optimizer.step, how, backward)
             seen = self._counted(self._optimizer.step, how, backward)
             return replace(seen, buckets=tuple(tuple(p.name for p in one.parameters) for one in overlap.plan.buckets))
 
