@@ -3507,6 +3507,12 @@ MUTANTS = [
         "Masters.__init__",
         """_refuse_kept(self.inside, value, f"in {name!r}")""",
     ),
+    Mutant(
+        "masters: an optimizer around one with masters has lost them",
+        "masters_lost",
+        "(optimizer, *held)",
+        "(optimizer,)",
+    ),
     Mutant("masters: weights of fp32 are stepped by those of before", "Kernel._place", "p.dtype in HALF", "True"),
     Mutant(
         "masters: a class alone over fp32 has lost them",

@@ -931,10 +931,13 @@ class Wraps(torch.optim.Optimizer):
 
 
 def test_an_optimizer_around_one_with_masters() -> None:
-    """Their groups are the same objects."""
+    """That steps the masters, whatever torch has loaded into the other."""
     lane = Lane(Run())
     lane.learn(0)
-    instep.attach(lane.model, Wraps(lane.optimizer)).detach()
+    around = Wraps(lane.optimizer)
+    around.load_state_dict(lane.optimizer.state_dict())
+    assert around.state[lane.trained[0]]["master"].dtype is HALF
+    instep.attach(lane.model, around).detach()
 
 
 def quantized() -> nn.Parameter:

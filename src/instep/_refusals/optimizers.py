@@ -21,8 +21,11 @@ from instep.target import Target
 def masters_lost(target: Target, options: Options) -> None:
     """torch loads any state into any optimizer, and makes it half: masters tell by their dtype that it has."""
     for optimizer in target.optimizers:
+        held = (inner for _, inner in _inner_optimizers(optimizer))  # ZeroRedundancyOptimizer loads all itself, too
+        if any(isinstance(each, Masters) for each in (optimizer, *held)):
+            continue
         masters = (entry.get(MASTER) for entry in optimizer.state.values() if isinstance(entry, dict))
-        if not isinstance(optimizer, Masters) and any(m.dtype in HALF for m in masters if isinstance(m, torch.Tensor)):
+        if any(m.dtype in HALF for m in masters if isinstance(m, torch.Tensor)):
             name = class_name(optimizer)
             raise AttachError(
                 f"{name} has loaded a checkpoint of masters({name}): it does not step the fp32 masters, and torch has "
