@@ -3,6 +3,7 @@
     python benchmarks/looking.py
     python benchmarks/looking.py --cases "1,000 tensors" --rounds 100
     python benchmarks/looking.py --accelerator
+    python benchmarks/looking.py --where
 
 *By hand* is what a loop does that looks at nothing: the same buckets (twenty), one counter in a hook of each parameter,
 torch's fused kernel over lists that were made before training, and no gradient afterwards. It is right for as long as
@@ -12,17 +13,22 @@ processor, as ratios to the plain loop's; above 1 is faster.
 
 With `--accelerator` the model is on CUDA, or on the emulated accelerator of the tests, and has kernels of a few
 elements: times are the host's, which a device that waits for its host would lose or gain.
+
+`--where` says how long each question takes, in microseconds of an iteration, beside the kernels.
 """
 
 import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, itemgetter
 from pathlib import Path
+from statistics import median
+from time import process_time
 from typing import Any
 
 import torch
@@ -31,6 +37,10 @@ from torch import nn
 from torch.nn import functional
 
 import instep
+from instep._optim.kernels import KernelCall
+from instep._step.writes import Writes
+from instep._wiring.hooks import IterationHooks
+from instep.sources.local import LocalSource
 
 sys.path.append(str(Path(__file__).parents[1]))  # of the tests, which have the emulated accelerator
 
@@ -196,18 +206,92 @@ def accelerator() -> str:
     return "emu"
 
 
+# Where instep's own time goes.
+
+
+QUESTIONS: dict[str, tuple[Any, str]] = {
+    "forward: are the parameters in their places, is a step owed": (IterationHooks, "before_forward"),
+    "forward: its outputs are told of": (IterationHooks, "after_forward"),
+    "backward begins: which gradients are there": (IterationHooks, "before_backward"),
+    "buckets: the lock, gradients, versions, stand-ins": (LocalSource, "_bucket_accumulated"),
+    "the first bucket: groups, settings and state; calls of all are made": (Writes, "prepare"),
+    "the kernels of all buckets": (KernelCall, "run"),
+    "step(): groups, settings, state, versions are as left": (IterationHooks, "before_step"),
+    "step() has returned: it is counted": (IterationHooks, "after_step"),
+}
+WITHIN = {"buckets: the lock, gradients, versions, stand-ins": list(QUESTIONS)[4:6]}
+"""What is timed within another one, and is none of its time."""
+
+
+class Timed:
+    """Times calls of one method, as the block runs."""
+
+    def __init__(self, of: Any, name: str) -> None:
+        self._of, self._name, self._function = of, name, getattr(of, name)
+        self.seconds = 0.0
+        self.calls = 0
+
+    def __enter__(self) -> "Timed":
+        function = self._function
+
+        def timed(*args: Any, **options: Any) -> Any:
+            began = process_time()
+            try:
+                return function(*args, **options)
+            finally:
+                self.seconds += process_time() - began
+                self.calls += 1
+
+        setattr(self._of, self._name, timed)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        setattr(self._of, self._name, self._function)
+
+
+def show_where(case: Case, device: str, rounds: int) -> None:
+    tokens = batches(case, device)
+    with ExitStack() as stack:  # hooks hold methods: they are wrapped before there are any
+        timed = {what: stack.enter_context(Timed(*where)) for what, where in QUESTIONS.items()}
+        loop, plain = Loop(case, ATTACHED, device), Loop(case, PLAIN, device)
+        taken: dict[str, list[float]] = {what: [] for what in ("plain", "instep", *timed)}
+        for number in range(10 + rounds):
+            batch = next(tokens)
+            for way, one in (("plain", plain), ("instep", loop)):
+                before = {what: it.seconds for what, it in timed.items()}
+                began = process_time()
+                one.step(batch)
+                if number >= 10:
+                    taken[way].append(process_time() - began)
+            for what, it in timed.items() if number >= 10 else ():
+                taken[what].append(it.seconds - before[what])
+    found = {what: 1e6 * median(times) for what, times in taken.items()}
+    for what, parts in WITHIN.items():
+        found[what] -= sum(found[part] for part in parts)
+    print("\n".join(f"| {what} | {time:.0f} |" for what, time in found.items()), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="", help="only those with this in their names")
     parser.add_argument("--rounds", type=int, help="timed steps of each loop; by default the case's own number")
     parser.add_argument("--accelerator", action="store_true", help="the host's time, on an accelerator")
+    parser.add_argument("--where", action="store_true", help="where instep's time goes, in place of ratios")
     arguments = parser.parse_args()
     device, cases = (accelerator(), ON_ACCELERATOR) if arguments.accelerator else ("cpu", CASES)
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # no worker has a core of its own
-    print("| | by hand | instep | plain again |\n|---|---|---|---|")
+    print(
+        "| | us of an iteration |\n|---|---|"
+        if arguments.where
+        else "| | by hand | instep | plain again |\n|---|---|---|---|"
+    )
     for name, case in cases.items():
         if arguments.cases not in name:
+            continue
+        if arguments.where:
+            print(f"| **{name}** | |")
+            show_where(case, device, arguments.rounds or case.rounds)
             continue
         kinds = [kind for kind in (PLAIN, BY_HAND, ATTACHED, AGAIN) if case.kernel == "fused" or kind != BY_HAND]
         loops = {kind: Loop(case, kind, device) for kind in kinds}

@@ -50,6 +50,19 @@ def test_bars_are_a_picture(tmp_path: Path) -> None:
     assert float(below.attrib["x"]) + float(below.attrib["width"]) == pytest.approx(float(above.attrib["x"]), abs=0.1)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("options", [[], ["--where"]])
+def test_what_looking_costs(options: list[str]) -> None:
+    rows = run("looking.py", "--cases", "1 MiB", "--rounds", "2", *options).splitlines()[2:]
+    assert len(rows) == (11 if options else 1)
+    assert all(float(row.split("|")[2]) > 0 for row in rows[1:])
+
+
+@pytest.mark.nightly
+def test_what_a_foreign_optimizer_costs() -> None:
+    assert run("foreign.py", "--widths", "64", "--rounds", "1").count("| lion") == 1
+
+
 def test_the_model_at_scale() -> None:
     assert "backward" in run("simulate.py", "--ranks", "8", "--gbits", "10", "--parameters", "1")
 
