@@ -24,7 +24,7 @@ def masters_lost(target: Target, options: Options) -> None:
         held = (inner for _, inner in _inner_optimizers(optimizer))  # ZeroRedundancyOptimizer loads all itself, too
         if any(isinstance(each, Masters) for each in (optimizer, *held)):
             continue
-        masters = (entry.get(MASTER) for entry in optimizer.state.values() if isinstance(entry, dict))
+        masters = (entry.get(MASTER) for entry in getattr(optimizer, "state", {}).values() if isinstance(entry, dict))
         if any(m.dtype in HALF for m in masters if isinstance(m, torch.Tensor)):
             name = class_name(optimizer)
             raise AttachError(
