@@ -87,6 +87,7 @@ def test_the_model_of_pipelines() -> None:
         ("memory.py", [*ONCE, "--parts", "one-batch", "micro-batches"], 1),
         ("memory.py", [*ONCE, "--parts", "ranks", "ranks-micro-batches"], 1),
         ("memory.py", [*ONCE, "--parts", "device"], 1),
+        ("masters.py", ["--rounds", "1", "--width", "32", "--depth", "1", "--kinds", "fused"], 1),
         ("peers.py", ["--memory", "--speed", *SMALL], 1),
         ("pipelines.py", [*SMALL, "--ranks", "2", "--micro-batches", "4"], 1),
     ],

@@ -41,6 +41,7 @@ def run_on_two_ranks(example: str) -> str:
     ("example", "said"),
     [
         ("one_device.py", "total "),
+        ("masters.py", "equal, bit for bit"),
         ("verify_your_model.py", "all equal"),
         ("in_backward.py", "step 100: loss"),
         ("fine_tune.py", "equal, bit for bit"),

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from instep.functional import hook_then_optimizer as hook_then_optimizer
     from instep.functional import reducer_allreduce_and_upcast_hook as reducer_allreduce_and_upcast_hook
     from instep.functional import register_overlapped as register_overlapped
+    from instep.master_weights import masters as masters
     from instep.replication import replicate as replicate
     from instep.sources.replicate.source import Replicated as Replicated
     from instep_tools.verification import Verification as Verification
@@ -33,6 +34,7 @@ _ROOMS = {
     "ClipNorm": "instep._gradients.clipping",
     "ClipValue": "instep._gradients.clipping",
     "draw_key": "instep._optim.random_numbers",
+    "masters": "instep.master_weights",
     "Attachment": "instep.attachment",
     "attach": "instep.attaching",
     "attached": "instep.attachment",
@@ -74,6 +76,7 @@ __all__ = [
     "draw_key",
     "get_in_backward_optimizers",
     "hook_then_optimizer",
+    "masters",
     "record",
     "reducer_allreduce_and_upcast_hook",
     "register_overlapped",

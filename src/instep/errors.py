@@ -15,6 +15,7 @@ __all__ = [
     "NonFiniteGradientError",
     "SpentGradientError",
     "StaleAttachmentError",
+    "StaleMasterError",
     "StepMismatchError",
     "TornStepError",
     "UncommittedStepError",
@@ -95,6 +96,15 @@ class SpentGradientError(InstepError):
 
 class StaleAttachmentError(InstepError):
     """A parameter was replaced, moved to another device or converted after ``attach``.
+
+    Since 0.1.0.
+    """
+
+
+class StaleMasterError(InstepError):
+    """A half-precision weight was written between steps, and its fp32 master (``instep.masters``) was not.
+
+    Nothing of the step is written. Call ``optimizer.renew_masters()`` after such a write.
 
     Since 0.1.0.
     """

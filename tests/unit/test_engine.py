@@ -12,8 +12,8 @@ from torch import nn
 from torch._dynamo import compiled_autograd
 from torch.nn.parallel import DistributedDataParallel
 
-from instep._optim.kinds import undecorated_step
 from instep._torch.engine import Backward, Phase, call_at_end, current, graph_task, is_compiled, runs
+from instep._torch.hooks import undecorated_step
 
 
 def test_graph_task_numbers_the_running_backward() -> None:

@@ -17,7 +17,8 @@ BELOW = {
     "buckets": "",
     "_arguments": "errors",
     "_torch": "errors",
-    "_optim": "buckets errors _torch",
+    "master_weights": "errors _torch",
+    "_optim": "buckets errors _torch master_weights",
     "_ranks": "buckets _torch errors _optim",
     "_gradients": "errors _torch _optim _ranks",
     "_step": "buckets errors _torch _optim _ranks _gradients",
@@ -29,7 +30,8 @@ BELOW = {
     "options": "buckets errors _torch _optim _gradients sources.ddp",
     "target": "_optim sources.ddp sources.replicate sources.fsdp",
     "naming": "sources.replicate",
-    "_refusals": "errors _arguments _torch _optim _gradients sources.ddp sources.replicate sources.fsdp options target",
+    "_refusals": "errors _arguments _torch master_weights _optim _gradients sources.ddp sources.replicate sources.fsdp "
+    "options target",
     "_wiring": "buckets errors _torch _optim _ranks _gradients _step sources sources.ddp sources.zero "
     "sources.replicate sources.fsdp options target naming",
     "_micro_batches": "errors _torch _optim _step sources.ddp sources.fsdp _wiring",
@@ -123,7 +125,7 @@ def test_the_public_names() -> None:
         "AllreduceUpcastHookState Attachment ClipNorm ClipValue OptimInBackwardHookState OptimizerHookState "
         "OverlappedOptimizer Replicated Verification apply_optim_in_backward_hook "
         "apply_optimizer_in_backward as_overlapped_optim attach attached draw_key get_in_backward_optimizers "
-        "hook_then_optimizer record reducer_allreduce_and_upcast_hook register_overlapped replicate verify"
+        "hook_then_optimizer masters record reducer_allreduce_and_upcast_hook register_overlapped replicate verify"
     )
     for name in instep.__all__:
         assert callable(getattr(instep, name))

@@ -26,13 +26,14 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.guards import FoundState, Places, StateLayout, at_places
-from instep._optim.kinds import replaced_step
+from instep._optim.kinds import class_of_update, replaced_step
 from instep._optim.local_shard import LocalShard
 from instep._optim.shadow import GroupLayout, without_autocast
 from instep._optim.values import is_immutable
 from instep._torch.engine import AS_IT_IS, is_captured
 from instep._torch.hooks import is_torchs
 from instep._torch.versions import PLAIN, are_plain
+from instep.master_weights import HALF, MASTER, Masters, copy_back, wide
 
 Tensors = list[torch.Tensor]
 GRADIENT: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
@@ -50,9 +51,10 @@ _READS_DECOUPLED = _DECOUPLED in inspect.signature(torch.optim.Adam).parameters
 
 def kernel_of(optimizer: Optimizer) -> "Kernel | None":
     """What the optimizer's ``step()`` calls; ``None``: that is not known, or it is another ``step()`` than torch's."""
-    made = _KERNELS.get(type(optimizer))
-    known = made is not None and replaced_step(optimizer) is None and is_torchs(type(optimizer).step)
-    return made() if made is not None and known else None
+    cls = class_of_update(optimizer)
+    made = _KERNELS.get(cls)
+    known = made is not None and replaced_step(optimizer) is None and is_torchs(cls.step)
+    return made(of_masters=isinstance(optimizer, Masters)) if made is not None and known else None
 
 
 class KernelCall(NamedTuple):
@@ -94,6 +96,30 @@ class KernelCall(NamedTuple):
             torch._foreach_add_(counters, 1)
         mine = gradients if self.in_bucket is None else [gradients[i] for i in self.in_bucket]
         self.function(self.tensors, mine, *self.lists, **self.options)
+
+
+class MastersCall(NamedTuple):
+    """A call of a kernel over the masters of half-precision parameters, with the two casts around it.
+
+    Attributes:
+        inner: the call, over all of ``tensors``.
+        lists: of the state, with the masters at the end.
+        tensors: the parameters.
+        in_bucket: as that of ``KernelCall``.
+    """
+
+    inner: KernelCall
+    lists: Sequence[Tensors]
+    tensors: Tensors
+    in_bucket: list[int] | None
+
+    def run(self, gradients: Tensors) -> None:
+        """``gradients``: of the bucket."""
+        mine = gradients if self.in_bucket is None else [gradients[i] for i in self.in_bucket]
+        # The casts have derivatives.
+        with torch.no_grad() if torch.is_grad_enabled() else AS_IT_IS:
+            self.inner.run(wide(mine))
+            copy_back(self.tensors, self.inner.tensors)
 
 
 def are_usual(tensors: Sequence[torch.Tensor], gradients: Tensors) -> bool:
@@ -181,13 +207,17 @@ class InBucket(NamedTuple):
 class Kernel:
     """What one optimizer's ``step()`` hands to its kernel, class by class.
 
+    Args:
+        of_masters: whether it steps the masters of its parameters.
+
     Attributes:
         settings: the names of what a group says to the kernel.
     """
 
     settings: tuple[str, ...]
 
-    def __init__(self) -> None:
+    def __init__(self, *, of_masters: bool = False) -> None:
+        self._of_masters = of_masters
         self._read = itemgetter(*self.settings)
         self._functions: list[Any] = []  # that step() goes through, as they were found last
         self._are_torchs = False
@@ -199,7 +229,7 @@ class Kernel:
         To be asked in each step."""
         if "_init_group" in vars(optimizer):
             return False
-        cls: Any = type(optimizer)
+        cls: Any = class_of_update(optimizer) if self._of_masters else type(optimizer)
         module = sys.modules[cls.step.__module__]
         name = module.__name__.rpartition(".")[2]  # "adam", which has adam(), and _fused_adam()
         names = name, f"_fused_{name}", f"_multi_tensor_{name}", f"_single_tensor_{name}"
@@ -210,7 +240,7 @@ class Kernel:
 
     def calls(
         self, optimizer: Optimizer, buckets: Sequence[InBucket], groups: GroupLayout, found: FoundState
-    ) -> list[list[KernelCall] | None]:
+    ) -> list[list[KernelCall | MastersCall] | None]:
         """For each bucket, what to call in place of its update; ``None``: the optimizer's own ``step()``."""
         # GradScaler says there what the kernel is to do with its scale.
         if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
@@ -219,7 +249,7 @@ class Kernel:
 
     def _calls_of(
         self, optimizer: Optimizer, bucket: InBucket, groups: GroupLayout, found: FoundState
-    ) -> list[KernelCall] | None:
+    ) -> list[KernelCall | MastersCall] | None:
         tensors, owned, placing, shards = bucket
         on_cpu, placed = tensors[0].is_cpu, placing.placed
         if shards is not None:
@@ -230,7 +260,7 @@ class Kernel:
             placed = placing.placed = self._place(optimizer, owned, groups, found.layout)
             if placed is None:
                 return None
-        calls: list[KernelCall] = []
+        calls: list[KernelCall | MastersCall] = []
         for number, names, in_bucket, columns in placed.parts:
             group = optimizer.param_groups[number]
             request = self._asked_of(number, group)
@@ -241,16 +271,23 @@ class Kernel:
             if not found.are_plain and not are_plain(chain.from_iterable(lists)):
                 return None
             some = [*tensors] if in_bucket is None else [tensors[i] for i in in_bucket]
-            call = self._call(some, in_bucket, lists, request[0], group)
+            if self._of_masters:
+                call = self._call(lists[-1], None, lists[:-1], request[0], group)
+            else:
+                call = self._call(some, in_bucket, lists, request[0], group)
             if call is None or not (on_cpu or not call.is_fused or call.is_one_group):
                 return None
-            calls.append(call)
+            calls.append(MastersCall(call, lists, some, in_bucket) if self._of_masters else call)
         return calls
 
     def _place(
         self, optimizer: Optimizer, owned: Sequence[torch.Tensor], groups: GroupLayout, state: StateLayout
     ) -> Placed | None:
         """``None``: ``step()`` must be asked, or an entry lacks what it reads, as before the first step."""
+        if self._of_masters and not all(
+            p.dtype in HALF for p in owned
+        ):  # one of a model that was half once has a master
+            return None
         entries = state.entries_of(owned)
         parts, read = list[Part](), list[int]()
         for number, (mine, _) in enumerate(groups.members_of(owned)):
@@ -278,7 +315,8 @@ class Kernel:
         options = self._options(dict(zip(self.settings, given, strict=True)))
         if not _NUMBERS.issuperset(map(type, options.values())):
             return None
-        request = options, self._columns(options)
+        columns = self._columns(options)
+        request = options, (*columns, MASTER) if self._of_masters else columns
         if all(map(is_immutable, given)):  # a list of betas may be written in place
             self._known[number] = given, request
         return request

@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 
 from instep._optim.overrides import is_manager
 from instep._optim.values import is_fake
+from instep._torch.hooks import is_in_torch_optim, undecorated_step
 from instep._torch.watch import plain_type
+from instep.master_weights import NOTES, Masters, class_inside
 
 # An optimizer object whose ``step`` was replaced, as diffusion trainers do it: beside that stands a method that steps
 # one parameter, and that the trainer calls in hooks.
@@ -76,12 +78,6 @@ ONLY_DEFER = "Only defer=True refuses it: with defer='auto' instep takes the loo
 """What to do where nothing but that option splits the update, or puts the step off."""
 
 
-def undecorated_step(cls: type[Optimizer]) -> Callable[..., Any]:
-    """``cls.step`` without the wrapper in which torch runs its global step hooks: they are owed one call per step."""
-    step: Any = cls.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
-
-
 # Which optimizers are torch's own, and which of those update every element of a parameter by itself.
 
 
@@ -92,14 +88,20 @@ _ELEMENTWISE = frozenset(
 
 
 def is_torchs_own(optimizer: Optimizer) -> bool:
-    """Whether the optimizer is exactly one of ``torch.optim``, and nobody has replaced its ``step()``, or what that
-    calls: what its update reads and writes is known. Any other may do what only ``step()`` itself is expected to:
-    raise, log, look at the loop."""
-    cls: Any = plain_type(optimizer)
+    """Whether the optimizer is exactly one of ``torch.optim``, or steps masters by one, and nobody has replaced its
+    ``step()``, or what that calls: what its update reads and writes is known. Any other may do what only ``step()``
+    itself is expected to: raise, log, look at the loop."""
+    cls: Any = class_of_update(optimizer)
     if not is_in_torch_optim(cls) or replaced_step(optimizer) is not None or "_init_group" in vars(optimizer):
         return False
     step, init = undecorated_step(cls), getattr(cls, "_init_group", cls.step)
     return step.__module__.startswith("torch.") and init.__module__.startswith("torch.")
+
+
+def class_of_update(optimizer: Optimizer) -> type[Optimizer]:
+    """The class whose update it is: its own, or of one with masters the class that steps these."""
+    cls = plain_type(optimizer)
+    return class_inside(cls) if issubclass(cls, Masters) else cls
 
 
 def has_usual_parameters(optimizer: Optimizer) -> bool:
@@ -135,12 +137,6 @@ def _is_usual(kind: type[torch.Tensor]) -> bool:
     return not dispatches and function in (usual, of_parameters)
 
 
-def is_in_torch_optim(made_by: Callable[..., Optimizer]) -> bool:
-    """Whether ``made_by`` is a class of ``torch.optim``. Some of these name a file in ``__module__``, others the
-    package itself."""
-    return f"{made_by.__module__}.".startswith("torch.optim.")
-
-
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether the optimizer updates each element of a parameter from that element's gradient and state alone, so that
     a shard of a parameter may be stepped by itself. Classes of others that inherit from these may do otherwise."""
@@ -162,7 +158,7 @@ _FUSED = methodcaller("get", "fused")
 
 def multiplies_matrices(optimizer: Optimizer) -> bool:
     """Whether the update of one of torch's own optimizers does, in which it reads torch's switches for products."""
-    return plain_type(optimizer).__name__ == "Muon"
+    return class_of_update(optimizer).__name__ == "Muon"
 
 
 def can_be_put_off(optimizer: Optimizer) -> bool:
@@ -197,7 +193,7 @@ SCALES = ("grad_scale", "found_inf")
 # Which torch itself, its schedulers and GradScaler write on any optimizer, at any time.
 OF_SCHEDULERS = ("_opt_called", "_step_count")
 _WRITTEN_BY_TORCH = (*OF_SCHEDULERS, "_warned_capturable_if_run_uncaptured", CHECKED_ONCE, *SCALES)
-NO_SETTINGS = frozenset((*OF_EVERY_OPTIMIZER, *_WRITTEN_BY_TORCH, *STEPS_ONE, "step")) - {"defaults"}
+NO_SETTINGS = frozenset((*OF_EVERY_OPTIMIZER, *_WRITTEN_BY_TORCH, *STEPS_ONE, NOTES, "step")) - {"defaults"}
 
 
 def read_by_update(optimizer: Optimizer) -> dict[str, Any]:

@@ -11,12 +11,14 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
-from instep._optim.kinds import has_values, read_by_update, replaced_step
+from instep._optim.kinds import class_of_update, has_values, read_by_update, replaced_step
 from instep._optim.shadow import parameters_of
 from instep._optim.values import is_immutable
 from instep._torch.versions import memory_of
+from instep.master_weights import HALF, Masters
 
 FREE = frozenset({"lr", "initial_lr", "weight_decay", "betas", "eps", "momentum"})
 """Numbers that may be others than in the sweep. Any other setting may switch on what couples parameters."""
@@ -27,7 +29,8 @@ def is_proved(optimizer: Optimizer) -> bool:
     Where there are no values there is nothing to compare: a plan takes it for granted."""
     if not has_values(optimizer):
         return True
-    proof = _proved().get(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")
+    cls = class_of_update(optimizer)  # of masters, what is done around it is of each parameter alone
+    proof = _proved().get(f"{cls.__module__}.{cls.__qualname__}")
     return (
         proof is not None
         and replaced_step(optimizer) is None
@@ -41,10 +44,16 @@ def settings_of(optimizer: Optimizer) -> list[str]:
     places = [dict(group, params=None, param_names=None) for group in optimizer.param_groups]
     places.append({name: value for name, value in read_by_update(optimizer).items() if name != "defaults"})
     settings = ((name, value) for place in places for name, value in place.items() if name not in FREE)
-    kinds = {f"{type(memory_of(p)).__name__} of {p.dtype}" for p in parameters_of(optimizer)}
+    wide = HALF if isinstance(optimizer, Masters) else ()  # it is the masters that are stepped
+    kinds = {
+        f"{type(memory_of(p)).__name__} of {torch.float32 if p.dtype in wide else p.dtype}"
+        for p in parameters_of(optimizer)
+    }
     # What can be changed is known by its kind alone. Numbers that count steps, and the like, begin alike.
     words = ((name, repr(value) if is_immutable(value) else type(value).__name__) for name, value in settings)
-    return sorted({f"{name}={value}" for name, value in words} | kinds)
+    # Among the attributes is a name for torch's profiler, with that of the class in it.
+    own, inside = (f"#{cls.__name__}." for cls in (type(optimizer), class_of_update(optimizer)))
+    return sorted({f"{name}={value}".replace(own, inside) for name, value in words} | kinds)
 
 
 @cache

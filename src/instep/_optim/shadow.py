@@ -18,12 +18,13 @@ from instep._optim.kinds import (
     is_torchs_own,
     read_by_update,
     steps_one,
-    undecorated_step,
 )
 from instep._optim.values import PER_PARAMETER, is_immutable, is_plain, private
+from instep._torch.hooks import undecorated_step
 from instep._torch.lifetime import reference_to
 from instep._torch.versions import memory_of
 from instep.errors import StaleAttachmentError
+from instep.master_weights import LOOKED, Masters
 
 # Where each parameter of an optimizer stands in its ``param_groups``, and which of a bucket's are in which group.
 
@@ -119,6 +120,8 @@ def shadow_of(optimizer: Optimizer, groups: list[dict[str, Any]], state: Any) ->
     shadow: Optimizer = object.__new__(type(optimizer))
     vars(shadow).update(vars(optimizer))
     vars(shadow).pop("step", None)  # an LR scheduler's patch of the instance
+    if isinstance(optimizer, Masters):
+        vars(shadow)[LOOKED] = True
     shadow.param_groups = groups
     shadow.state = state
     for name in STEP_HOOKS:

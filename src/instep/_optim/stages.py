@@ -30,10 +30,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from instep._optim.kinds import CHECKED_ONCE, undecorated_step
+from instep._optim.kinds import CHECKED_ONCE
 from instep._optim.local_shard import LocalShard, shard_of_entry, whole_of_entry
 from instep._optim.shadow import GroupLayout, Members, shadow_of, without_autocast
 from instep._torch.engine import AS_IT_IS
+from instep._torch.hooks import undecorated_step
 
 
 @dataclass(slots=True, eq=False)

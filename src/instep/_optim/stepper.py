@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from instep._optim.beside import Beside
 from instep._optim.guards import Layouts, SettingsGuard, StateGuard, numbers_of
-from instep._optim.kernels import GRADIENT, InBucket, Kernel, KernelCall, Placing, are_usual, kernel_of
+from instep._optim.kernels import GRADIENT, InBucket, Kernel, KernelCall, MastersCall, Placing, are_usual, kernel_of
 from instep._optim.kinds import SCALES, STEPPED_WHOLE, has_usual_parameters, is_elementwise, is_torchs_own
 from instep._optim.local_shard import LocalShard
 from instep._optim.offload import OffloadedState
@@ -25,6 +25,7 @@ from instep._torch.hooks import is_in_step
 from instep._torch.lifetime import reference_to
 from instep._torch.versions import VERSION, version_of, versions_of
 from instep.errors import HyperparameterChangedError, StaleAttachmentError, UnsupportedOptimizerError
+from instep.master_weights import HALF, Masters, notes_of, pairs_of, require_unwritten
 
 
 class _Kind(NamedTuple):
@@ -34,7 +35,7 @@ class _Kind(NamedTuple):
     Attributes:
         own: the ``step`` of the object; ``None``: it has none.
         step: of its class.
-        update: what ``step`` wraps, without the calls of hooks.
+        update: what ``step`` wraps, without the calls of hooks; of a class with masters the ``step`` that steps these.
         is_known: whether the update is one of torch's own, over plain parameters.
         call: calls its update.
         kernel: that ``step`` calls, if that can be called in its place.
@@ -74,7 +75,7 @@ class _RunningStep(NamedTuple):
     in_parts: bool
 
 
-_Call = KernelCall | ShadowCall | ObjectCall | StagedCall
+_Call = KernelCall | MastersCall | ShadowCall | ObjectCall | StagedCall
 
 
 class PreparedUpdate:
@@ -88,13 +89,14 @@ class PreparedUpdate:
     Args:
         guard: of the state; ``None``: nobody looks back, and nothing is counted.
         state: of the optimizer.
+        masters: the stepper of an optimizer that has some; ``None``: it has none.
 
     Attributes:
         tensors: the parameters, or aliases of them.
         versions: of ``tensors``, as the update has left them, where somebody looks back.
     """
 
-    __slots__ = ("_calls", "_guard", "_owned", "_places", "_state", "tensors", "versions")
+    __slots__ = ("_calls", "_guard", "_masters", "_owned", "_places", "_state", "tensors", "versions")
 
     def __init__(
         self,
@@ -102,11 +104,12 @@ class PreparedUpdate:
         bucket: InBucket,
         guard: StateGuard | None,
         state: Mapping[Any, Any],
+        masters: "Stepper | None" = None,
     ) -> None:
-        self._calls, self._guard, self._state = calls, guard, state
+        self._calls, self._guard, self._state, self._masters = calls, guard, state, masters
         self.tensors, self._owned = bucket.tensors, bucket.owned
         # Of the state that kernels write. An object may replace it.
-        self._places = bucket.placing.places if isinstance(calls[0], KernelCall) else None
+        self._places = bucket.placing.places if isinstance(calls[0], (KernelCall, MastersCall)) else None
         self.versions: list[int] = []
 
     @property
@@ -116,6 +119,8 @@ class PreparedUpdate:
 
     def run(self, gradients: list[torch.Tensor]) -> None:
         guard = self._guard
+        if self._masters is not None:
+            look_at_masters(self._masters, self._owned)  # a hook of this backward may have written one since it began
         try:
             for call in self._calls:
                 call.run(gradients)
@@ -126,6 +131,8 @@ class PreparedUpdate:
                     columns = (column for call in self._calls for column in call.lists)
                     written = [*written, *chain.from_iterable(columns)]
                 torch.autograd.graph.increment_version(written)
+        if self._masters is not None:
+            note_masters(self._masters, self.tensors, self._owned)
         places = self._places
         if guard is not None and places is None:
             guard.note(self._owned, self._state)
@@ -302,7 +309,7 @@ class Stepper:
         optimizer, kind = self._optimizer(), self._kind
         if optimizer is not None:
             own, step = vars(optimizer).get("step"), type(optimizer).step
-            update = getattr(step, "__wrapped__", None)
+            update = optimizer.inside.step if isinstance(optimizer, Masters) else getattr(step, "__wrapped__", None)
             is_same = step is kind.step() and update is (kind.update and kind.update())
             if not is_same or own is not (kind.own and kind.own()):
                 self._kind = _kind_of(optimizer)  # a trainer has replaced it since, or a scheduler counts its calls
@@ -314,6 +321,8 @@ class Stepper:
             self._layouts.groups = GroupLayout(self.name, optimizer.param_groups)
             self._kind = _kind_of(optimizer)
         known = not self.is_foreign
+        if isinstance(optimizer, Masters) and self._looks_back and not in_parts:
+            look_at_masters(self)
         watched = [self._state_guard] if self._looks_back else []
         stages: list[Stage] = [self._settings, *watched, *([CopiedEntries()] if known else [])]
         divides: OffloadedState | KeyedDraws | None = self.offloaded
@@ -355,9 +364,10 @@ class Stepper:
             calls = running.kernel.calls(optimizer, buckets, self._layouts.groups, found)
         self._settings.look(optimizer, sorted({n for some in members for n, (mine, _) in enumerate(some) if mine}))
         guard = self._state_guard if self._looks_back else None
+        mine = self if isinstance(optimizer, Masters) else None
         return [
-            PreparedUpdate(some or self._calls_of(running, optimizer, bucket, mine), bucket, guard, running.state)
-            for some, bucket, mine in zip(calls, buckets, members, strict=True)
+            PreparedUpdate(some or self._calls_of(running, optimizer, bucket, its), bucket, guard, running.state, mine)
+            for some, bucket, its in zip(calls, buckets, members, strict=True)
         ]
 
     def _take_in(self, optimizer: Optimizer, buckets: Sequence[InBucket]) -> None:
@@ -536,13 +546,34 @@ class Stepper:
             offloaded.give_back()
 
 
+def halves_of(stepper: Stepper, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that a master is copied into when they are stepped."""
+    return [p for p in parameters if p.dtype in HALF] if isinstance(stepper.optimizer(), Masters) else []
+
+
+def look_at_masters(stepper: Stepper, some: Sequence[torch.Tensor] | None = None) -> None:
+    """Raise ``StaleMasterError`` if a weight was written without its master: all are looked at before the first one is
+    stepped, and then ``some`` before their own update."""
+    optimizer = stepper.optimizer()
+    if isinstance(optimizer, Masters):
+        require_unwritten(optimizer, *pairs_of(optimizer, some))
+
+
+def note_masters(stepper: Stepper, parameters: Sequence[torch.Tensor], owned: Sequence[torch.Tensor]) -> None:
+    """``parameters``, which may be aliases of the optimizer's ``owned``, were stepped, or a write of them was counted
+    in advance: it counts as none of the loop's."""
+    optimizer = stepper.optimizer()
+    if isinstance(optimizer, Masters):
+        notes_of(optimizer).take(*pairs_of(optimizer, owned, parameters))
+
+
 def _step_object(own: OwnObject, call: CallUpdate, update: Update) -> None:
     own.step(update.optimizer, update.members, update.owned, update.tensors, call)
 
 
 def _kind_of(optimizer: Optimizer) -> _Kind:
     own, step = vars(optimizer).get("step"), type(optimizer).step
-    update = getattr(step, "__wrapped__", None)
+    update = optimizer.inside.step if isinstance(optimizer, Masters) else getattr(step, "__wrapped__", None)
     known = is_torchs_own(optimizer) and has_usual_parameters(optimizer)
     call = how_to_step(optimizer)
     return _Kind(own and reference_to(own), reference_to(step), update and reference_to(update), known, call)

@@ -13,8 +13,25 @@ from torch.optim import Optimizer
 
 from instep._optim.kinds import is_torchs_own, replaced_step, steps_one, takes_hooks
 from instep.errors import AttachError, UnsupportedOptimizerError, class_name
+from instep.master_weights import HALF, MASTER, Masters
 from instep.options import Options
 from instep.target import Target
+
+
+def masters_lost(target: Target, options: Options) -> None:
+    """torch loads any state into any optimizer, and makes it half: masters tell by their dtype that it has."""
+    for optimizer in target.optimizers:
+        held = (inner for _, inner in _inner_optimizers(optimizer))  # ZeroRedundancyOptimizer loads all itself, too
+        if any(isinstance(each, Masters) for each in (optimizer, *held)):
+            continue
+        masters = (entry.get(MASTER) for entry in getattr(optimizer, "state", {}).values() if isinstance(entry, dict))
+        if any(m.dtype in HALF for m in masters if isinstance(m, torch.Tensor)):
+            name = class_name(optimizer)
+            raise AttachError(
+                f"{name} has loaded a checkpoint of masters({name}): it does not step the fp32 masters, and torch has "
+                f"rounded these and its state to the weights' dtype. Make it by instep.masters({name})(…) and load "
+                f"again, or go on without masters: optimizer.state[p].pop({MASTER!r}) for each"
+            )
 
 
 def given_twice(target: Target, options: Options) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from instep._optim.parameters import AttachedParameters
-from instep._optim.stepper import Stepper
+from instep._optim.stepper import Stepper, look_at_masters
 from instep._step.deferrable import by_optimizer, can_run_beside
 from instep._step.deferral import BESIDE_BACKWARD, Deferring
 from instep._step.step import RunningStep
@@ -73,6 +73,8 @@ class UpdatesBeside:
         for stepper, part in parts:
             # Here, and not on the worker: what the loop changes in a hook is noticed at the next bucket, as in hooks.
             stepper.look_at_settings(part.tensors())
+            look_at_masters(stepper, part.tensors())
+            self._step_of(stepper)  # which looks at all of them, in the first bucket
         # Before the update notes what it finds. A graph that has saved an old weight refuses to run from here on: an
         # update that has run counts its write, too, but a node may read the weight before that.
         torch.autograd.graph.increment_version(bucket.tensors())

@@ -258,6 +258,8 @@ class ForwardCalls(StepCalls):
             deferred.begin()
             updates = self._take_over(stepper, parameters, clip)
         except Exception:  # nothing has been handed over
+            if step.gather is not None:
+                step.ledger.votes.say_failed(step.number)  # the others wait for the parts that this rank updates
             if step.round.stepper is not None:
                 step.round.refuse(step.ledger)
             deferred.take_back(tensors)

@@ -27,7 +27,7 @@ from instep._optim.kernels import GRADIENT
 from instep._optim.kinds import is_fused, multiplies_matrices
 from instep._optim.parameters import AttachedParameters, OptimizerCall, calls_of, none_there
 from instep._optim.shadow import end_state, order_added, snapshot_of
-from instep._optim.stepper import Stepper
+from instep._optim.stepper import Stepper, halves_of, look_at_masters, note_masters
 from instep._ranks.vote import Vote, error_of
 from instep._ranks.votes import StepVotes
 from instep._step.deferral import PUT_OFF, Wording
@@ -167,6 +167,7 @@ class PartOfStep:
         wording: Wording = PUT_OFF,
     ) -> None:
         optimizer = stepper.optimizer()
+        look_at_masters(stepper)
         self.optimizer = weakref.ref(optimizer)
         self.entries_before = len(optimizer.state)
         self.is_known = not stepper.is_foreign
@@ -263,9 +264,11 @@ class Update:
             applied = [g.detach() if type(g) in PLAIN else g for g in applied]
         # Aliases: the parameters' own .grad, flags and attributes are the user's, to be read and changed meanwhile.
         self._calls = calls_of(members, applied, alias=step.is_known)
-        if step.switches.counts_writes:
+        written = self.tensors if step.switches.counts_writes else halves_of(step.stepper, self.tensors)
+        if written:
             # From here on a graph that has saved the old weights refuses to run, as after the plain loop's step.
-            torch.autograd.graph.increment_version(self.tensors)
+            torch.autograd.graph.increment_version(written)
+            note_masters(step.stepper, written, written)
         self._as_left: AsLeft | None = AsLeft(self.tensors, self.gradients, step.state)
         step.outstanding.append(self)
         if step.times.listener is not None:

@@ -211,6 +211,20 @@ def is_torchs(function: Any) -> bool:
 
 
 _TORCH = Path(torch.__file__).parent
+
+
+def is_in_torch_optim(made_by: Callable[..., Optimizer]) -> bool:
+    """Whether ``made_by`` is a class of ``torch.optim``. Some of these name a file in ``__module__``, others the
+    package itself."""
+    return f"{made_by.__module__}.".startswith("torch.optim.")
+
+
+def undecorated_step(cls: type[Optimizer]) -> Callable[..., Any]:
+    """``cls.step`` without the wrapper in which torch runs its global step hooks: they are owed one call per step."""
+    step: Any = cls.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+
+
 # Weakly: the class of an optimizer that is made in a function may refer to the model.
 _are_torchs: "weakref.WeakKeyDictionary[Any, bool]" = weakref.WeakKeyDictionary()
 
