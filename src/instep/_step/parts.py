@@ -274,7 +274,6 @@ class PartsOfUpdate:
         self.reason: str | None = None
         self.counts = True
         self._stepper = stepper
-        self._optimizer = stepper.optimizer()
         self._parts = parts
         self._every = every
         self._belongings = _Belongings(self._optimizer)
@@ -289,6 +288,10 @@ class PartsOfUpdate:
         self._untouched = _Untouched(())
         self._around: _Around | None = None
         self._beside: Beside | None = None
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        return self._stepper.optimizer()
 
     # Before the update.
 
