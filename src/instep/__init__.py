@@ -94,4 +94,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ROOMS})
+    return sorted({*filter(_is_special, globals()), *_ROOMS})
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__")

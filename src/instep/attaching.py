@@ -29,7 +29,7 @@ def attach(
     schedule: Schedules = "forward",
     defer: Defer = "auto",
     bucket_bytes: int | None = None,
-    clip: ClipNorm | ClipValue | None = None,
+    clip: ClipNorm | ClipValue | float | None = None,
     accumulation_steps: int = 1,
     scaler: GradScaler | None = None,
     undo: bool | Literal["host"] = False,
@@ -89,6 +89,7 @@ def attach(
             stage is stepped in the bubble behind its last backward, once torch has scaled its gradients. ``ClipNorm``
             and ``nonfinite`` go by the gradients of all stages.
         clip: clips the gradients of all attached parameters before they are applied; by default ``None``: nothing is.
+            A number is that of ``ClipNorm``.
         accumulation_steps: how many backwards make a step; by default 1.
             The others only add up, under DDP in ``no_sync``. For loops without ``with overlap.accumulate():``.
         scaler: the ``torch.amp.GradScaler`` of the loop; by default ``None``, which is enough for ``"forward"``.
@@ -155,6 +156,11 @@ def attach(
     models = models_of(model, AttachError)
     if isinstance(scaler, GradScaler) and not scaler.is_enabled():
         scaler = None
+    if isinstance(clip, (int, float)):
+        try:
+            clip = ClipNorm(clip)
+        except AttachError as error:
+            raise AttachError(f"clip={clip!r}: {error}") from None
     options = Options(
         schedule,
         defer,

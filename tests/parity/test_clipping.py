@@ -131,6 +131,11 @@ def test_clip_norm_is_clip_grad_norm(way: str, limit: str, norm_type: float) -> 
     assert {bool(norm > max_norm) for norm in norms} == {"always": {True}, "never": {False}}.get(limit, {True, False})
 
 
+@pytest.mark.parametrize("way", ["forward", "undo"])
+def test_a_number_is_clip_norm(way: str) -> None:
+    compare(way, blocks, clipping(ClipNorm(ALWAYS[2.0])), clip=ALWAYS[2.0])
+
+
 @pytest.mark.parametrize("build", [two_optimizers, mixed_dtypes])
 @in_exact_ways
 def test_clip_norm_measures_only_what_is_attached(way: str, build: Any) -> None:
@@ -1203,7 +1208,12 @@ def parameters_of(model: nn.Module) -> Iterator[Any]:
 
 CHOICES = r"schedule='forward'.*undo=True.*two_pass.*overlap\.backward\(loss\).*per_bucket.*previous_norm"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a number as clip": ({"clip": 1.0}, r"clip must be an instep\.ClipNorm, an instep\.ClipValue or None, not 1\.0"),
+    "text as clip": (
+        {"clip": "1"},
+        r"clip must be a number, an instep\.ClipNorm, an instep\.ClipValue or None, not '1'",
+    ),
+    "true as clip": ({"clip": True}, "clip=True: ClipNorm: max_norm must be a number that is not negative, not True"),
+    "a number below 0 as clip": ({"clip": -1.0}, r"clip=-1\.0: ClipNorm: max_norm must be .*, not -1\.0"),
     "no accumulation steps": ({"accumulation_steps": 0}, "accumulation_steps must be .* at least 1, not 0"),
     "accumulation steps that are true": ({"accumulation_steps": True}, "accumulation_steps must be .*, not True"),
     "accumulation steps in parts": ({"accumulation_steps": 1.5}, r"accumulation_steps must be .*, not 1\.5"),

@@ -37,7 +37,7 @@ _TAKES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "bucket_bytes": (lambda value: value is None or _is_whole(value, 1), "a positive number of bytes or None"),
     "clip": (
         lambda value: value is None or isinstance(value, (ClipNorm, ClipValue)),
-        "an instep.ClipNorm, an instep.ClipValue or None",
+        "a number, an instep.ClipNorm, an instep.ClipValue or None",
     ),
     "accumulation_steps": (lambda value: _is_whole(value, 1), "a number of backwards, at least 1"),
     "scaler": (lambda value: value is None or isinstance(value, GradScaler), "a torch.amp.GradScaler or None"),
