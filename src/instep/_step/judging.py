@@ -126,7 +126,7 @@ class _Met:
         if not self.lagging.isdisjoint(indices):
             self.lagging -= indices
             self.returns -= 1
-            self.waits = bool(self.lagging)
+            self.waits = self.returns > 0 and bool(self.lagging)
 
     def is_new(self, bucket: AttachedParameters) -> bool:
         """Whether a parameter in it was never compared."""
