@@ -2,14 +2,17 @@
 
     python benchmarks/masters.py
     python benchmarks/masters.py --rounds 60 --kinds fused --width 512 --rows 128
+    python benchmarks/masters.py --micro 4 --kinds fused
 
 Blocks of a small network, one core. *Plain* is ``instep.masters(AdamW)`` without ``attach``. *Loop of masters* is what
 projects write: fp32 copies in an optimizer of their own, gradients cast, weights copied back, all at once. *By hand* is
 the least that a loop does that steps them in backward: a hook counts a bucket down, then the gradients are cast, the
-bucket's masters stepped by lists that were made before, and the weights written; it looks at nothing. *Autocast* has
-fp32 weights and no masters. Weights, masters and state of all but the last two are compared before and after they are
-timed, bit for bit. Bytes are those of tensors, for each parameter: at rest, and the most within a step. Times are of
-the processor, as ratios to plain's; above 1 is faster.
+bucket's masters stepped by lists that were made before, and the weights written; it looks at nothing. *fp32 gradients*
+are those of ``masters(AdamW, gradients="float32")``. *Autocast* has fp32 weights and no masters. Weights, masters and
+state of all that have some are compared before and after they are timed, bit for bit; loops with fp32 gradients among
+themselves. With ``--micro`` a step is of so many micro-batches, which *instep* takes by ``micro_batches()``. Bytes are
+those of tensors, for each parameter: at rest, and the most within a step. Times are of the processor, as ratios to
+plain's; above 1 is faster.
 """
 
 import argparse
@@ -28,7 +31,8 @@ from instep_tools.harness import LiveBytes
 
 PLAIN, LOOP, BY_HAND, ATTACHED = "plain", "loop of masters", "by hand", "instep"
 AUTOCAST, AUTOCAST_ATTACHED, AGAIN = "autocast", "autocast, instep", "plain again"
-KINDS = (PLAIN, LOOP, BY_HAND, ATTACHED, AUTOCAST, AUTOCAST_ATTACHED, AGAIN)
+WIDE, WIDE_ATTACHED = "fp32 gradients", "fp32 gradients, instep"
+KINDS = (PLAIN, LOOP, BY_HAND, ATTACHED, AUTOCAST, AUTOCAST_ATTACHED, WIDE, WIDE_ATTACHED, AGAIN)
 BUCKETS = 9
 
 
@@ -77,9 +81,9 @@ class ByHand:
 
 
 class Loop:
-    def __init__(self, kind: str, width: int, depth: int, way: str) -> None:
+    def __init__(self, kind: str, width: int, depth: int, way: str, micro: int) -> None:
         torch.manual_seed(0)
-        self.kind = kind
+        self.kind, self.micro = kind, micro
         self.model: nn.Module = nn.Sequential(*[Block(width) for _ in range(depth)])
         self.in_half = kind not in (AUTOCAST, AUTOCAST_ATTACHED)
         if self.in_half:
@@ -92,16 +96,26 @@ class Loop:
             self.masters = [p.detach().float() for p in self.halves]
             self.optimizer = torch.optim.AdamW(self.masters, **settings)
         else:
-            cls = instep.masters(torch.optim.AdamW) if self.in_half else torch.optim.AdamW
+            wide: Any = {"gradients": "float32"} if kind in (WIDE, WIDE_ATTACHED) else {}
+            cls = instep.masters(torch.optim.AdamW, **wide) if self.in_half else torch.optim.AdamW
             self.optimizer = cls(self.model.parameters(), **settings)
         self.by_hand = ByHand(self.optimizer, self.halves, self.masters) if kind == BY_HAND else None
-        if kind in (ATTACHED, AUTOCAST_ATTACHED):
-            instep.attach(self.model, self.optimizer, schedule="backward")
+        self.overlap: Any = None
+        if kind in (ATTACHED, AUTOCAST_ATTACHED, WIDE_ATTACHED):
+            self.overlap = instep.attach(self.model, self.optimizer, schedule="backward")
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=not self.in_half):
+            found: torch.Tensor = self.model(batch if not self.in_half else batch.to(torch.bfloat16))
+            return found.float().square().mean()
 
     def step(self, batch: torch.Tensor) -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=not self.in_half):
-            loss = self.model(batch if not self.in_half else batch.to(torch.bfloat16)).float().square().mean()
-        loss.backward()
+        parts = batch.chunk(self.micro)
+        if self.overlap is not None and self.micro > 1:
+            self.overlap.micro_batches(self.loss, parts)
+        else:
+            for part in parts:
+                self.loss(part).backward()
         if self.by_hand is not None:
             return
         if self.kind == LOOP:
@@ -127,10 +141,10 @@ class Loop:
 
 
 def require_equal(loops: dict[str, Loop]) -> None:
-    wanted = loops[PLAIN].state()
     for kind, loop in loops.items():
-        if loop.in_half and not all(map(torch.equal, wanted, loop.state())):
-            raise SystemExit(f"{kind} is not equal to {PLAIN}")
+        other = WIDE if kind in (WIDE, WIDE_ATTACHED) else PLAIN
+        if loop.in_half and not all(map(torch.equal, loops[other].state(), loop.state())):
+            raise SystemExit(f"{kind} is not equal to {other}")
 
 
 def bytes_of(loop: Loop, batch: torch.Tensor) -> tuple[float, float]:
@@ -155,10 +169,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--depth", type=int, default=6, help="blocks")
     parser.add_argument("--kinds", nargs="+", default=["fused", "foreach"])
+    parser.add_argument("--micro", type=int, default=1, help="micro-batches of a step")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for way in arguments.kinds:
-        loops = {kind: Loop(kind, arguments.width, arguments.depth, way) for kind in KINDS}
+        kinds = [kind for kind in KINDS if hasattr(torch.Tensor, "grad_dtype") or kind not in (WIDE, WIDE_ATTACHED)]
+        if arguments.micro > 1:
+            kinds.remove(BY_HAND)  # which counts one backward
+        loops = {kind: Loop(kind, arguments.width, arguments.depth, way, arguments.micro) for kind in kinds}
         rows = batches(arguments.width, arguments.rows)
         first = [next(rows) for _ in range(6)]
         for loop in loops.values():  # each alone

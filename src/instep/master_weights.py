@@ -12,7 +12,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -33,13 +33,15 @@ LOOKED = "_instep_looked"
 _GIVEN = "_instep_given"
 """The attribute with the ``state_dict`` that is being loaded."""
 HALF = frozenset({torch.bfloat16, torch.float16})
+KEEPS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
+"""Whether a parameter can say of which dtype its gradients are: since torch 2.10."""
 _INSTEAD = "Use fp32 weights, in an autocast block"
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _logger = logging.getLogger("instep")
 _Class = TypeVar("_Class", bound=type[Optimizer])
 
 
-def masters(cls: _Class) -> _Class:
+def masters(cls: _Class, *, gradients: Literal["float32"] | None = None) -> _Class:
     """The optimizer class ``cls`` with fp32 masters of half-precision parameters.
 
     Each ``step()`` casts the gradients to fp32, steps the fp32 masters with ``cls``, and copies them into the weights:
@@ -58,11 +60,17 @@ def masters(cls: _Class) -> _Class:
 
     Args:
         cls: a class of ``torch.optim``, or another whose ``step()`` updates the parameters of its groups.
+        gradients: ``"float32"``: backward casts gradients of half-precision parameters to fp32 before they are added
+            up (the optimizer sets ``grad_dtype`` of its parameters). Sums over micro-batches, clipping and
+            ``GradScaler`` are those of the masters then, for 2 bytes a parameter more while a gradient is alive. It
+            needs torch 2.10, and does not go with DDP and FSDP2.
 
     Raises:
         TypeError: ``cls`` is no such class; or, when an object is made, it keeps tensors, modules or optimizers of its
             own, or a parameter is of a tensor class with memory of its own (quantized weights).
-        ValueError: when an object is made: ``differentiable=True``.
+        ValueError: when an object is made: ``differentiable=True``; a parameter that is to have fp32 gradients has
+            another one. When ``step()`` or backward finds such a parameter. ``gradients`` is another word, or torch is
+            older.
         StaleMasterError: in ``step()``: a weight was written since the last one. Nothing of the step is written.
 
     Since 0.1.0.
@@ -87,13 +95,25 @@ def masters(cls: _Class) -> _Class:
             f"masters({cls.__name__}): it evaluates the loss again within a step, where the weights are those of the "
             f"model, and not the masters. {_INSTEAD}"
         )
+    if gradients not in (None, "float32"):
+        raise ValueError(f"masters(gradients=…) takes 'float32' or None, and was given {gradients!r}")
+    if gradients is not None and not KEEPS_GRAD_DTYPE:
+        raise ValueError(
+            f"masters(gradients='float32') needs torch 2.10 or newer (grad_dtype), and this is {torch.__version__}. "
+            f"{_INSTEAD}"
+        )
+    has_wide = gradients is not None
     if issubclass(cls, Masters):
+        if has_wide and not cls.has_wide_gradients:
+            raise TypeError(f"{cls.__name__} has masters: write masters({cls.inside.__name__}, gradients='float32')")
         return cls
     # No table of classes: one that is made in a function may refer to the model, and lives no longer than that.
-    known = (made for made in cls.__subclasses__() if vars(made).get("inside") is cls)
-    space = {"__module__": __name__, "__doc__": cls.__doc__, "inside": cls}
+    form = {"inside": cls, "has_wide_gradients": has_wide}
+    known = (made for made in cls.__subclasses__() if vars(made).items() >= form.items())
+    space = {"__module__": __name__, "__doc__": cls.__doc__, **form}
+    name = f"masters({cls.__name__}, gradients='float32')" if has_wide else f"masters({cls.__name__})"
     kind: Any = type(cls)
-    made: Any = next(known, None) or _kind(kind)(f"masters({cls.__name__})", (Masters, cls), space)
+    made: Any = next(known, None) or _kind(kind)(name, (Masters, cls), space)
     return made  # type: ignore[no-any-return]
 
 
@@ -105,9 +125,11 @@ def _kind(kind: type) -> Any:
     return made
 
 
-def _reduce(cls: type) -> Any:
+def _reduce(cls: Any) -> Any:
     inside = vars(cls).get("inside")
-    return cls.__qualname__ if inside is None else (masters, (inside,))  # a class that inherits has a name
+    if inside is None:
+        return cls.__qualname__  # a class that inherits has a name
+    return functools.partial(masters, gradients="float32") if cls.has_wide_gradients else masters, (inside,)
 
 
 def class_inside(cls: type[Optimizer]) -> type[Optimizer]:
@@ -172,6 +194,7 @@ class Masters(Optimizer):
     """What ``masters(cls)`` puts before ``cls``. For ``isinstance``, and for types: ``masters`` makes the classes."""
 
     inside: type[Optimizer]
+    has_wide_gradients = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -248,6 +271,7 @@ class Masters(Optimizer):
                     swap.state[p] = state[p]
         if LOOKED not in vars(self):
             require_unwritten(self, swap.halves, swap.masters)
+            require_wide(self, swap.halves)
         if is_whole:
             mine = set(map(id, swap.halves))
             swap.state.update((key, entry) for key, entry in state.items() if id(key) not in mine)
@@ -281,6 +305,7 @@ class Masters(Optimizer):
         super().add_param_group(param_group)
         try:
             _refuse_group(self.inside, self.param_groups[-1])
+            self._widen_gradients(self.param_groups[-1]["params"])
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -302,6 +327,21 @@ class Masters(Optimizer):
             self._widen(state, given)
         super().__setstate__(state)
         vars(self).pop(NOTES, None)
+        for group in self.param_groups:  # copies of parameters do without
+            self._widen_gradients(p for p in group["params"] if p.grad is None)
+
+    def _widen_gradients(self, parameters: Iterable[Any]) -> None:
+        """From now on backward casts the gradients of these."""
+        for p in parameters if self.has_wide_gradients else ():
+            if p.dtype not in HALF or p.grad_dtype is torch.float32:
+                continue
+            if p.grad is not None:
+                raise ValueError(
+                    f"{type(self).__name__}: a parameter of shape {tuple(p.shape)} has a gradient of {p.grad.dtype} "
+                    "already, and torch adds the next one to it. Make the optimizer before the first backward, or "
+                    "clear the gradients: model.zero_grad()"
+                )
+            p.grad_dtype = torch.float32
 
     def _widen(self, state: dict[str, Any], given: Mapping[str, Any]) -> None:
         """``state``, as torch has read it from the ``given`` one, gets fp32 entries of half-precision parameters."""
@@ -389,6 +429,17 @@ def require_unwritten(optimizer: Optimizer, halves: Sequence[torch.Tensor], made
             "what was written. Call optimizer.renew_masters() after the write. To go on with the masters instead: "
             "p.copy_(optimizer.state[p]['master']) for each"
         )
+
+
+def require_wide(optimizer: "Masters", some: Iterable[torch.Tensor]) -> None:
+    """Raise ``ValueError`` if a gradient is not in fp32, and was to be: sums of it were rounded."""
+    for p in some if optimizer.has_wide_gradients else ():
+        if p.dtype in HALF and p.grad is not None and p.grad.dtype is not torch.float32:
+            raise ValueError(
+                f"{type(optimizer).__name__}: {_place_of(optimizer, p)} has a gradient of {p.grad.dtype}, for its "
+                "grad_dtype was changed, or lost with a copy of the parameter. Before the first forward: p.grad_dtype "
+                "= torch.float32 for each of the optimizer's half-precision parameters"
+            )
 
 
 def _place_of(optimizer: Optimizer, parameter: torch.Tensor) -> str:

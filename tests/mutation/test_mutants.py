@@ -3473,6 +3473,42 @@ MUTANTS = [
         "copy_back(self.tensors, self.inner.tensors)",
     ),
     Mutant(
+        "masters: a copy's gradients are half again",
+        "Masters.__setstate__",
+        'self._widen_gradients(p for p in group["params"] if p.grad is None)',
+    ),
+    Mutant("masters: gradients of half are taken for wide ones", "Masters._swap", "require_wide(self, swap.halves)"),
+    Mutant(
+        "masters: a bucket is stepped from gradients of half that were to be wide",
+        "look_at_masters",
+        "require_wide(optimizer, parameters_of(optimizer) if some is None else some)",
+    ),
+    Mutant(
+        "masters: no kernel takes wide gradients",
+        "are_usual",
+        "of_masters and _CAST.issuperset(dtypes)",
+        "False",
+    ),
+    Mutant(
+        "a spent gradient has the parameter's dtype, where its gradients have another",
+        "ParametersOfModel._attached",
+        "dtype=of_gradient",
+        "dtype=parameter.dtype",
+    ),
+    Mutant(
+        "a gradient that waits has the parameter's dtype, where gradients have another",
+        "_Mark.__init__",
+        "dtype_of_gradient(parameter)",
+        "parameter.dtype",
+    ),
+    Mutant(
+        "zeroed gradients have the parameter's dtype, where gradients have another",
+        "_zeros",
+        "dtype_of_gradient(parameter)",
+        "parameter.dtype",
+    ),
+    Mutant("an alias takes no gradient of another dtype", "alias_of", "alias.grad_dtype = gradient.dtype"),
+    Mutant(
         "masters: what a hook of backward writes is written over",
         "PreparedUpdate.run",
         "look_at_masters(self._masters, self._owned)",

@@ -75,6 +75,7 @@ class Run:
 
     Attributes:
         fp32: parts of the model that are in fp32.
+        wide: whether gradients of half-precision weights are.
         groups: two, with other settings.
         micro: backwards of a step.
     """
@@ -87,6 +88,7 @@ class Run:
     scheduler: bool = False
     micro: int = 1
     matrices: bool = False
+    wide: bool = False
     steps: int = 5
 
 
@@ -113,7 +115,11 @@ class Lane:
         self.model = build(run)
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.held = self.trained
-        cls = run.cls if by_hand else instep.masters(run.cls)
+        cls = run.cls if by_hand else instep.masters(run.cls, gradients="float32" if run.wide else None)
+        for p in self.trained if by_hand and run.wide else ():
+            if p.dtype in HALVES:
+                vars_of: Any = p
+                vars_of.grad_dtype = torch.float32
         if by_hand:
             self.held = [nn.Parameter(p.detach().float()) if p.dtype in HALVES else p for p in self.trained]
         groups: list[dict[str, Any]] = [{"params": self.held}]
@@ -864,19 +870,215 @@ def test_torch_does_not_unscale_gradients_of_fp16() -> None:
         scaled(lane, torch.amp.GradScaler("cpu"), 0)
 
 
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="from torch 2.10 on")
-def test_gradients_of_fp32() -> None:
-    """``grad_dtype``: they are the masters' as they are, and GradScaler and clipping see them."""
-    run = Run(half=torch.float16)
+# Gradients in fp32.
+
+of_wide_gradients = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="from torch 2.10 on")
+WIDE = {
+    "AdamW, fused": Run(wide=True, groups=True, scheduler=True, settings={"fused": True}),
+    "AdamW, foreach": Run(wide=True, settings={"foreach": True}),
+    "SGD": Run(SGD, {"momentum": 0.9}, wide=True),
+    "RMSprop": Run(torch.optim.RMSprop, wide=True),
+    "micro-batches": Run(wide=True, micro=4, settings={"fused": True}),
+    "fp16": Run(half=torch.float16, wide=True),
+    "a norm in fp32": Run(fp32=("norm",), wide=True),
+}
+
+
+@of_wide_gradients
+@in_every_way
+@pytest.mark.parametrize("loop", WIDE)
+def test_gradients_in_fp32(loop: str, way: str) -> None:
+    lane = require_equal(WIDE[loop], WAYS[way])
+    loss_of(lane.model, 0).backward()
+    of_gradient = {p.dtype: p.grad.dtype for p in lane.trained if p.grad is not None}
+    assert set(of_gradient.values()) == {torch.float32}
+
+
+@of_wide_gradients
+def test_a_kernel_steps_from_gradients_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[torch.dtype] = []
+    run = MastersCall.run
+
+    def counted(self: MastersCall, gradients: list[torch.Tensor]) -> None:
+        called.extend(gradient.dtype for gradient in gradients)
+        run(self, gradients)
+
+    monkeypatch.setattr(MastersCall, "run", counted)
+    require_equal(Run(wide=True, settings={"fused": True}), WAYS["backward"])
+    assert len(called) > Run().steps
+    assert set(called) == {torch.float32}
+
+
+def clipped(lane: Lane, i: int) -> torch.Tensor:
+    """The loop by hand, or the plain one, with the masters' norm."""
+    loss_of(lane.model, i).backward()
+    if lane.by_hand:
+        for p, m in lane.pairs():
+            m.grad = p.grad
+    norm = nn.utils.clip_grad_norm_(lane.held, 0.05)
+    lane.optimizer.step()
+    if lane.by_hand:
+        for p, m in lane.pairs():
+            with torch.no_grad():
+                p.copy_(m)
+            m.grad = p.grad = None
+    lane.optimizer.zero_grad()
+    return norm
+
+
+@of_wide_gradients
+@pytest.mark.parametrize("way", ["not attached", "default", "undo", "deferred", "two_pass", "exact"])
+def test_the_norm_is_that_of_the_masters(way: str) -> None:
+    run = Run(wide=True, settings={"fused": True})
+    hand = Lane(run, by_hand=True)
+    in_backward = way in ("two_pass", "exact")
+    lane = Lane(run, options=None if in_backward else WAYS[way])
+    if in_backward:
+        clip: Any = instep.ClipNorm(0.05, mode="two_pass") if way == "two_pass" else 0.05
+        more: dict[str, Any] = {"undo": True} if way == "exact" else {}
+        lane.overlap = instep.attach(
+            lane.model, lane.optimizer, schedule="backward", bucket_bytes=SMALL, clip=clip, **more
+        )
+    for i in range(4):
+        norm = clipped(hand, i)
+        if in_backward:
+            lane.overlap.backward(loss_of(lane.model, i))
+            lane.optimizer.step()
+            assert torch.equal(lane.overlap.grad_norm, norm)
+            lane.optimizer.zero_grad()
+        else:
+            assert torch.equal(clipped(lane, i), norm)
+        assert difference(hand.values(), lane.values()) is None, i
+    lane.end()
+
+
+@of_wide_gradients
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_micro_batches_are_summed_in_fp32(to_none: bool, waits: bool) -> None:
+    """Those whose gradients are freed one by one, too."""
+    run = Run(wide=True, micro=3, settings={"fused": True})
+    hand, lane = Lane(run, by_hand=True), Lane(replace(run, micro=1), options=WAYS["backward"])
+    halves = Lane(replace(run, wide=False), by_hand=True)
+    for i in range(4):
+        for each in (hand, halves):
+            each.learn(i)
+        numbers = [i * 3, i * 3 + 1, i * 3 + 2]
+        if waits:
+            for k in numbers:
+                lane.overlap.backward(loss_of(lane.model, k) / 3, more=k < numbers[-1])
+        else:
+            lane.overlap.micro_batches(lambda k, lane=lane: loss_of(lane.model, k) / 3, numbers)
+        lane.optimizer.step()
+        lane.optimizer.zero_grad(set_to_none=to_none)
+        if to_none or i == 0:  # zeros are gradients of what is not used then
+            assert difference(hand.values(), lane.values()) is None, i
+        assert all(p.grad is None or p.grad.dtype is torch.float32 for p in lane.trained)
+    assert difference(hand.values(), halves.values()) is not None
+    lane.end()
+
+
+@of_wide_gradients
+@pytest.mark.parametrize("way", ["not attached", "default", "undo", "deferred"])
+def test_a_loss_scale_over_gradients_in_fp32(way: str) -> None:
+    run = Run(half=torch.float16, wide=True)
     hand, lane = Lane(run, by_hand=True), Lane(run)
-    for lane_ in (hand, lane):
-        for p in lane_.trained:
-            p.grad_dtype = torch.float32
     first, second = (torch.amp.GradScaler("cpu", init_scale=2.0**10) for _ in range(2))
+    options = WAYS[way]
+    if options is not None:
+        scaler: dict[str, Any] = {"scaler": second} if "undo" in options else {}
+        lane.overlap = instep.attach(lane.model, lane.optimizer, **options, **scaler)
     for i in range(5):
         scaled(hand, first, i)
         scaled(lane, second, i)
         assert difference(hand.values(), lane.values()) is None, i
+    assert first.state_dict() == second.state_dict()
+    lane.end()
+
+
+@of_wide_gradients
+def test_a_class_with_gradients_in_fp32() -> None:
+    cls = instep.masters(AdamW, gradients="float32")
+    assert cls is instep.masters(AdamW, gradients="float32")
+    assert cls is instep.masters(cls)
+    assert cls is not instep.masters(AdamW)
+    assert instep.masters(AdamW) is instep.masters(AdamW)
+    assert pickle.loads(pickle.dumps(cls)) is cls
+    assert cls.__qualname__ == "masters(AdamW, gradients='float32')"
+    with pytest.raises(TypeError, match=r"write masters\(AdamW, gradients='float32'\)"):
+        instep.masters(instep.masters(AdamW), gradients="float32")
+    with pytest.raises(ValueError, match="takes 'float32' or None, and was given 'float16'"):
+        instep.masters(AdamW, gradients="float16")  # type: ignore[arg-type]
+
+
+@of_wide_gradients
+def test_copies_have_gradients_in_fp32() -> None:
+    """torch copies a parameter without its ``grad_dtype``."""
+    lane = Lane(Run(wide=True))
+    lane.learn(0)
+    model, optimizer = copy.deepcopy((lane.model, lane.optimizer))
+    lane.learn(1)
+    loss_of(model, 1).backward()
+    optimizer.step()
+    assert all(map(torch.equal, model.parameters(), lane.model.parameters()))
+    p: Any = nn.Parameter(torch.ones(4, dtype=HALF))
+    optimizer.add_param_group({"params": [p]})
+    assert p.grad_dtype is torch.float32
+
+
+@of_wide_gradients
+@in_every_way
+def test_a_gradient_that_is_not_in_fp32(way: str) -> None:
+    lane = Lane(Run(wide=True), options=WAYS[way])
+    lane.learn(0)
+    before = lane.values()
+    weight: Any = lane.model.outer.weight
+    weight.grad_dtype = None  # any
+    weight.grad = torch.ones_like(weight)
+
+    def step() -> None:
+        if way in ("backward", "beside", "undo"):
+            loss_of(lane.model, 1).backward()
+        lane.optimizer.step()
+
+    with pytest.raises(ValueError, match=r"\['params'\]\[\d\] has a gradient of torch.bfloat16"):
+        step()
+    if way != "backward":
+        assert difference(before, lane.values()) is None
+
+
+@of_wide_gradients
+def test_a_gradient_of_before() -> None:
+    model = nn.Linear(2, 2).to(HALF)
+    model(torch.ones(1, 2, dtype=HALF)).sum().backward()
+    with pytest.raises(ValueError, match=r"a gradient of torch.bfloat16 already.*model.zero_grad\(\)"):
+        instep.masters(AdamW, gradients="float32")(model.parameters())
+
+
+def test_gradients_in_fp32_need_a_newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(master_weights, "KEEPS_GRAD_DTYPE", False)
+    with pytest.raises(ValueError, match=r"needs torch 2\.10 or newer"):
+        instep.masters(AdamW, gradients="float32")
+
+
+@of_wide_gradients
+@in_every_way
+def test_gradients_in_fp32_without_masters(way: str) -> None:
+    """A loop may say so itself, of an optimizer that takes them."""
+    lanes = [build(Run()) for _ in range(2)]
+    optimizers = [SGD((p for p in model.parameters() if p.requires_grad), lr=0.1, foreach=False) for model in lanes]
+    for p in (p for model in lanes for p in model.parameters()):
+        of_any: Any = p
+        of_any.grad_dtype = torch.float32
+    overlap = None if WAYS[way] is None else instep.attach(lanes[1], optimizers[1], **(WAYS[way] or {}))
+    for i in range(4):
+        for model, optimizer in zip(lanes, optimizers, strict=True):
+            loss_of(model, i).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(map(torch.equal, lanes[0].parameters(), lanes[1].parameters())), i
+    if overlap is not None:
+        overlap.detach()
 
 
 @in_every_way

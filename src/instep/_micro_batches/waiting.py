@@ -12,7 +12,7 @@ from instep._micro_batches.run import Together, refuse_wrappers, require_own_ste
 from instep._optim.parameters import AttachedParameter
 from instep._step.remedies import never_cleared, while_waiting
 from instep._torch.lifetime import weakly
-from instep._torch.placeholders import ZERO, WaitingGradient
+from instep._torch.placeholders import ZERO, WaitingGradient, dtype_of_gradient
 from instep._wiring.build import Parts
 from instep.errors import AccumulationError, InstepError
 
@@ -135,7 +135,9 @@ class _Mark:
         self.before = before
         self.is_zeroed = False
         # Weakly: autograd keeps it.
-        self.gradient = WaitingGradient(attached.get(), attached.spec.name, weakly(self._explain))
+        parameter = attached.get()
+        explain, dtype = weakly(self._explain), dtype_of_gradient(parameter)
+        self.gradient = WaitingGradient(parameter, attached.spec.name, explain, dtype=dtype)
 
     def _explain(self, operation: str) -> InstepError | None:
         if operation not in ZERO:
@@ -152,7 +154,7 @@ class _Mark:
         """Leave in ``.grad`` the zeros of the plain loop, if it has any there. It was zeroed."""
         parameter = self.attached.peek()
         if parameter is not None and self.before is None and parameter in reached:
-            self.before = torch.zeros_like(parameter, requires_grad=False)
+            self.before = torch.zeros_like(parameter, dtype=self.gradient.dtype, requires_grad=False)
 
     def remove(self) -> None:
         """Put back what was found, unless the loop has put something else there."""

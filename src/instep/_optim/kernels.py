@@ -40,6 +40,7 @@ GRADIENT: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
 Settings = Mapping[str, Any]
 _DEVICE, _DTYPE, _LAYOUT = map(attrgetter, ("device", "dtype", "layout"))
 _STRIDED = frozenset({torch.strided})
+_CAST = HALF | {torch.float32}
 _NUMBERS = frozenset({bool, int, float})
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _OF_COUNTERS = frozenset({torch.float32, torch.float64})
@@ -122,12 +123,14 @@ class MastersCall(NamedTuple):
             copy_back(self.tensors, self.inner.tensors)
 
 
-def are_usual(tensors: Sequence[torch.Tensor], gradients: Tensors) -> bool:
-    """Whether a kernel can be called with these: plain tensors, dense gradients of the parameters' dtypes."""
+def are_usual(tensors: Sequence[torch.Tensor], gradients: Tensors, *, of_masters: bool = False) -> bool:
+    """Whether a kernel can be called with these: plain tensors, dense gradients of the parameters' dtypes, or any that
+    can be cast to the masters'."""
+    dtypes = list(map(_DTYPE, gradients))
     return (
         PLAIN.issuperset(map(type, chain(tensors, gradients)))
         and _STRIDED.issuperset(map(_LAYOUT, gradients))
-        and list(map(_DTYPE, gradients)) == list(map(_DTYPE, tensors))
+        and (dtypes == list(map(_DTYPE, tensors)) or (of_masters and _CAST.issuperset(dtypes)))
     )
 
 

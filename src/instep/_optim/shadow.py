@@ -139,6 +139,8 @@ def alias_of(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         alias.requires_grad = True
     if attributes := vars(parameter):
         vars(alias).update(attributes)
+    if gradient.dtype is not alias.dtype:
+        alias.grad_dtype = gradient.dtype  # as the loop has said it of the parameter, since torch 2.10
     alias.grad = gradient
     return alias
 

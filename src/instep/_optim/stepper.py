@@ -25,7 +25,7 @@ from instep._torch.hooks import is_in_step
 from instep._torch.lifetime import reference_to
 from instep._torch.versions import VERSION, version_of, versions_of
 from instep.errors import HyperparameterChangedError, StaleAttachmentError, UnsupportedOptimizerError
-from instep.master_weights import HALF, Masters, notes_of, pairs_of, require_unwritten
+from instep.master_weights import HALF, Masters, notes_of, pairs_of, require_unwritten, require_wide
 
 
 class _Kind(NamedTuple):
@@ -94,9 +94,10 @@ class PreparedUpdate:
     Attributes:
         tensors: the parameters, or aliases of them.
         versions: of ``tensors``, as the update has left them, where somebody looks back.
+        of_masters: whether it casts the gradients.
     """
 
-    __slots__ = ("_calls", "_guard", "_masters", "_owned", "_places", "_state", "tensors", "versions")
+    __slots__ = ("_calls", "_guard", "_masters", "_owned", "_places", "_state", "of_masters", "tensors", "versions")
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class PreparedUpdate:
         masters: "Stepper | None" = None,
     ) -> None:
         self._calls, self._guard, self._state, self._masters = calls, guard, state, masters
-        self.tensors, self._owned = bucket.tensors, bucket.owned
+        self.tensors, self._owned, self.of_masters = bucket.tensors, bucket.owned, masters is not None
         # Of the state that kernels write. An object may replace it.
         self._places = bucket.placing.places if isinstance(calls[0], (KernelCall, MastersCall)) else None
         self.versions: list[int] = []
@@ -249,7 +250,7 @@ class Stepper:
                 begins()
             gradients: list[Any] = list(map(GRADIENT, parameters))
             (prepared,) = self.prepare([bucket])
-            if not (prepared.may_make_tensors or are_usual(parameters, gradients)):
+            if not (prepared.may_make_tensors or are_usual(parameters, gradients, of_masters=prepared.of_masters)):
                 (prepared,) = self.prepare([bucket], kernels=False)
             prepared.run(gradients)
 
@@ -557,6 +558,7 @@ def look_at_masters(stepper: Stepper, some: Sequence[torch.Tensor] | None = None
     optimizer = stepper.optimizer()
     if isinstance(optimizer, Masters):
         require_unwritten(optimizer, *pairs_of(optimizer, some))
+        require_wide(optimizer, parameters_of(optimizer) if some is None else some)
 
 
 def note_masters(stepper: Stepper, parameters: Sequence[torch.Tensor], owned: Sequence[torch.Tensor]) -> None:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from instep._optim.dtensor import is_sharded
+from instep._torch.placeholders import dtype_of_gradient
 from instep._torch.versions import share_versions
 from instep.errors import AttachError
 from instep.options import Options
@@ -250,19 +251,20 @@ def on_meta(target: Target, options: Options) -> None:
 
 
 def gradients_of_another_dtype(target: Target, options: Options) -> None:
-    """What stands in ``.grad`` beside the gradient itself, and the aliases that later updates write, have the
-    parameter's dtype."""
-    if options.schedule == "forward" and options.defer is False:
+    """DDP reduces gradients in their parameters' dtypes, and raises in backward where one has another. FSDP2, which
+    keeps that of a shard since torch 2.15, gives it to no gradient that instep puts there."""
+    if not (target.wrapped or target.fsdp1 or target.fsdp2) or (
+        options.schedule == "forward" and options.defer is False
+    ):
         return
     for given in (given for given in _given(target) if given.parameter.is_leaf):
-        dtype, of_gradient = given.parameter.dtype, getattr(given.parameter, "grad_dtype", given.parameter.dtype)
-        # Of FSDP2, which keeps it since torch 2.15, a trial would put gradients of the parameter's dtype there.
+        dtype, of_gradient = given.parameter.dtype, dtype_of_gradient(given.parameter)
         is_fsdp2s = bool(target.fsdp2) and is_sharded(given.parameter)
         if of_gradient != dtype and not (options.undo and not is_fsdp2s):
             also = "" if is_fsdp2s else ", or undo=True"
             raise AttachError(
-                f"parameter {given.name or given.where!r} has grad_dtype={of_gradient}, and is {dtype}: its update "
-                f"runs in step() alone. Use schedule='forward' with defer=False{also}"
+                f"parameter {given.name or given.where!r} has grad_dtype={of_gradient}, and is {dtype}: between ranks "
+                f"its update runs in step() alone. Use schedule='forward' with defer=False{also}"
             )
 
 

@@ -41,7 +41,15 @@ from instep._torch.engine import (
     set_default_device,
 )
 from instep._torch.lifetime import WeakMethod, owe, settled, weakly
-from instep._torch.placeholders import ACCUMULATE, CONVERSION, DETACH, NEW_LIKE, ZERO, ZeroedGradient
+from instep._torch.placeholders import (
+    ACCUMULATE,
+    CONVERSION,
+    DETACH,
+    NEW_LIKE,
+    ZERO,
+    ZeroedGradient,
+    dtype_of_gradient,
+)
 from instep._torch.versions import versions_of
 from instep.buckets import ParameterSpec
 from instep.errors import AccumulationError, InstepError, UncommittedStepError
@@ -254,7 +262,7 @@ class BucketSink(Schedule):
             or self._failure.error is not None  # which has dropped the step, and this one is none of another
             or not (arrived or step.members.offered.isdisjoint(bucket.indices))
             or list(map(_DEVICE, tensors)) != bucket.devices
-            or not are_usual(tensors, gradients)
+            or not are_usual(tensors, gradients, of_masters=update.of_masters)
         ):
             return False
         started = perf_counter()
@@ -791,14 +799,15 @@ def _zeros(attached: AttachedParameter, *, lasting: bool) -> torch.Tensor:
     """A gradient of zeros. A ``lasting`` one is real: DDP or FSDP adds to it."""
     parameter = attached.get()
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        dtype = dtype_of_gradient(parameter)
         if any(getattr(place.module(), "sparse", False) for place in attached.places):
             # As torch zeroes a sparse one, in which lazy optimizers find nothing to step.
             where = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-            rows = parameter.new_empty((0, *parameter.shape[1:]))
+            rows = parameter.new_empty((0, *parameter.shape[1:]), dtype=dtype)
             return torch.sparse_coo_tensor(where, rows, parameter.shape, check_invariants=False)
         if lasting or attached.mesh is not None:
-            return torch.zeros_like(parameter)
-        return ZeroedGradient(parameter)
+            return torch.zeros_like(parameter, dtype=dtype)
+        return ZeroedGradient(parameter, dtype=dtype)
 
 
 class BackwardCalls(StepCalls):

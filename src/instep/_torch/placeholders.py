@@ -25,6 +25,13 @@ NEW_LIKE = frozenset(
 )
 """What makes a tensor of the gradient's shape, dtype and device, with values of its own."""
 
+
+def dtype_of_gradient(parameter: torch.Tensor) -> torch.dtype:
+    """The parameter's own, unless the loop has said another one (``grad_dtype``, since torch 2.10)."""
+    said: torch.dtype | None = getattr(parameter, "grad_dtype", None) if parameter.is_leaf else None
+    return said or parameter.dtype
+
+
 Explain = Callable[[str], InstepError | None]
 BeforeUse = Callable[[str, Sequence[Any]], None]
 
@@ -209,7 +216,7 @@ class ZeroedGradient(HeldGradient):
         parameter: whose gradient it is, a plain tensor.
     """
 
-    def __init__(self, parameter: torch.Tensor) -> None:
+    def __init__(self, parameter: torch.Tensor, **form: Any) -> None:
         self._real = _NOTHING
 
     @staticmethod

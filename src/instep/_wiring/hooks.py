@@ -36,7 +36,7 @@ from instep._torch.hooks import (
 )
 from instep._torch.interrupts import look_for_handlers
 from instep._torch.lifetime import weakly
-from instep._torch.placeholders import SpentGradient
+from instep._torch.placeholders import SpentGradient, dtype_of_gradient
 from instep._torch.watch import ModuleHooks
 from instep._wiring.weak_refs import Handles, WeakRefs
 from instep.buckets import ParameterSpec
@@ -170,12 +170,13 @@ class ParametersOfModel:
         self, parameter: torch.Tensor, places: tuple[Attribute, ...], index: int, stepper: Stepper
     ) -> AttachedParameter:
         name = places[0].name
-        nbytes = getattr(parameter, "_local_tensor", parameter).numel() * parameter.element_size()
+        of_gradient = dtype_of_gradient(parameter)
+        nbytes = getattr(parameter, "_local_tensor", parameter).numel() * of_gradient.itemsize
         group = next((n for n, g in enumerate(self.groups) if id(parameter) in g.members), None)
         spec = ParameterSpec(index, name, parameter.shape, parameter.dtype, parameter.device, nbytes, group)
         spent = None
         if self.error_for_use is not None:
-            spent = SpentGradient(parameter, name, weakly(self.error_for_use, spec))
+            spent = SpentGradient(parameter, name, weakly(self.error_for_use, spec), dtype=of_gradient)
         # A sharded model puts other tensors in the parameters' places while it computes.
         held = () if self.in_fsdp1 or (group is not None and is_sharded(parameter)) else places
         zero = self.zero
