@@ -176,7 +176,12 @@ MUTANTS = [
         "reference_to(undecorated_step(type(optimizer)))",
         "lambda step=undecorated_step(type(optimizer)): step",
     ),
-    Mutant("prepared: takes any gradients", "BucketSink.step_prepared", "not are_usual(tensors, gradients)", "False"),
+    Mutant(
+        "prepared: takes any gradients",
+        "BucketSink.step_prepared",
+        "not are_usual(tensors, gradients, of_masters=update.of_masters)",
+        "False",
+    ),
     Mutant("prepared: a bucket is not freed", "BucketSink.step_prepared", "self._writes.retire(bucket, tensors)"),
     Mutant("prepared: freed bytes are not counted", "BucketSink.step_prepared", "step.freed_bytes += bucket.nbytes"),
     Mutant(
