@@ -1,4 +1,23 @@
-"""The step that runs in one attachment, with those who take part in it."""
+"""The step that runs in one attachment, with those who take part in it.
+
+With ``schedule="backward"`` all of this folder is the exact version of ten lines, which nobody must disturb:
+
+    def count(parameter):                      # its gradient is final
+        bucket = bucket_of[parameter]
+        bucket.missing -= 1
+        if bucket.missing == 0:                # those of all of its parameters are
+            optimizer.update(bucket)           # as step() would update these parameters alone
+            bucket.missing = len(bucket)
+            for p in bucket:
+                p.grad = None                  # freed; and step() finds none
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(count)
+
+What is around them answers: may this bucket be written now (``in_backward``, ``accumulation``, ``judging``, ``norms``);
+what becomes of a step that fails in part (``state``, ``writes``, ``on_trial``); who reads or writes in between
+(``writes``, ``deferred``); and what ``optimizer.step()`` is still to do (``step_calls``). With ``schedule="forward"``
+``optimizer.step()`` prepares the same updates, and whoever reads a weight waits for its own (``deferred``).
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
