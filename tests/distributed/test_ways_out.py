@@ -165,7 +165,7 @@ def _leave_open(source: str, way: str, directory: str) -> None:
     model, overlap = loop.model, loop.overlap
     loop.backward(2)
     loop.optimizer.zero_grad()
-    with pytest.raises(UncommittedStepError, match=r"overlap\.accept_torn\(\), and then load"):
+    with pytest.raises(UncommittedStepError, match=r"overlap\.accept_torn\(\), and a checkpoint"):
         loop.loss(2)
     if way == "load":
         saved.load(directory, model, loop.optimizer, loop.overlap)

@@ -234,7 +234,7 @@ MISTAKES: Mapping[str, Mistake] = {
     "optimizers in turn": Mistake(
         in_turn,
         UncommittedStepError,
-        r"and AdamW\.step\(\) has not been called since.* each of the 2 optimizers has a loss.*freeze the others'",
+        r"and AdamW\.step\(\) has not been called since.*Losses of 2 optimizers .*freeze the others'",
         build=two_networks,
     ),
     "the model saved": Mistake(between(save), UncommittedStepError, r"optimizer\.step\(\), by torch\.save\(\)"),

@@ -126,11 +126,13 @@ class MastersCall(NamedTuple):
 def are_usual(tensors: Sequence[torch.Tensor], gradients: Tensors, *, of_masters: bool = False) -> bool:
     """Whether a kernel can be called with these: plain tensors, dense gradients of the parameters' dtypes, or any that
     can be cast to the masters'."""
-    dtypes = list(map(_DTYPE, gradients))
     return (
-        PLAIN.issuperset(map(type, chain(tensors, gradients)))
+        PLAIN.issuperset(map(type, chain(tensors, gradients)))  # first: a hook may have left None
         and _STRIDED.issuperset(map(_LAYOUT, gradients))
-        and (dtypes == list(map(_DTYPE, tensors)) or (of_masters and _CAST.issuperset(dtypes)))
+        and (
+            (dtypes := list(map(_DTYPE, gradients))) == list(map(_DTYPE, tensors))
+            or (of_masters and _CAST.issuperset(dtypes))
+        )
     )
 
 

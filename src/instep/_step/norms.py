@@ -286,23 +286,23 @@ def _first_of(names: Sequence[str], differ: torch.Tensor) -> str | None:
 
 def _another_gradient(name: str, when: str = "") -> InstepError:
     return InstepError(
-        f"the second backward of ClipNorm(mode='two_pass') gave {name!r} another gradient than the first{when}, of "
-        f"which the norm is. {COMPILED_TWICE} Otherwise: use deterministic kernels, and hooks that do the same in both"
+        f"the second backward of ClipNorm(mode='two_pass') gave {name!r} another gradient than the first{when}. "
+        f"{COMPILED_TWICE} Otherwise: use deterministic kernels, and hooks that do the same in both"
     )
 
 
 COMPILED_TWICE = (
-    "A compiled backward runs twice only with torch._functorch.config.donated_buffer = False before it is compiled, "
-    "and with TORCHINDUCTOR_FORCE_DISABLE_CACHES=1, or a TORCHINDUCTOR_CACHE_DIR that no run without that switch has "
-    "filled: else its code writes over what the second backward reads."
+    "For a compiled model set torch._functorch.config.donated_buffer = False before it is compiled, and "
+    "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1: else its code writes over what the second backward reads "
+    "(docs/clipping.md#what-two-passes-need)."
 )
 
 
 def _changed_after_measuring(name: str) -> SpentGradientError:
     return SpentGradientError(
         f"the gradient of {name!r} was set, written or cleared, or the parameter was added to the optimizer, "
-        "between overlap.backward() and optimizer.step(), but backward had already clipped other gradients by the "
-        f"norm without that, and applied them. Do it before overlap.backward() or after optimizer.step(). {ANY_LOOP}"
+        "between overlap.backward() and optimizer.step(): other gradients were clipped by the norm without that. Do "
+        f"it before or after both. {ANY_LOOP}"
     )
 
 

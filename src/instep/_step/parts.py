@@ -573,9 +573,8 @@ class PartsOfUpdate:
     def _moved_on(self, what: str) -> UnsupportedOptimizerError:
         return UnsupportedOptimizerError(
             f"{self._stepper.name}.step() gives {what} other values when the same step is taken again: it keeps "
-            "something that instep does not find, and cannot put back, such as a counter outside of its attributes "
-            "or a generator of its module. Nothing of this step was written, but what it keeps has moved: make the "
-            f"optimizer anew. {STEPPED_WHOLE}"
+            "something that instep cannot put back (a counter or a generator of its module). Nothing of this step was "
+            f"written, but that has moved: make the optimizer anew. {STEPPED_WHOLE}"
         )
 
     # After it.

@@ -7,17 +7,20 @@ from instep._torch.placeholders import ACCUMULATE
 from instep.errors import AccumulationError, InstepError, SpentGradientError
 
 KEEP = "`with overlap.keep_gradients():`"
-_AS_IT_IS = "attach with schedule='forward', which takes the loop as it is; so does undo=True, with copies"
+_AS_IT_IS = "attach with schedule='forward' or undo=True (docs/errors.md)"
 
-LEAVE_IT = f"put {KEEP} around that backward, which leaves its step to optimizer.step(). Or {_AS_IT_IS}"
+LEAVE_IT = f"put {KEEP} around that backward, or {_AS_IT_IS}"
 ANY_LOOP = f"Or {LEAVE_IT}"
 """Ways that work whatever the loop has done with the gradients or weights of one backward."""
 
-KEEP_ALL = f"Or put {KEEP} around all backwards of the step, which leaves them to optimizer.step(). Or {_AS_IT_IS}"
+KEEP_ALL = f"Or put {KEEP} around all its backwards, or {_AS_IT_IS}"
 """The same, for a step of several backwards."""
 
-WRITE_LATER = f"Or put {KEEP} around that backward, or attach with schedule='forward': nothing is written before step()"
+WRITE_LATER = f"Or put {KEEP} around that backward, or attach with schedule='forward'"
 """For writes of which nobody is told, and which ``undo`` does not know of in time."""
+
+
+_IN_OWN_HOOK = "Read each gradient in a hook on its own parameter, registered before attach"
 
 
 def several_backwards() -> str:
@@ -25,22 +28,14 @@ def several_backwards() -> str:
     in_loop = "Wrap all but the last micro-batch in `with overlap.accumulate():` (DDP: no_sync())"
     if not is_used():
         return in_loop
-    return f"{in_loop}, or give the schedule of torch.distributed.pipelining that runs them to attach(…, pipeline=…)"
+    return f"{in_loop}, or give the pipeline's schedule to attach(…, pipeline=…)"
 
 
 def several_losses(optimizers: int) -> str:
     """For losses that have a step each."""
     if optimizers == 1:
-        return (
-            "For a loss that only passes through this model, as an actor's through its critic: "
-            "model.requires_grad_(False) around it; or, if the model's own loss comes first, zero_grad() before its "
-            "backward() and not after step()"
-        )
-    return (
-        f"Where each of the {optimizers} optimizers has a loss, as in a GAN: freeze the others' parameters around its "
-        "forward (requires_grad_(False); in Lightning toggle_optimizer()), and call its step() behind its backward(), "
-        "before the next loss's forward"
-    )
+        return "A loss that only passes through this model: docs/loops.md#actors-and-critics"
+    return f"Losses of {optimizers} optimizers (a GAN): freeze the others' parameters"
 
 
 # Errors for uses of a gradient that backward has applied and freed.
@@ -56,8 +51,7 @@ def while_measuring(name: str, operation: str) -> InstepError:
         )
     return SpentGradientError(
         f"{user_call(operation)} was called, in a hook during backward, on the gradient of {name!r}, which the first "
-        "of two passes has already measured and freed. Read each gradient in a hook on its own parameter that "
-        f"is registered before attach. {ANY_LOOP}"
+        f"of two passes has measured and freed. {_IN_OWN_HOOK}. {ANY_LOOP}"
     )
 
 
@@ -74,9 +68,9 @@ def after_update(name: str, operation: str, *, clips: bool) -> tuple[InstepError
     """In the step that has applied it: the error, and whether weights are known to be wrong by now."""
     if graph_task() is not None and operation in ACCUMULATE:
         return AccumulationError(
-            f"the gradient of {name!r} arrived again before optimizer.step(), but this step has already "
-            f"applied it. {several_backwards()}. Losses that share a graph: add them and call backward() once. A "
-            f"parameter that reentrant checkpointing visits twice needs use_reentrant=False. {KEEP_ALL}"
+            f"the gradient of {name!r} arrived again before optimizer.step(), which has already applied it. "
+            f"{several_backwards()}; of several losses call backward() once for their sum; checkpoint with "
+            f"use_reentrant=False. {KEEP_ALL}"
         ), True
     call = user_call(operation)
     if "unscale" in operation:
@@ -89,8 +83,7 @@ def after_update(name: str, operation: str, *, clips: bool) -> tuple[InstepError
     if graph_task() is not None:
         return SpentGradientError(
             f"{call} was called, in a hook during backward, on the gradient of {name!r}, which this "
-            "backward has already applied and freed. Read each gradient in a hook on its own parameter that is "
-            f"registered before attach. {ANY_LOOP}"
+            f"backward has already applied and freed. {_IN_OWN_HOOK}. {ANY_LOOP}"
         ), False
     instead = _in_place_of(call, clips=clips)
     return SpentGradientError(
@@ -122,14 +115,12 @@ def never_cleared(name: str, operation: str) -> SpentGradientError:
     """In the step after that."""
     call = user_call(operation)
     other = (
-        " The gradient of a later backward was added to it; or step() was called once more without a backward, or by "
-        "an optimizer that is not attached."
+        " The gradient of a later backward was added to it, or step() was called without a backward or attachment."
         if call.endswith(".step()")
         else ""
     )
     return SpentGradientError(
-        f"{call} met the gradient of {name!r} from a step that is over: it was applied during backward "
-        f"and freed, so it can neither be read nor stepped.{other} Call zero_grad() between optimizer.step() and "
-        "the next backward(). Where something else needs "
-        f"the gradient (another optimizer of that parameter, a log), {LEAVE_IT}"
+        f"{call} met the gradient of {name!r} from a step that is over: it was applied during backward and freed."
+        f"{other} Call zero_grad() between optimizer.step() and the next backward(). If something else needs the "
+        f"gradient, {LEAVE_IT}"
     )

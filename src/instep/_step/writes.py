@@ -30,7 +30,7 @@ from instep.errors import (
     UncommittedStepError,
 )
 
-GIVE_UP = "To give this step up, as after an interrupt: overlap.accept_torn(), and then load a checkpoint"
+GIVE_UP = "To give it up: overlap.accept_torn(), and a checkpoint"
 
 
 _NONE: tuple[AttachedParameters, list[int]] = AttachedParameters(), []
@@ -482,17 +482,16 @@ class FinalWrites(Writes):
         if self._step.members.applied:
             raise UncommittedStepError(
                 f"backward has updated {len(self._step.members.applied)} parameters, and {owed_steps(self._step)} has "
-                "not been called since: the plain loop would still read the old weights here. Call step() of every "
-                f"attached optimizer after each backward. To accumulate: {several_backwards()}. "
-                f"{several_losses(len(self._step.members.steppers))}. {KEEP_ALL}. {GIVE_UP}"
+                "not been called since: call it before this forward. Wrap all but the last micro-batch in `with "
+                f"overlap.accumulate():`. {several_losses(len(self._step.members.steppers))}. {KEEP_ALL}. {GIVE_UP}"
             )
 
     def before_state(self, stepper: Stepper) -> None:
         if self._step.ledger.torn is None:
             raise UncommittedStepError(
                 f"state_dict() or load_state_dict() of {stepper.name} was called between backward() and "
-                "optimizer.step(), but backward has already updated its state: the plain loop would find the old one. "
-                f"Call it after optimizer.step() or before backward(). {ANY_LOOP}. {GIVE_UP}"
+                "optimizer.step(), but backward has already updated its state. Call it after optimizer.step() or "
+                f"before backward(). {ANY_LOOP}. {GIVE_UP}"
             )
 
     def rollback_if_any(self) -> None:
@@ -510,8 +509,7 @@ class FinalWrites(Writes):
         if self._step.members.applied and self._step.ledger.torn is None:
             raise UncommittedStepError(
                 f"{model}.load_state_dict() was called between backward() and optimizer.step(), but backward has "
-                "already updated the weights: the plain loop would update those that are loaded. Load after "
-                f"optimizer.step() or before backward(). {ANY_LOOP}. {GIVE_UP}"
+                f"already updated the weights. Load after optimizer.step() or before backward(). {ANY_LOOP}. {GIVE_UP}"
             )
 
     def _used(self, parameter: torch.Tensor, func: object) -> None:
@@ -525,9 +523,8 @@ class FinalWrites(Writes):
         how = "" if between else ", and checkpoint with use_reentrant=False"
         other = " That optimizer is not the attached one." if call.endswith(".step()") else ""
         raise UncommittedStepError(
-            f"parameter {name!r} was used {where}, by {call}, but backward has already updated it: the plain loop "
-            f"would find the old value.{other} Use weights before backward() or after optimizer.step(){how}. "
-            f"{ANY_LOOP}. {GIVE_UP}"
+            f"parameter {name!r} was used {where}, by {call}, but backward has already updated it.{other} Use weights "
+            f"before backward() or after optimizer.step(){how}. {ANY_LOOP}. {GIVE_UP}"
         )
 
     # step() of an optimizer.
