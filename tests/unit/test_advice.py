@@ -3,6 +3,7 @@
 import gc
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -125,6 +126,23 @@ def test_the_loop_itself_has_steps_taken_twice() -> None:
 def test_steps_that_stand() -> None:
     said = Loop(schedule="backward", undo=True).train(nothing)
     assert said == "No gradient was freed in backward: undo keeps them until optimizer.step()."
+
+
+@pytest.mark.parametrize("way", ["accumulate", "steps", "micro_batches"])
+def test_gradients_that_are_kept_between_micro_batches(way: str) -> None:
+    loop = Loop(schedule="backward", accumulation_steps=2 if way == "steps" else 1)
+    overlap = loop.overlap
+    for i in range(STEPS):
+        if way == "micro_batches":
+            overlap.micro_batches(lambda k: loop.model(batch(k)[0]).square().mean(), [2 * i, 2 * i + 1])
+        else:
+            with overlap.accumulate() if way == "accumulate" else nullcontext():
+                loop.model(batch(2 * i)[0]).square().mean().backward()
+            loop.model(batch(2 * i + 1)[0]).square().mean().backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    said = f"All gradients ({overlap.plan.nbytes / 2**20:.1f} MiB) are kept from the first micro-batch of a step"
+    assert (said in overlap.advice) == (way != "micro_batches")
 
 
 def test_all_is_left_to_the_step() -> None:

@@ -508,7 +508,9 @@ class BackwardSchedule(BucketSink):
             return True  # other stages of this rank may be stepped by now; the source says when this one is through
         self._writes.before_backward()
         step.accumulation.begin()
-        if not step.accumulation.next_only_adds:
+        if step.accumulation.next_only_adds:
+            step.ledger.has_added = True
+        else:
             self.begin_final_backward()
         return True
 

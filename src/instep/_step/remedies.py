@@ -104,6 +104,11 @@ def _in_place_of(call: str, *, clips: bool) -> str:
             "Remove the loop's own clipping, and attach with clip=instep.ClipNorm(…, mode='two_pass'), with which "
             "overlap.backward(loss) takes the place of loss.backward(). "
         )
+    if "norm" in call:
+        return (
+            "For a log of the norm attach with clip=instep.ClipNorm(float('inf'), mode='two_pass'), call "
+            "overlap.backward(loss), and read overlap.grad_norm. "
+        )
     if call.endswith(".zero_grad()"):
         return "Call zero_grad() after optimizer.step(), or before backward(). "
     if call.endswith(".step()"):

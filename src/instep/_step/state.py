@@ -199,6 +199,7 @@ class Ledger:
         step_count: how many committed steps wrote anything.
         redo_count: how many steps were rolled back, and left to ``optimizer.step()``.
         skip_count: how many steps were left out, for a gradient that was not finite.
+        has_added: whether some had a backward that only added to gradients.
         torn: the step that stands in part, until that is accepted.
         nonfinite: what becomes of a step whose gradients may hold NaN or infinity; ``"allow"`` asks nobody.
         when_torn: called then: whoever is about to read a weight is to be told.
@@ -210,6 +211,7 @@ class Ledger:
         self.step_count = 0
         self.redo_count = 0
         self.skip_count = 0
+        self.has_added = False
         self.torn: Torn | None = None
         self.votes = votes
         self.nonfinite = nonfinite

@@ -155,6 +155,7 @@ def advice(
     if options.schedule == "backward" and schedule.step_count >= ENOUGH:
         lines += _in_vain(step)
         lines += [] if divided else _not_freed(step, options)
+        lines += [] if divided or options.undo else _kept_between(schedule, step)
         lines += _cheaper_clipping(schedule, options, divided=divided)
     return "\n".join(lines)
 
@@ -209,6 +210,17 @@ def _not_freed(step: RunningStep, options: Options) -> Iterator[str]:
         if options.undo
         else f"No gradient was freed in backward in {step.ledger.step_count} steps: all were left to optimizer.step()."
     )
+
+
+def _kept_between(schedule: Schedule, step: RunningStep) -> Iterator[str]:
+    """Micro-batches are added up."""
+    if step.ledger.has_added:
+        size = sum(attached.spec.nbytes for attached in schedule.parameters) / MIB
+        yield (
+            f"All gradients ({size:.1f} MiB) are kept from the first micro-batch of a step to the last: "
+            "overlap.micro_batches(loss_of, batches) frees them in backward, and keeps the activations of all "
+            "micro-batches."
+        )
 
 
 def _cheaper_clipping(schedule: Schedule, options: Options, *, divided: bool) -> Iterator[str]:
