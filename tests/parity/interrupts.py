@@ -168,8 +168,6 @@ def run_interrupted(program: Program, number: int, share: float, way_out: WayOut
     The step is then not taken, or taken as a whole; or an ``InstepError`` says that it is torn, and the documented
     way out of that works.
     """
-    if way_out == "load":
-        number = max(number, 1)  # torch makes the state of an optimizer that has none, to save it
     where = int(share * _points(program, number))
     loop = Loop(program, True)
     assert loop.overlap is not None
@@ -177,6 +175,8 @@ def run_interrupted(program: Program, number: int, share: float, way_out: WayOut
         for before in range(number):
             loop.step(before)
         loop.overlap.synchronize()
+        if way_out == "load" and not _can_be_loaded(loop):
+            way_out = "accept_torn"
         if way_out == "load":
             saved.save(directory, loop.model, loop.optimizer, loop.overlap)
         interrupter = Interrupter(where)
@@ -193,6 +193,15 @@ def run_interrupted(program: Program, number: int, share: float, way_out: WayOut
             return _go_on(program, loop, number, directory, way_out)
         except AssertionError as error:
             raise AssertionError(f"interrupted at point {where}, in {interrupter.place}: {error}") from error
+
+
+def _can_be_loaded(loop: Loop) -> bool:
+    """torch makes the state of an optimizer that has none, to save it, by a step; and into an optimizer with more
+    entries than were saved DCP loads nothing."""
+    optimizer = loop.optimizer
+    if isinstance(optimizer, torch.optim.SGD) and not any(group["momentum"] for group in optimizer.param_groups):
+        return True
+    return all(p in optimizer.state for group in optimizer.param_groups for p in group["params"])
 
 
 def _points(program: Program, number: int) -> int:
@@ -234,6 +243,7 @@ def _out(
     reached = _plain(program, number, skip=True)
     try:
         if way_out == "load":
+            loop.model.requires_grad_(True)  # torch loads no state of frozen parameters; each step says what is frozen
             saved.load(directory, loop.model, loop.optimizer, loop.overlap)
         elif whole is None or not _committed(loop):
             _load_by_hand(loop, reached)
