@@ -106,6 +106,12 @@ class Options:
         return self == usual and self.communication.pipeline is None
 
     @property
+    def may_take_from_compiled(self) -> bool:
+        """Whether no option wants a gradient for longer than its update, so that compiled code may hand it over."""
+        usual = Options(schedule="backward", defer=self.defer, bucket_bytes=self.bucket_bytes)
+        return self == usual
+
+    @property
     def votes(self) -> bool:
         """Whether the ranks of a step vote on it."""
         splits = self.schedule == "backward" or self.always_puts_off

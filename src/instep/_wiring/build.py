@@ -142,7 +142,12 @@ def make_sources(
         if target.fsdp1:
             sources.append(FSDP1Source(sink, rest, target.fsdp1))
         else:
-            sources.append(LocalSource(sink, rest, size, uses, ReplicaSums(target.fsdp2).applied))
+            # On an accelerator an update runs on a stream of its own, and the compiler would write to what it reads.
+            on_cpu = all(a.spec.device.type == "cpu" for a in rest)
+            alone = on_cpu and not target.wrapped and not target.groups
+            takes = alone and options.may_take_from_compiled and not any(a.stepper.is_foreign for a in rest)
+            applied = ReplicaSums(target.fsdp2).applied
+            sources.append(LocalSource(sink, rest, size, uses, applied, from_compiled=takes))
     return sources
 
 

@@ -1,0 +1,297 @@
+"""Gradients that compiled code hands over while its backward node still runs: which, and what becomes of the others.
+
+Code that ``inductor.HandOver`` was put into calls ``instep::hand_over`` with gradients in the order in which it
+computes them, and returns none of them. The engine would have given each to the parameter's ``AccumulateGrad`` node,
+once all that leads there has run, and would have added up what comes from elsewhere. So a gradient is handed over only
+where the graph says, before the backward begins, that nothing else leads to its parameter, and nobody listens who would
+hear of it at the wrong time. Any other is put back, by a hook of the running node, among what the node returns: the
+engine does with it exactly what it does without instep. That is so, too, where nobody asks any more: the same code runs
+for another model of the same class, and after ``detach()``.
+
+What torch has no public name for: the running node; the hooks of a node, which tell whether there are others; and the
+functions that torch.compile calls before and after it compiles (``tests/unit/test_inductor.py``).
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch._dynamo.callback import callback_handler
+
+from instep._torch.engine import COMPILED, HIDES_ITS_OWN, BeforeRuns, Run, graph_task, graph_task_number, untraced
+from instep._torch.lifetime import weakly
+
+
+class Receiver(Protocol):
+    """Takes gradients while a backward runs."""
+
+    @property
+    def hands_over_bytes(self) -> int:
+        """Of the gradients that are to be handed over together."""
+
+    def receives(self, parameter: torch.Tensor) -> int | None:
+        """The index of ``parameter``, if its gradient can be taken: now there is none, and nobody listens for it but
+        the receiver."""
+
+    def living(self) -> Iterable[torch.Tensor]:
+        """All parameters whose gradients it takes."""
+
+    def take(self, indices: tuple[int, ...], gradients: Sequence[torch.Tensor]) -> bool:
+        """Gradients of parameters that ``receives`` has named, whose memory is the compiled code's again once this
+        returns. ``False``: it does not take any of them now."""
+
+
+class HandedOver:
+    """What compiled code hands over to one receiver, until ``stop``.
+
+    Args:
+        taken: for the indices of the parameters whose gradients were taken in the running backward, or in the last one.
+
+    Attributes:
+        code: by class of the node, whether compiled code that gives gradients was seen to hand some over.
+    """
+
+    has_code = False
+    """Whether there may be code that hands something over to anybody."""
+
+    def __init__(self, receiver: Receiver, taken: set[int]) -> None:
+        self.taken = taken
+        self.code: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+        self._receiver = weakref.ref(receiver)
+        self._is_met = False  # whether there is code that would hand something over
+        self._offers: list[_Offer] = []
+        self._before = BeforeRuns(weakly(self._run_begins))
+        _receiving.add(self)
+
+    def stop(self) -> None:
+        _receiving.discard(self)
+        self._before.stop()
+        self._close()
+        self.taken.clear()
+
+    def wanted(self, is_input: Callable[[torch.Tensor], bool]) -> int | None:
+        """Something is compiled, and ``is_input`` says of a tensor whether it is given to that. The bytes that are to
+        be handed over together; ``None``: nothing is."""
+        receiver = self._receiver()
+        if receiver is None or not [p for p in receiver.living() if is_input(p)]:
+            return None
+        self._meet()
+        return receiver.hands_over_bytes
+
+    def meet(self, parameters: set[int]) -> None:
+        """Code was called that would hand over gradients of ``parameters``, given by ``id``."""
+        receiver = self._receiver()
+        if receiver is not None and not self._is_met and not parameters.isdisjoint(map(id, receiver.living())):
+            self._meet()
+
+    def _meet(self) -> None:
+        if not self._is_met:
+            self._is_met = True
+            self._before.start()
+
+    def take(self, indices: tuple[int, ...], gradients: Sequence[torch.Tensor]) -> bool:
+        receiver = self._receiver()
+        if receiver is None or not receiver.take(indices, gradients):
+            return False
+        self.taken.update(indices)
+        return True
+
+    @untraced
+    def _run_begins(self, run: Run) -> None:
+        """The engine is about to run: what is in the graph decides what may be handed over."""
+        if run.is_traced:
+            return
+        self._close()
+        if graph_task() is not None:  # nested in another backward, whose graph this one may be a part of
+            return
+        self.taken.clear()
+        is_whole = run.accumulates and not run.inputs and not run.creates_graph
+        if is_whole and not torch.is_anomaly_enabled():  # which looks at what each node returns
+            self._look(run)
+
+    def _look(self, run: Run) -> None:
+        receiver = self._receiver()
+        if receiver is None:
+            return
+        compiled: list[Any] = []
+        reached = Counter[Any](run.nodes)
+        due, seen = list(reached), set(reached)
+        while due:
+            node = due.pop()
+            name = node.name()
+            if name.startswith(HIDES_ITS_OWN):
+                return
+            if name == COMPILED:
+                compiled.append(node)
+            for following, _ in node.next_functions:
+                if following is not None:
+                    reached[following] += 1
+                    if following not in seen:
+                        seen.add(following)
+                        due.append(following)
+        for node in compiled:
+            once = [edge if edge is None or reached[edge] == 1 else None for edge in _edges_of(node)]
+            indices = [None if edge is None else _receives(receiver, edge) for edge in once]
+            if any(index is not None for index in indices):
+                self.code.setdefault(type(node), False)
+                offer = _Offer(self, indices)
+                vars(node)[_OFFER] = offer
+                self._offers.append(offer)
+
+    def _close(self) -> None:
+        for offer in self._offers:
+            offer.of = None
+        self._offers.clear()
+
+
+_receiving: "weakref.WeakSet[HandedOver]" = weakref.WeakSet()
+_OFFER, _PUT_BACK = "_instep_offer", "_instep_put_back"
+
+
+class _Offer:
+    """What may be handed over of a node's gradients, in one run of the engine.
+
+    Args:
+        of: whom to; ``None``: nobody any more.
+        indices: by edge, the index of its parameter; ``None``: its gradient is put back.
+    """
+
+    __slots__ = ("_task", "indices", "of")
+
+    def __init__(self, of: HandedOver, indices: Sequence[int | None]) -> None:
+        self.of: HandedOver | None = of
+        self.indices = indices
+        self._task: int | None = None
+
+    def take(self, edges: Sequence[int], gradients: Sequence[torch.Tensor], code: type) -> set[int]:
+        """Hand over what can be. Returns the edges of what was taken."""
+        task = graph_task_number()
+        self._task = task if self._task is None else self._task
+        if self.of is None or self._task != task:
+            return set()
+        places = [place for place, edge in enumerate(edges) if self.indices[edge] is not None]
+        indices = tuple(index for place in places if (index := self.indices[edges[place]]) is not None)
+        if not places or not self.of.take(indices, [gradients[place] for place in places]):
+            return set()
+        self.of.code[code] = True
+        return {edges[place] for place in places}
+
+
+def _edges_of(node: Any) -> list[Any]:
+    """The nodes to which it gives a gradient, in order."""
+    return [following for following, _ in node.next_functions if following is not None]
+
+
+def _receives(receiver: Receiver, edge: Any) -> int | None:
+    parameter = getattr(edge, "variable", None)  # of an AccumulateGrad
+    index = None if parameter is None else receiver.receives(parameter)
+    return None if index is None or _has_hooks(edge) else index
+
+
+def _has_hooks(node: Any) -> bool:
+    """Whether somebody waits for what an ``AccumulateGrad`` gets, or has done: torch tells where it puts another."""
+    for register in (node.register_prehook, node.register_hook):
+        handle = register(_nothing)
+        others = len(handle.hooks_dict_ref()) - 1
+        handle.remove()
+        if others:
+            return True
+    return False
+
+
+def _nothing(*_: object) -> None: ...
+
+
+# In the running node.
+
+
+@untraced
+def hand_over(
+    gradients: Sequence[torch.Tensor], edges: Sequence[int], edge_count: int, weights: Sequence[torch.Tensor]
+) -> None:
+    """Compiled code has computed ``gradients``, and will use their memory for something else.
+
+    Args:
+        edges: their numbers among the gradients that the code was compiled to give, of which there are ``edge_count``.
+        weights: which it will not read any more.
+    """
+    node: Any = torch._C._current_autograd_node()
+    offer: _Offer | None = vars(node).get(_OFFER)
+    taken = set() if offer is None else offer.take(edges, gradients, type(node))
+    if len(taken) < len(edges):
+        left = [(edge, g) for edge, g in zip(edges, gradients, strict=True) if edge not in taken]
+        _put_back(node, left, edge_count)
+        if offer is None and _receiving:
+            parameters = {id(getattr(edge, "variable", None)) for edge in _edges_of(node)}
+            for receiving in list(_receiving):
+                receiving.meet(parameters)
+
+
+def _put_back(node: Any, gradients: Iterable[tuple[int, torch.Tensor]], edge_count: int) -> None:
+    task, back = graph_task_number(), vars(node).get(_PUT_BACK)
+    if back is None or back.task != task:
+        back = vars(node)[_PUT_BACK] = _PutBack(node, task, edge_count)
+    for edge, gradient in gradients:
+        back.gradients[back.places[edge]] = gradient.clone()
+
+
+class _PutBack:
+    """Puts gradients among those that the running node returns, in place of ``None``."""
+
+    def __init__(self, node: Any, task: int, edge_count: int) -> None:
+        self.places = [place for place, (following, _) in enumerate(node.next_functions) if following is not None]
+        if len(self.places) != edge_count:
+            raise RuntimeError(
+                f"compiled code has {edge_count} gradients to give, and autograd waits for {len(self.places)}: compile "
+                "the model with INSTEP_DISABLE=1 in the environment, and report it"
+            )
+        self.task = task
+        self.gradients: dict[int, torch.Tensor] = {}
+        self._handle = node.register_hook(self)
+        # The others of this node are to find what it returns without instep.
+        self._handle.hooks_dict_ref().move_to_end(self._handle.id, last=False)
+
+    @untraced
+    def __call__(self, given: Sequence[torch.Tensor | None], _: object) -> Any:
+        self._handle.remove()
+        gradients, self.gradients = self.gradients, {}
+        if graph_task_number() != self.task:
+            return None  # that backward has raised, and this is another one
+        return tuple(gradients.get(place, gradient) for place, gradient in enumerate(given))
+
+
+# Around what is compiled.
+
+
+_pass: Any = None
+_take_out: Callable[[], None] | None = None
+
+
+def open_for_compiling() -> None:
+    """torch.compile is about to compile something, which may be of the parameters of a receiver."""
+    global _pass, _take_out
+    if _take_out is not None or not _receiving:
+        return
+    from instep._torch import inductor  # imports torch's compiler, which takes a while
+
+    if _pass is None:
+        inductor.define(hand_over)
+        HandedOver.has_code = True
+        _pass = inductor.HandOver(_wanted)
+    if _close not in callback_handler.end_callbacks:  # ``torch._dynamo.reset()`` lets go of it
+        callback_handler.register_end_callback(_close)
+    _take_out = inductor.open_for(_pass)
+
+
+def _close(*_: object) -> None:
+    global _take_out
+    if _take_out is not None:
+        _take_out()
+    _take_out = None
+
+
+def _wanted(is_input: Callable[[torch.Tensor], bool]) -> int | None:
+    found = [size for receiving in list(_receiving) if (size := receiving.wanted(is_input)) is not None]
+    return min(found, default=None)
