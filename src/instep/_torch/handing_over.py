@@ -1,12 +1,12 @@
 """Gradients that compiled code hands over while its backward node still runs: which, and what becomes of the others.
 
 Code that ``inductor.HandOver`` was put into calls ``instep::hand_over`` with gradients in the order in which it
-computes them, and returns none of them. The engine would have given each to the parameter's ``AccumulateGrad`` node,
-once all that leads there has run, and would have added up what comes from elsewhere. So a gradient is handed over only
-where the graph says, before the backward begins, that nothing else leads to its parameter, and nobody listens who would
-hear of it at the wrong time. Any other is put back, by a hook of the running node, among what the node returns: the
-engine does with it exactly what it does without instep. That is so, too, where nobody asks any more: the same code runs
-for another model of the same class, and after ``detach()``.
+computes them, and returns a stand-in of each. The engine would have given each to the parameter's ``AccumulateGrad``
+node, once all that leads there has run, and would have added up what comes from elsewhere. So a gradient is handed over
+only where the graph says, before the backward begins, that nothing else leads to its parameter, and nobody listens who
+would hear of it at the wrong time. A hook of the running node puts any other in the place of its stand-in, among what
+the node returns: the engine does with it exactly what it does without instep. That is so, too, where nobody asks any
+more: the same code runs for another model of the same class, and after ``detach()``.
 
 What torch has no public name for: the running node; the hooks of a node, which tell whether there are others; and the
 functions that torch.compile calls before and after it compiles (``tests/unit/test_inductor.py``).
@@ -113,27 +113,11 @@ class HandedOver:
 
     def _look(self, run: Run) -> None:
         receiver = self._receiver()
-        if receiver is None:
-            return
-        compiled: list[Any] = []
-        reached = Counter[Any](run.nodes)
-        due, seen = list(reached), set(reached)
-        while due:
-            node = due.pop()
-            name = node.name()
-            if name.startswith(HIDES_ITS_OWN):
-                return
-            if name == COMPILED:
-                compiled.append(node)
-            for following, _ in node.next_functions:
-                if following is not None:
-                    reached[following] += 1
-                    if following not in seen:
-                        seen.add(following)
-                        due.append(following)
-        for node in compiled:
-            once = [edge if edge is None or reached[edge] == 1 else None for edge in _edges_of(node)]
-            indices = [None if edge is None else _receives(receiver, edge) for edge in once]
+        compiled, reached = _reached_from(run.nodes)
+        for node in compiled if receiver is not None else ():
+            if _has_others(node.register_hook):  # they are to find what the node gives without instep
+                continue
+            indices = [_receives(receiver, edge) if reached[edge] == 1 else None for edge in _edges_of(node)]
             if any(index is not None for index in indices):
                 self.code.setdefault(type(node), False)
                 offer = _Offer(self, indices)
@@ -147,7 +131,7 @@ class HandedOver:
 
 
 _receiving: "weakref.WeakSet[HandedOver]" = weakref.WeakSet()
-_OFFER, _PUT_BACK = "_instep_offer", "_instep_put_back"
+_OFFER, _RETURNED = "_instep_offer", "_instep_returned"
 
 
 class _Offer:
@@ -179,26 +163,46 @@ class _Offer:
         return {edges[place] for place in places}
 
 
+def _reached_from(roots: Sequence[Any]) -> tuple[list[Any], Counter[Any]]:
+    """Of the graph that begins there: the nodes that run compiled code, and how often each node is reached. None of
+    these nodes, if there is a part of the graph that is not made yet."""
+    compiled, reached = list[Any](), Counter[Any](roots)
+    due = list(reached)
+    seen = set(due)
+    while due:
+        node = due.pop()
+        name = node.name()
+        if name.startswith(HIDES_ITS_OWN):
+            return [], reached
+        if name == COMPILED:
+            compiled.append(node)
+        following = [other for other, _ in node.next_functions if other is not None]
+        reached.update(following)
+        new = set(following) - seen
+        seen |= new
+        due.extend(new)
+    return compiled, reached
+
+
 def _edges_of(node: Any) -> list[Any]:
     """The nodes to which it gives a gradient, in order."""
     return [following for following, _ in node.next_functions if following is not None]
 
 
-def _receives(receiver: Receiver, edge: Any) -> int | None:
+def _receives(receiver: Any, edge: Any) -> int | None:
     parameter = getattr(edge, "variable", None)  # of an AccumulateGrad
     index = None if parameter is None else receiver.receives(parameter)
-    return None if index is None or _has_hooks(edge) else index
+    if index is None or _has_others(edge.register_prehook) or _has_others(edge.register_hook):
+        return None
+    return index
 
 
-def _has_hooks(node: Any) -> bool:
-    """Whether somebody waits for what an ``AccumulateGrad`` gets, or has done: torch tells where it puts another."""
-    for register in (node.register_prehook, node.register_hook):
-        handle = register(_nothing)
-        others = len(handle.hooks_dict_ref()) - 1
-        handle.remove()
-        if others:
-            return True
-    return False
+def _has_others(register: Callable[[Callable[..., None]], Any]) -> bool:
+    """Whether there are hooks of this kind: torch tells where it puts another one."""
+    handle = register(_nothing)
+    others = len(handle.hooks_dict_ref()) - 1
+    handle.remove()
+    return others > 0
 
 
 def _nothing(*_: object) -> None: ...
@@ -208,50 +212,47 @@ def _nothing(*_: object) -> None: ...
 
 
 @untraced
-def hand_over(
-    gradients: Sequence[torch.Tensor], edges: Sequence[int], edge_count: int, weights: Sequence[torch.Tensor]
-) -> None:
+def hand_over(gradients: Sequence[torch.Tensor], edges: Sequence[int], edge_count: int) -> None:
     """Compiled code has computed ``gradients``, and will use their memory for something else.
 
     Args:
         edges: their numbers among the gradients that the code was compiled to give, of which there are ``edge_count``.
-        weights: which it will not read any more.
     """
     node: Any = torch._C._current_autograd_node()
+    task, returned = graph_task_number(), vars(node).get(_RETURNED)
+    if returned is None or returned.task != task:
+        returned = vars(node)[_RETURNED] = _Returned(node, task, edge_count)
     offer: _Offer | None = vars(node).get(_OFFER)
     taken = set() if offer is None else offer.take(edges, gradients, type(node))
-    if len(taken) < len(edges):
-        left = [(edge, g) for edge, g in zip(edges, gradients, strict=True) if edge not in taken]
-        _put_back(node, left, edge_count)
-        if offer is None and _receiving:
-            parameters = {id(getattr(edge, "variable", None)) for edge in _edges_of(node)}
-            for receiving in list(_receiving):
-                receiving.meet(parameters)
+    for edge, gradient in zip(edges, gradients, strict=True):
+        returned.gradients[returned.places[edge]] = None if edge in taken else gradient.clone()
+    if offer is None and _receiving:
+        parameters = {id(getattr(edge, "variable", None)) for edge in _edges_of(node)}
+        for receiving in list(_receiving):
+            receiving.meet(parameters)
 
 
-def _put_back(node: Any, gradients: Iterable[tuple[int, torch.Tensor]], edge_count: int) -> None:
-    task, back = graph_task_number(), vars(node).get(_PUT_BACK)
-    if back is None or back.task != task:
-        back = vars(node)[_PUT_BACK] = _PutBack(node, task, edge_count)
-    for edge, gradient in gradients:
-        back.gradients[back.places[edge]] = gradient.clone()
-
-
-class _PutBack:
-    """Puts gradients among those that the running node returns, in place of ``None``."""
+class _Returned:
+    """What a node is to return in the places of stand-ins: it is not known before, and torch puts nothing in the place
+    of ``None``."""
 
     def __init__(self, node: Any, task: int, edge_count: int) -> None:
         self.places = [place for place, (following, _) in enumerate(node.next_functions) if following is not None]
         if len(self.places) != edge_count:
             raise RuntimeError(
-                f"compiled code has {edge_count} gradients to give, and autograd waits for {len(self.places)}: compile "
-                "the model with INSTEP_DISABLE=1 in the environment, and report it"
+                f"compiled code has {edge_count} gradients to give, and autograd waits for {len(self.places)}: run "
+                "with INSTEP_DISABLE=1 in the environment, and report it"
             )
         self.task = task
-        self.gradients: dict[int, torch.Tensor] = {}
+        self.gradients: dict[int, torch.Tensor | None] = {}
         self._handle = node.register_hook(self)
-        # The others of this node are to find what it returns without instep.
-        self._handle.hooks_dict_ref().move_to_end(self._handle.id, last=False)
+        # The others of this node are to find what it returns without instep. The engine calls hooks in the order in
+        # which they were put in.
+        hooks = self._handle.hooks_dict_ref()
+        others = [(number, hook) for number, hook in hooks.items() if number != self._handle.id]
+        for number, _ in others:
+            del hooks[number]
+        hooks.update(others)
 
     @untraced
     def __call__(self, given: Sequence[torch.Tensor | None], _: object) -> Any:

@@ -2,7 +2,8 @@
 
 ``torch.compile`` of a whole model makes one backward graph, which returns all gradients at its end. ``HandOver`` is a
 pass over that graph: behind the last kernel that can read a weight it puts a call of ``instep::hand_over`` with the
-weight's gradient, and returns ``None`` in the gradient's place. What the call does is for ``handing_over`` to say.
+weight's gradient, and returns a stand-in in the gradient's place, of its form and without its memory. What the call
+does, and what becomes of the stand-in, is for ``handing_over`` to say.
 
 Everything here that is private to torch is named where it is used, and looked at by ``tests/unit/test_inductor.py``.
 This module imports inductor: it is imported once something is compiled that may want it.
@@ -11,6 +12,7 @@ This module imports inductor: it is imported once something is compiled that may
 import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import getitem
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,17 +31,38 @@ _TAGS = ("needs_fixed_stride_order", "cudagraph_unsafe")
 # Inductor may not move a reader of a weight behind the call, nor a writer before it, since the call is said to write
 # the weights. A CUDA graph must end before it: Python runs in it.
 _library.define(
-    f"{NAME}(Tensor[] gradients, int[] edges, int edge_count, Tensor(a!)[] weights) -> ()",
+    f"{NAME}(Tensor[] gradients, int[] edges, int edge_count, Tensor(a!)[] weights) -> Tensor[]",
     tags=[getattr(torch.Tag, tag) for tag in _TAGS if hasattr(torch.Tag, tag)],
 )
-torch.library.register_fake(f"instep::{NAME}", lambda *_: None, lib=_library)
+
+
+def stand_in(gradient: torch.Tensor) -> torch.Tensor:
+    """One number that stands for all of a gradient's, since nobody reads them. Autograd looks at the form."""
+    return gradient.new_zeros(()).expand(gradient.shape)
+
+
+torch.library.register_fake(f"instep::{NAME}", lambda gradients, *_: list(map(stand_in, gradients)), lib=_library)
+
+
+def _never(*_: object) -> None:
+    """Inductor takes an operator that both writes and returns tensors only if somebody has said how it is expressed
+    without the writes. Nobody asks how: the call is put in after that."""
+    raise NotImplementedError
+
+
+_library.impl(NAME, _never, "Functionalize")
 _HAND_OVER = torch.ops.instep.hand_over.default
 fx.node.has_side_effect(_HAND_OVER)
 
 
-def define(function: Callable[[Sequence[torch.Tensor], Sequence[int], int, Sequence[torch.Tensor]], None]) -> None:
+def define(function: Callable[[Sequence[torch.Tensor], Sequence[int], int], object]) -> None:
     """``function`` is what a call does, on each device."""
-    _library.impl(NAME, function, "CompositeExplicitAutograd")
+
+    def call(gradients: Sequence[torch.Tensor], edges: Sequence[int], edge_count: int, _: object) -> list[torch.Tensor]:
+        function(gradients, edges, edge_count)
+        return list(map(stand_in, gradients))
+
+    _library.impl(NAME, call, "CompositeExplicitAutograd")
 
 
 class Wanted(NamedTuple):
@@ -208,13 +231,15 @@ class BackwardGraph:
 
     def _call(self, group: Sequence[Gradient]) -> None:
         weights = dict.fromkeys(weight for gradient in group for weight in gradient.weight)
-        edges = [gradient.edge for gradient in group]
+        gradients, edges = [gradient.node for gradient in group], [gradient.edge for gradient in group]
         with self._graph.inserting_after(self._nodes[group[-1].position]):
-            self._graph.call_function(
-                _HAND_OVER, ([gradient.node for gradient in group], edges, len(self._needed), list(weights))
-            )
-        for gradient in group:
-            self._outputs[gradient.output] = None
+            call = self._graph.call_function(_HAND_OVER, (gradients, edges, len(self._needed), list(weights)))
+        call.meta["val"] = [stand_in(node.meta["val"]) for node in gradients]
+        with self._graph.inserting_after(call):
+            for number, gradient in enumerate(group):
+                found = self._graph.call_function(getitem, (call, number))
+                found.meta["val"] = call.meta["val"][number]
+                self._outputs[gradient.output] = found
 
     def _gradients(self) -> Iterator[Gradient]:
         for edge, output in enumerate(self._needed):

@@ -1,0 +1,389 @@
+"""A model that torch.compile has compiled as a whole: gradients are handed over while its backward runs, and the weights
+are those of the compiled plain loop."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import instep
+from instep.errors import InstepError
+
+pytestmark = [
+    pytest.mark.usefixtures("_fresh_compiler"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),  # in torch's own compiler
+    pytest.mark.filterwarnings("ignore:Guards may run slower"),  # on Python 3.13.0
+]
+WIDTH, DEPTH, STEPS = 64, 4, 4
+
+
+@pytest.fixture
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Net(nn.Module):
+    """Matrices of 16 KiB, each with a bias that is too small to be handed over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Twice(Net):
+    """One matrix is used twice."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(super().forward(x))
+
+
+class Unused(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(WIDTH, WIDTH)
+        self.layers[1].requires_grad_(False)
+
+
+class Recomputed(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=False))
+        return x
+
+
+class Broken(Net):
+    """In two graphs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            if number == DEPTH // 2:
+                torch._dynamo.graph_break()
+            x = torch.tanh(layer(x))
+        return x
+
+
+class ReadAgain(Net):
+    """Weights that backward needs for more than the gradient of what they are multiplied with."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            weight: Any = layer.weight
+            scale = weight.square().sum(1).rsqrt()  # pointwise, of the weight
+            x = torch.tanh(nn.functional.linear(x, weight)) * scale + torch.sin(weight).sum(0)
+        return x
+
+
+class Dropped(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = nn.functional.dropout(torch.tanh(layer(x)), 0.3)
+        return x
+
+
+@dataclass
+class Lane:
+    """A loop, plain or attached.
+
+    Attributes:
+        model: what the loop calls.
+        bare: the module that was compiled.
+        extra: for the loop to keep.
+    """
+
+    model: Any
+    bare: Any
+    optimizer: Any
+    overlap: instep.Attachment | None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def taken(self) -> int:
+        """How many gradients the last backward has handed over."""
+        assert self.overlap is not None
+        (source,) = self.overlap._parts.sources
+        compiled: Any = source
+        return len(compiled.compiled.taken)
+
+
+def x_of(i: int, rows: int = 8) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(i))
+
+
+def usual(lane: Lane, i: int) -> None:
+    lane.model(x_of(i)).square().mean().backward()
+
+
+def head_outside(lane: Lane, i: int) -> None:
+    """A matrix of the compiled code, used once more outside of it."""
+    (lane.model(x_of(i)) @ lane.bare.layers[1].weight.T).square().mean().backward()
+
+
+def decayed_in_the_loss(lane: Lane, i: int) -> None:
+    decay = sum(p.square().sum() for p in lane.bare.parameters())
+    (lane.model(x_of(i)).square().mean() + 1e-3 * decay).backward()
+
+
+def two_losses(lane: Lane, i: int) -> None:
+    (lane.model(x_of(i)).square().mean() + lane.model(x_of(i + 100)).abs().mean()).backward()
+
+
+def two_losses_in_some_steps(lane: Lane, i: int) -> None:
+    loss = lane.model(x_of(i)).square().mean()
+    if i % 2:
+        loss = loss + lane.bare.layers[2](x_of(i)).abs().mean()
+    loss.backward()
+
+
+def rows_that_change(lane: Lane, i: int) -> None:
+    lane.model(x_of(i, 4 + 2 * i)).square().mean().backward()
+
+
+def looks_without_gradients(lane: Lane, i: int) -> None:
+    with torch.no_grad():
+        lane.model(x_of(i + 50))
+    loss = lane.model(x_of(i)).square().mean()
+    lane.model.eval()
+    with torch.no_grad():
+        lane.model(x_of(i + 60))
+    lane.model.train()
+    loss.backward()
+
+
+def gradient_there(lane: Lane, i: int) -> None:
+    if i != 1:
+        lane.bare.layers[1].weight.grad = torch.full((WIDTH, WIDTH), 0.01)
+    usual(lane, i)
+
+
+def frozen_in_some_steps(lane: Lane, i: int) -> None:
+    lane.bare.layers[0].requires_grad_(i % 3 != 1)
+    usual(lane, i)
+
+
+def tensor_hook(lane: Lane, i: int) -> None:
+    if i == 1:
+        lane.bare.layers[1].weight.register_hook(lambda gradient: 3 * gradient)
+    usual(lane, i)
+
+
+def post_accumulate_hook(lane: Lane, i: int) -> None:
+    def halve(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad *= 0.5
+
+    if lane.overlap is None and i == 0:  # where it is attached the hook comes before instep's own: in front of attach
+        lane.bare.layers[1].weight.register_post_accumulate_grad_hook(halve)
+    usual(lane, i)
+
+
+def hook_of_the_leaf(lane: Lane, i: int) -> None:
+    loss = lane.model(x_of(i)).square().mean()
+    if i:
+        node = torch.autograd.graph.get_gradient_edge(lane.bare.layers[1].weight).node
+        node.register_prehook(lambda gradients: (gradients[0] * 2,))
+    loss.backward()
+
+
+def hook_of_the_code(lane: Lane, i: int) -> None:
+    """It sees what the compiled code gives to all parameters, and changes it."""
+    y = lane.model(x_of(i))
+    if i % 2:
+        y.grad_fn.register_hook(lambda given, _: tuple(None if g is None else g * 2 for g in given))
+    y.square().mean().backward()
+
+
+def gradients_by_hand(lane: Lane, i: int) -> None:
+    parameters = list(lane.bare.parameters())
+    if i % 2:
+        for parameter, gradient in zip(
+            parameters, torch.autograd.grad(lane.model(x_of(i)).square().mean(), parameters), strict=True
+        ):
+            parameter.grad = gradient
+    else:
+        usual(lane, i)
+
+
+def some_inputs(lane: Lane, i: int) -> None:
+    lane.model(x_of(i)).square().mean().backward(inputs=[lane.bare.layers[1].weight, lane.bare.layers[2].bias])
+
+
+def anomaly_looked_for(lane: Lane, i: int) -> None:
+    with torch.autograd.set_detect_anomaly(i % 2 == 1):
+        usual(lane, i)
+
+
+def checkpointed_outside(lane: Lane, i: int) -> None:
+    x = x_of(i).requires_grad_()
+    y = checkpoint(lane.bare.unused, x, use_reentrant=True)
+    lane.model(y).square().mean().backward()
+
+
+def accumulated(lane: Lane, i: int) -> None:
+    with nullcontext() if lane.overlap is None else lane.overlap.accumulate():
+        usual(lane, i + 30)
+    usual(lane, i)
+
+
+def accumulated_by_views(lane: Lane, i: int) -> None:
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = lane.model(x).square().mean()
+        return loss
+
+    batches = [x_of(i), x_of(i + 40)]
+    if lane.overlap is None:
+        for x in batches:
+            loss_of(x).backward()
+    else:
+        lane.overlap.micro_batches(loss_of, batches)
+
+
+def lost_graphs(lane: Lane, i: int) -> None:
+    """A forward that nobody goes back through, and one of a graph that is kept."""
+    lane.extra["kept"] = lane.model(x_of(i + 70))
+    usual(lane, i)
+
+
+def on_autocast(lane: Lane, i: int) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = lane.model(x_of(i)).square().mean()
+    loss.backward()
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, weight_decay=0.1, nesterov=True)
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    parameters = list(model.parameters())
+    groups: list[dict[str, Any]] = [{"params": parameters[::2], "lr": 1e-3}, {"params": parameters[1::2]}]
+    return torch.optim.RMSprop(groups, lr=1e-2)
+
+
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+Step = Callable[[Lane, int], object]
+COMPILED_FIRST, ATTACHED_FIRST, IN_PLACE = "compiled, then attached", "attached, then compiled", "in place"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A loop, and what is handed over of it.
+
+    Attributes:
+        taken: in each step, the number of gradients.
+    """
+
+    model: type[nn.Module]
+    step: Step
+    taken: tuple[int, ...]
+    optimizer: MakeOptimizer = partial(adamw, fused=True)
+    how: str = COMPILED_FIRST
+    bucket_bytes: int | None = 1
+
+
+ALL, NONE = (DEPTH,) * STEPS, (0,) * STEPS
+PROGRAMS = {
+    "usual": Program(Net, usual, ALL),
+    "attached-first": Program(Net, usual, ALL, how=ATTACHED_FIRST),
+    "in-place": Program(Net, usual, ALL, how=IN_PLACE),
+    "momentum": Program(Net, usual, ALL, sgd),
+    "foreach": Program(Net, usual, ALL, partial(adamw, foreach=True)),
+    "groups": Program(Net, usual, ALL, two_groups),
+    "few-buckets": Program(Net, usual, NONE, bucket_bytes=1 << 20),
+    "twice": Program(Twice, usual, ALL),
+    "unused": Program(Unused, usual, (DEPTH - 1,) * STEPS),
+    "recomputed": Program(Recomputed, usual, ALL),
+    "broken": Program(Broken, usual, ALL),
+    "read-again": Program(ReadAgain, usual, NONE),
+    "dropout": Program(Dropped, usual, ALL),
+    "head-outside": Program(Net, head_outside, (DEPTH - 1,) * STEPS),
+    "decay": Program(Net, decayed_in_the_loss, NONE),
+    "two-losses": Program(Net, two_losses, NONE),
+    "some-steps": Program(Net, two_losses_in_some_steps, (DEPTH, DEPTH - 1, DEPTH, DEPTH - 1)),
+    "rows": Program(Net, rows_that_change, ALL),
+    "looks": Program(Net, looks_without_gradients, ALL),
+    "gradient-there": Program(Net, gradient_there, (0, DEPTH, 0, 0)),
+    "frozen": Program(Net, frozen_in_some_steps, (DEPTH, DEPTH - 1, DEPTH, DEPTH)),
+    "tensor-hook": Program(Net, tensor_hook, (DEPTH, DEPTH - 1, DEPTH - 1, DEPTH - 1)),
+    "leaf-hook": Program(Net, hook_of_the_leaf, (DEPTH, DEPTH - 1, DEPTH - 1, DEPTH - 1)),
+    "code-hook": Program(Net, hook_of_the_code, (DEPTH, 0, DEPTH, 0)),
+    "by-hand": Program(Net, gradients_by_hand, (DEPTH, 0, DEPTH, 0)),
+    "inputs": Program(Net, some_inputs, NONE),
+    "anomaly": Program(Net, anomaly_looked_for, (DEPTH, 0, DEPTH, 0)),
+    "checkpoint-outside": Program(Unused, checkpointed_outside, NONE),
+    "accumulated": Program(Net, accumulated, ALL),
+    "micro-batches": Program(Net, accumulated_by_views, NONE),
+    "lost-graphs": Program(Net, lost_graphs, ALL),
+    "autocast": Program(Net, on_autocast, ALL),
+}
+
+
+def lane_of(program: Program, *, attach: bool) -> Lane:
+    torch._dynamo.reset()  # else one lane would run the code that was compiled for the other
+    torch.manual_seed(0)
+    bare = program.model()
+    optimizer = program.optimizer(bare)
+
+    def attached(model: nn.Module) -> instep.Attachment | None:
+        if not attach:
+            return None
+        return instep.attach(model, optimizer, schedule="backward", bucket_bytes=program.bucket_bytes)
+
+    if program.how == ATTACHED_FIRST:
+        overlap = attached(bare)
+        return Lane(torch.compile(bare), bare, optimizer, overlap)
+    if program.how == IN_PLACE:
+        bare.compile()
+        return Lane(bare, bare, optimizer, attached(bare))
+    model: Any = torch.compile(bare)
+    return Lane(model, bare, optimizer, attached(model))
+
+
+def state_of(lane: Lane) -> list[torch.Tensor]:
+    found = [p.detach().clone() for p in lane.bare.parameters()]
+    for p in lane.bare.parameters():
+        found += [v.clone() for v in lane.optimizer.state.get(p, {}).values() if isinstance(v, torch.Tensor)]
+    return found
+
+
+def run(program: Program, *, attach: bool) -> tuple[list[list[torch.Tensor]], tuple[int, ...]]:
+    lane, after, taken = lane_of(program, attach=attach), list[list[torch.Tensor]](), list[int]()
+    try:
+        for i in range(STEPS):
+            torch.manual_seed(1000 + i)
+            program.step(lane, i)
+            taken += [lane.taken] if attach else []
+            lane.optimizer.step()
+            lane.optimizer.zero_grad()
+            after.append(state_of(lane))
+    finally:
+        if lane.overlap is not None:
+            lane.overlap.detach()
+    return after, tuple(taken)
+
+
+@pytest.mark.parametrize("name", list(PROGRAMS))
+def test_a_program(name: str) -> None:
+    program = PROGRAMS[name]
+    expected, _ = run(program, attach=False)
+    found, taken = run(program, attach=True)
+    for i, (one, other) in enumerate(zip(expected, found, strict=True)):
+        assert len(one) == len(other)
+        assert all(map(torch.equal, one, other)), f"step {i}"
+    assert taken == program.taken
