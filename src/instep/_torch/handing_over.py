@@ -61,7 +61,8 @@ class HandedOver:
         self.code: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
         self._receiver = weakref.ref(receiver)
         self._is_met = False  # whether there is code that would hand something over
-        self._offers: list[_Offer] = []
+        # Weakly: an offer keeps nodes, and the hooks of a node are called for as long as somebody keeps that.
+        self._offers: weakref.WeakSet[_Offer] = weakref.WeakSet()
         self._before = BeforeRuns(weakly(self._run_begins))
         _receiving.add(self)
 
@@ -91,6 +92,14 @@ class HandedOver:
             self._is_met = True
             self._before.start()
 
+    def receives(self, leaf: Any) -> int | None:
+        """The index of the parameter whose gradient ``leaf`` waits for, if it may be taken."""
+        receiver, parameter = self._receiver(), getattr(leaf, "variable", None)  # of an AccumulateGrad
+        index = None if receiver is None or parameter is None else receiver.receives(parameter)
+        if index is None or _has_others(leaf.register_prehook) or _has_others(leaf.register_hook):
+            return None
+        return index
+
     def take(self, indices: tuple[int, ...], gradients: Sequence[torch.Tensor]) -> bool:
         receiver = self._receiver()
         if receiver is None or not receiver.take(indices, gradients):
@@ -112,20 +121,18 @@ class HandedOver:
             self._look(run)
 
     def _look(self, run: Run) -> None:
-        receiver = self._receiver()
         compiled, reached = _reached_from(run.nodes)
-        for node in compiled if receiver is not None else ():
+        for node in compiled:
             if _has_others(node.register_hook):  # they are to find what the node gives without instep
                 continue
-            indices = [_receives(receiver, edge) if reached[edge] == 1 else None for edge in _edges_of(node)]
-            if any(index is not None for index in indices):
-                self.code.setdefault(type(node), False)
-                offer = _Offer(self, indices)
-                vars(node)[_OFFER] = offer
-                self._offers.append(offer)
+            once = [edge if reached[edge] == 1 else None for edge in _edges_of(node)]
+            self.code.setdefault(type(node), False)
+            offer = _Offer(self, once)
+            vars(node)[_OFFER] = offer
+            self._offers.add(offer)
 
     def _close(self) -> None:
-        for offer in self._offers:
+        for offer in list(self._offers):
             offer.of = None
         self._offers.clear()
 
@@ -139,14 +146,14 @@ class _Offer:
 
     Args:
         of: whom to; ``None``: nobody any more.
-        indices: by edge, the index of its parameter; ``None``: its gradient is put back.
+        once: by edge, where it leads; ``None``: something else leads there, too.
     """
 
-    __slots__ = ("_task", "indices", "of")
+    __slots__ = ("__weakref__", "_once", "_task", "of")
 
-    def __init__(self, of: HandedOver, indices: Sequence[int | None]) -> None:
+    def __init__(self, of: HandedOver, once: Sequence[Any]) -> None:
         self.of: HandedOver | None = of
-        self.indices = indices
+        self._once = once
         self._task: int | None = None
 
     def take(self, edges: Sequence[int], gradients: Sequence[torch.Tensor], code: type) -> set[int]:
@@ -155,12 +162,15 @@ class _Offer:
         self._task = task if self._task is None else self._task
         if self.of is None or self._task != task:
             return set()
-        places = [place for place, edge in enumerate(edges) if self.indices[edge] is not None]
-        indices = tuple(index for place in places if (index := self.indices[edges[place]]) is not None)
-        if not places or not self.of.take(indices, [gradients[place] for place in places]):
+        found = {
+            place: index
+            for place, edge in enumerate(edges)
+            if (index := self.of.receives(self._once[edge])) is not None
+        }
+        if not found or not self.of.take(tuple(found.values()), [gradients[place] for place in found]):
             return set()
         self.of.code[code] = True
-        return {edges[place] for place in places}
+        return {edges[place] for place in found}
 
 
 def _reached_from(roots: Sequence[Any]) -> tuple[list[Any], Counter[Any]]:
@@ -187,14 +197,6 @@ def _reached_from(roots: Sequence[Any]) -> tuple[list[Any], Counter[Any]]:
 def _edges_of(node: Any) -> list[Any]:
     """The nodes to which it gives a gradient, in order."""
     return [following for following, _ in node.next_functions if following is not None]
-
-
-def _receives(receiver: Any, edge: Any) -> int | None:
-    parameter = getattr(edge, "variable", None)  # of an AccumulateGrad
-    index = None if parameter is None else receiver.receives(parameter)
-    if index is None or _has_others(edge.register_prehook) or _has_others(edge.register_hook):
-        return None
-    return index
 
 
 def _has_others(register: Callable[[Callable[..., None]], Any]) -> bool:

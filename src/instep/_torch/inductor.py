@@ -58,9 +58,17 @@ fx.node.has_side_effect(_HAND_OVER)
 def define(function: Callable[[Sequence[torch.Tensor], Sequence[int], int], object]) -> None:
     """``function`` is what a call does, on each device."""
 
+    known: dict[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = {}  # nobody reads or writes them
+
     def call(gradients: Sequence[torch.Tensor], edges: Sequence[int], edge_count: int, _: object) -> list[torch.Tensor]:
         function(gradients, edges, edge_count)
-        return list(map(stand_in, gradients))
+        found = []
+        for gradient in gradients:
+            form = gradient.shape, gradient.dtype, gradient.device
+            if form not in known:
+                known[form] = stand_in(gradient)
+            found.append(known[form])
+        return found
 
     _library.impl(NAME, call, "CompositeExplicitAutograd")
 
@@ -227,6 +235,10 @@ class BackwardGraph:
                 group = []
         if group:
             self._call(group)
+        # Inductor would give a stand-in the strides of what stood there, and with them memory.
+        if _STRIDED in self._end.meta:
+            handed = {gradient.output for gradient in found}
+            self._end.meta[_STRIDED] = [number for number in self._end.meta[_STRIDED] if number not in handed]
         self._end.args = (type(self._end.args[0])(self._outputs),)
 
     def _call(self, group: Sequence[Gradient]) -> None:
@@ -289,10 +301,10 @@ class BackwardGraph:
         in each kernel that uses it, until one of torch's own needs it in memory."""
         settled, last = dict[fx.Node, int](), self._order[self._end]
         for node in reversed(self._nodes):
-            if node is self._end or self._end in node.users:
-                settled[node] = last
-            elif _is_extern(node):
+            if _is_extern(node):
                 settled[node] = self._order[node]
+            elif node is self._end or self._end in node.users:
+                settled[node] = last
             else:
                 stored = [self._order[user] for user in node.users if _is_extern(user)]
                 first = min(stored, default=last)
@@ -302,7 +314,8 @@ class BackwardGraph:
 
 
 _OF_METADATA = ("input_info", "static_input_indices", "subclass_inp_meta", "tokens")
-_ENOUGH = 0.4  # of a bucket, as ``buckets.default_buckets`` has it
+_STRIDED = "user_visible_output_idxs"  # of an output node's meta: those outputs that keep their strides
+_ENOUGH = 0.75  # of a bucket: the next gradient may be as large
 _WORTH = 4  # buckets, of which there are twenty
 _EXTERN = frozenset(
     (
