@@ -106,10 +106,10 @@ class Options:
         return self == usual and self.communication.pipeline is None
 
     @property
-    def may_take_from_compiled(self) -> bool:
-        """Whether no option wants a gradient for longer than its update, so that compiled code may hand it over."""
-        usual = Options(schedule="backward", defer=self.defer, bucket_bytes=self.bucket_bytes)
-        return self == usual
+    def keeping(self) -> list[str]:
+        """The options that may want a gradient for longer than its update, so that compiled code hands none over."""
+        usual = dict(each_option(Options("backward", defer=self.defer, bucket_bytes=self.bucket_bytes)))
+        return [name for name, value in each_option(self) if value != usual[name]]
 
     @property
     def votes(self) -> bool:

@@ -1,10 +1,11 @@
-"""A model that torch.compile has compiled as a whole: gradients are handed over while backward runs, and the weights are
-those of the compiled plain loop."""
+"""A model that torch.compile has compiled as a whole: gradients are handed over while backward runs, and the weights
+are those of the compiled plain loop."""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -13,6 +14,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import instep
+from instep._optim.stepper import PreparedUpdate
+from instep._torch.handing_over import HandedOver
+from instep._torch.placeholders import SpentGradient
+from instep.errors import AccumulationError, InstepError, TornStepError
 
 pytestmark = [
     pytest.mark.usefixtures("_fresh_compiler"),
@@ -27,6 +32,7 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+    HandedOver.has_code = False  # there is none any more
 
 
 class Net(nn.Module):
@@ -388,3 +394,195 @@ def test_a_program(name: str) -> None:
         assert len(one) == len(other)
         assert all(map(torch.equal, one, other)), f"step {i}"
     assert taken == program.taken
+
+
+# Where the plain loop is not to be had: an error, and never other weights in silence.
+
+
+def test_a_second_backward_of_a_step_is_an_error() -> None:
+    lane = lane_of(PROGRAMS["usual"], attach=True)
+    assert lane.overlap is not None
+    with lane.overlap:
+        first, second = (lane.model(x_of(i)).square().mean() for i in range(2))
+        first.backward()
+        assert lane.taken == DEPTH
+        with pytest.raises(AccumulationError, match="second backward"):
+            second.backward()
+        with pytest.raises(TornStepError):
+            lane.optimizer.step()
+        lane.overlap.accept_torn()
+
+
+def test_a_second_backward_of_a_graph_is_an_error() -> None:
+    """Compiled so that its graph may be kept: backward is only known not to keep what it has saved once it is run."""
+    with torch._functorch.config.patch(donated_buffer=False):
+        lane = lane_of(PROGRAMS["usual"], attach=True)
+        assert lane.overlap is not None
+        with lane.overlap:
+            loss = lane.model(x_of(0)).square().mean()
+            loss.backward(retain_graph=True)
+            with pytest.raises(AccumulationError, match="second backward"):
+                loss.backward()
+            with pytest.raises(TornStepError):
+                lane.optimizer.step()
+            lane.overlap.accept_torn()
+
+
+def test_a_gradient_that_comes_after_all_tears_the_step() -> None:
+    """A function of the loop's own runs another backward, of which no graph tells."""
+
+    class Hidden(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+            ctx.layer = layer
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            with torch.enable_grad():
+                ctx.layer(x_of(9)).square().mean().backward()
+            return gradient, None
+
+    lane = lane_of(PROGRAMS["usual"], attach=True)
+    assert lane.overlap is not None
+    with lane.overlap:
+        x = Hidden.apply(x_of(0).requires_grad_(), lane.bare.layers[2])
+        with pytest.raises(InstepError, match=r"layers\.2"):
+            lane.model(x).square().mean().backward()
+        assert lane.overlap.state == "torn"
+        with pytest.raises(TornStepError, match="backward raised"):
+            lane.optimizer.step()
+        lane.overlap.accept_torn()
+
+
+def test_an_update_that_fails_tears_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left in ``.grad`` that the compiled code writes to."""
+    lane = lane_of(PROGRAMS["usual"], attach=True)
+    assert lane.overlap is not None
+    with lane.overlap:
+        for i in range(STEPS):
+            usual(lane, i)
+            lane.optimizer.step()
+            lane.optimizer.zero_grad()
+        calls, update = iter(range(100)), PreparedUpdate.run
+
+        def fails(self: PreparedUpdate, gradients: Any) -> None:
+            if next(calls) == 2:
+                raise ValueError("no update")
+            update(self, gradients)
+
+        monkeypatch.setattr(PreparedUpdate, "run", fails)
+        with pytest.raises(ValueError, match="no update"):
+            usual(lane, STEPS)
+        assert lane.overlap.state == "torn"
+        left = [None if isinstance(p.grad, SpentGradient) else p.grad for p in lane.bare.parameters()]
+        lane.overlap.accept_torn()
+    plain = lane_of(PROGRAMS["usual"], attach=False)
+    for i in range(STEPS):
+        usual(plain, i)
+        plain.optimizer.step()
+        plain.optimizer.zero_grad()
+    usual(plain, STEPS)
+    found = [(a, p.grad) for a, p in zip(left, plain.bare.parameters(), strict=True) if a is not None]
+    assert found
+    assert all(torch.equal(a, b) for a, b in found if b is not None)
+
+
+# One code for several loops.
+
+
+def test_code_of_an_attached_model_is_right_without_an_attachment() -> None:
+    """After ``detach()``, for another model of the same class, and for one that is attached later."""
+    program = PROGRAMS["usual"]
+    expected, _ = run(program, attach=False)
+    lane = lane_of(program, attach=True)
+    other = lane_of(program, attach=False)
+    other.bare.load_state_dict(lane.bare.state_dict())
+    torch._dynamo.reset()
+    assert lane.overlap is not None
+    for i in range(STEPS):
+        torch.manual_seed(1000 + i)
+        if i == 2:
+            lane.overlap.detach()
+        if i == 3:
+            lane.overlap = instep.attach(lane.model, lane.optimizer, schedule="backward", bucket_bytes=1)
+        for each in (lane, other):
+            usual(each, i)
+            each.optimizer.step()
+            each.optimizer.zero_grad()
+            assert all(map(torch.equal, state_of(each), expected[i])), f"step {i}"
+    usual(lane, 0)  # by now it is known that this code would hand over
+    assert lane.taken == DEPTH
+    lane.overlap.detach()
+
+
+def test_a_model_that_was_compiled_before_says_so() -> None:
+    lane = lane_of(PROGRAMS["usual"], attach=False)
+    usual(lane, 0)
+    lane.optimizer.step()
+    lane.optimizer.zero_grad()
+    with instep.attach(lane.model, lane.optimizer, schedule="backward", bucket_bytes=1) as overlap:
+        lane.overlap = overlap
+        for i in range(1, 3):
+            usual(lane, i)
+            lane.optimizer.step()
+            lane.optimizer.zero_grad()
+        assert lane.taken == 0
+        for said in (overlap.advice, repr(overlap), str(overlap.plan)):
+            assert "compiled before attach()" in said
+            assert "torch.compiler.reset()" in said
+        torch.compiler.reset()
+        for i in range(1, 3):
+            usual(lane, i)
+            lane.optimizer.step()
+            lane.optimizer.zero_grad()
+        assert lane.taken == DEPTH
+        assert "compiled" not in overlap.advice
+
+
+def test_options_that_keep_gradients_say_so() -> None:
+    lane = lane_of(PROGRAMS["usual"], attach=False)
+    options = instep.ClipValue(1.0)
+    with instep.attach(lane.model, lane.optimizer, schedule="backward", clip=options, nonfinite="raise") as overlap:
+        usual(lane, 0)
+        lane.optimizer.step()
+        lane.optimizer.zero_grad()
+        for said in (overlap.advice, repr(overlap), str(overlap.plan)):
+            assert "with clip, nonfinite they may be needed for longer" in said
+
+
+def test_gradients_are_freed_in_backward() -> None:
+    """All gradients are 50 times as large as what is alive of them at once."""
+
+    class Deep(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4 * WIDTH, 4 * WIDTH, bias=False) for _ in range(24))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.repeat(1, 4))
+
+    peaks = {}
+    for attach in (False, True):
+        lane = lane_of(Program(Deep, usual, ()), attach=attach)
+        for i in range(3):
+            usual(lane, i)
+            lane.optimizer.step()
+            lane.optimizer.zero_grad()
+        peaks[attach] = peak_of(partial(usual, lane, 3))
+        if lane.overlap is not None:
+            lane.optimizer.step()
+            lane.overlap.detach()
+    size = 4 * (4 * WIDTH) ** 2
+    assert peaks[False] > 24 * size
+    assert peaks[True] < 4 * size
+
+
+def peak_of(step: Callable[[], object]) -> int:
+    """The most bytes that torch's allocator has had while ``step`` ran, above what it had before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    assert profile.profiler is not None
+    assert profile.profiler.kineto_results is not None
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))

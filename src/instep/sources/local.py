@@ -54,7 +54,7 @@ class LocalSource(Source):
     Args:
         uses: how often FSDP2's groups have run forward; ``None``: there are no such groups.
         applied: told of a parameter of each of their buckets that was applied.
-        from_compiled: whether compiled code hands gradients over.
+        whole: why compiled code hands no gradients over; ``None``: it does.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class LocalSource(Source):
         uses: "ForwardCounts | None" = None,
         applied: Callable[[torch.Tensor], None] = lambda _: None,
         *,
-        from_compiled: bool = False,
+        whole: str | None = "gradients are those of a part of the model",
     ) -> None:
         self._sink = sink
         self._layout = LocalLayout(parameters, bucket_bytes)
         self._hooks = GradientHooks()
-        self.compiled = CompiledCode(self, from_compiled)
+        self.compiled = CompiledCode(self, whole)
         self._fsdp = None if uses is None else FSDP2Gradients(sink, uses, applied, weakly(self._close))
         self._backwards = WritingBackwards(weakly(self._end), weakly(self._raised))
         # Whether every step has gone in order so far. Once one has not, every parameter keeps its hook.
@@ -91,14 +91,14 @@ class LocalSource(Source):
     def connect(self) -> None:
         self.refresh()
         if HandedOver.has_code:  # perhaps of this model, of an earlier attachment
-            self.compiled.before_compile()
+            self.compiled.start()
 
     def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
         self._layout.adopt(parameters)
         return ()
 
     def refresh(self) -> None:
-        if self.compiled.is_asked and told_of_compiling not in WHO_IS_TOLD:
+        if self.compiled.why_not is None and told_of_compiling not in WHO_IS_TOLD:
             listen(self.compiled)
         if list(map(_IMPLEMENTATION, self._hooks.tensors)) != self._hooks.called_by:
             self._hooks.remove()  # torch has swapped one of these: nobody calls its hook
@@ -658,25 +658,33 @@ class CompiledCode:
     """What compiled code hands over to ``source``. Nothing is asked of it before something is compiled.
 
     Attributes:
-        is_asked: whether it is to hand anything over.
+        why_not: why it is to hand nothing over; ``None``: it is to.
         taken: indices of the parameters whose gradients were taken in the running backward, or in the last one.
     """
 
-    def __init__(self, source: LocalSource, is_asked: bool) -> None:
-        self.is_asked = is_asked
+    def __init__(self, source: LocalSource, why_not: str | None) -> None:
+        self.why_not = why_not
         self.taken: set[int] = set()
         self.handed_over: HandedOver | None = None
         self._source = weakref.ref(source)
 
+    def start(self) -> None:
+        source = self._source()
+        if self.why_not is None and self.handed_over is None and source is not None:
+            self.handed_over = HandedOver(source, self.taken)
+
     def before_compile(self) -> None:
         """torch.compile is about to compile something: perhaps the model."""
-        source = self._source()
-        if self.is_asked and source is not None:
-            self.handed_over = self.handed_over or HandedOver(source, self.taken)
-            open_for_compiling()
+        self.start()
+        open_for_compiling()
+
+    @property
+    def has_taken(self) -> bool:
+        """Whether any code that there still is has handed something over."""
+        return self.handed_over is not None and any(self.handed_over.code.values())
 
     def stop(self) -> None:
-        self.is_asked = False
+        self.why_not = "it is detached"
         if self.handed_over is not None:
             self.handed_over.stop()
 
