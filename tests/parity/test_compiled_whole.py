@@ -1,6 +1,7 @@
 """A model that torch.compile has compiled as a whole: gradients are handed over while backward runs, and the weights
 are those of the compiled plain loop."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -114,14 +115,16 @@ class Lane:
     optimizer: Any
     overlap: instep.Attachment | None
     extra: dict[str, Any] = field(default_factory=dict)
+    seen: int | None = None  # the backward that ``taken`` has told of
 
     @property
     def taken(self) -> int:
         """How many gradients the last backward has handed over."""
         assert self.overlap is not None
         (source,) = self.overlap._parts.sources
-        compiled: Any = source
-        return len(compiled.compiled.taken)
+        handed: Any = source.compiled.handed_over  # type: ignore[attr-defined]  # of a LocalSource
+        last, self.seen = self.seen, None if handed is None else handed.task
+        return 0 if handed is None or handed.task == last else len(handed.taken)
 
 
 def x_of(i: int, rows: int = 8) -> torch.Tensor:
@@ -486,6 +489,70 @@ def test_an_update_that_fails_tears_the_step(monkeypatch: pytest.MonkeyPatch) ->
     found = [(a, p.grad) for a, p in zip(left, plain.bare.parameters(), strict=True) if a is not None]
     assert found
     assert all(torch.equal(a, b) for a, b in found if b is not None)
+
+
+def test_what_a_backward_has_left_is_not_handed_over() -> None:
+    """It raised before it came to the compiled code, of which another run wants the gradients."""
+    found = []
+    for attach in (False, True):
+        lane = lane_of(PROGRAMS["usual"], attach=attach)
+
+        def stop(_: object) -> None:
+            raise ValueError("stop")
+
+        y = lane.model(x_of(0))
+        loss = y.square().mean()
+        handle = loss.register_hook(stop)
+        with pytest.raises(ValueError, match="stop"):
+            loss.backward(retain_graph=True)
+        handle.remove()
+        found.append(torch.autograd.grad(y.square().mean(), list(lane.bare.parameters())))
+        if lane.overlap is not None:
+            assert lane.taken == 0
+            lane.overlap.detach()
+    assert all(map(torch.equal, *found))
+
+
+def test_two_attachments_in_one_graph() -> None:
+    lanes = {attach: [lane_of(PROGRAMS["usual"], attach=attach) for _ in range(2)] for attach in (False, True)}
+    for attach, (one, other) in lanes.items():
+        torch._dynamo.reset()
+        for i in range(STEPS):
+            other.model(one.model(x_of(i))).square().mean().backward()
+            for lane in (one, other):
+                assert lane.overlap is None or lane.taken == DEPTH
+                lane.optimizer.step()
+                lane.optimizer.zero_grad()
+        assert attach == (one.overlap is not None)
+    for plain, attached in zip(*lanes.values(), strict=True):
+        assert all(map(torch.equal, state_of(plain), state_of(attached)))
+        assert attached.overlap is not None
+        attached.overlap.detach()
+
+
+def test_a_thread_of_another_model_disturbs_nothing() -> None:
+    """It runs backward while this one's runs."""
+    lane, expected = lane_of(PROGRAMS["usual"], attach=True), run(PROGRAMS["usual"], attach=False)[0]
+    torch._dynamo.reset()
+    assert lane.overlap is not None
+    for i in range(STEPS):
+        y = lane.model(x_of(i))
+        y.register_hook(lambda _: aside(lambda: torch.ones(2, requires_grad=True).sum().backward()))
+        lane.bare.layers[0].bias.register_post_accumulate_grad_hook(
+            lambda _: aside(lambda: torch.ones(2, requires_grad=True).sum().backward())
+        )
+        y.square().mean().backward()
+        assert lane.taken == DEPTH
+        lane.optimizer.step()
+        lane.optimizer.zero_grad()
+        assert all(map(torch.equal, state_of(lane), expected[i]))
+    lane.overlap.detach()
+
+
+def aside(do: Callable[[], object]) -> None:
+    thread = threading.Thread(target=do)
+    thread.start()
+    thread.join()
 
 
 # One code for several loops.

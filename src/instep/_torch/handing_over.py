@@ -12,6 +12,7 @@ What torch has no public name for: the running node; the hooks of a node, which 
 functions that torch.compile calls before and after it compiles (``tests/unit/test_inductor.py``).
 """
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -46,19 +47,18 @@ class Receiver(Protocol):
 class HandedOver:
     """What compiled code hands over to one receiver, until ``stop``.
 
-    Args:
-        taken: for the indices of the parameters whose gradients were taken in the running backward, or in the last one.
-
     Attributes:
-        code: by class of the node, whether compiled code that gives gradients was seen to hand some over.
+        taken: indices of the parameters whose gradients were taken in the backward ``task``.
+        has_taken_from: code that has handed over something, by class of its node.
     """
 
     has_code = False
     """Whether there may be code that hands something over to anybody."""
 
-    def __init__(self, receiver: Receiver, taken: set[int]) -> None:
-        self.taken = taken
-        self.code: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+    def __init__(self, receiver: Receiver) -> None:
+        self.taken: set[int] = set()
+        self.task: int | None = None
+        self.has_taken_from: weakref.WeakSet[type] = weakref.WeakSet()
         self._receiver = weakref.ref(receiver)
         self._is_met = False  # whether there is code that would hand something over
         # Weakly: an offer keeps nodes, and the hooks of a node are called for as long as somebody keeps that.
@@ -70,7 +70,6 @@ class HandedOver:
         _receiving.discard(self)
         self._before.stop()
         self._close()
-        self.taken.clear()
 
     def wanted(self, is_input: Callable[[torch.Tensor], bool]) -> int | None:
         """Something is compiled, and ``is_input`` says of a tensor whether it is given to that. The bytes that are to
@@ -104,6 +103,9 @@ class HandedOver:
         receiver = self._receiver()
         if receiver is None or not receiver.take(indices, gradients):
             return False
+        if self.task != graph_task_number():
+            self.task = graph_task_number()
+            self.taken.clear()
         self.taken.update(indices)
         return True
 
@@ -115,7 +117,6 @@ class HandedOver:
         self._close()
         if graph_task() is not None:  # nested in another backward, whose graph this one may be a part of
             return
-        self.taken.clear()
         is_whole = run.accumulates and not run.inputs and not run.creates_graph
         if is_whole and not torch.is_anomaly_enabled():  # which looks at what each node returns
             self._look(run)
@@ -123,22 +124,19 @@ class HandedOver:
     def _look(self, run: Run) -> None:
         compiled, reached = _reached_from(run.nodes)
         for node in compiled:
-            if _has_others(node.register_hook):  # they are to find what the node gives without instep
-                continue
             once = [edge if reached[edge] == 1 else None for edge in _edges_of(node)]
-            self.code.setdefault(type(node), False)
-            offer = _Offer(self, once)
-            vars(node)[_OFFER] = offer
+            offer = vars(node).setdefault(_OFFERS, {})[id(self)] = _Offer(self, once)
             self._offers.add(offer)
 
     def _close(self) -> None:
-        for offer in list(self._offers):
+        """What this thread has offered before is void. Another one may train another model."""
+        for offer in [offer for offer in self._offers if offer.thread == threading.get_ident()]:
             offer.of = None
-        self._offers.clear()
+            self._offers.discard(offer)
 
 
 _receiving: "weakref.WeakSet[HandedOver]" = weakref.WeakSet()
-_OFFER, _RETURNED = "_instep_offer", "_instep_returned"
+_OFFERS, _RETURNED = "_instep_offers", "_instep_returned"
 
 
 class _Offer:
@@ -149,10 +147,11 @@ class _Offer:
         once: by edge, where it leads; ``None``: something else leads there, too.
     """
 
-    __slots__ = ("__weakref__", "_once", "_task", "of")
+    __slots__ = ("__weakref__", "_once", "_task", "of", "thread")
 
     def __init__(self, of: HandedOver, once: Sequence[Any]) -> None:
         self.of: HandedOver | None = of
+        self.thread = threading.get_ident()
         self._once = once
         self._task: int | None = None
 
@@ -169,7 +168,7 @@ class _Offer:
         }
         if not found or not self.of.take(tuple(found.values()), [gradients[place] for place in found]):
             return set()
-        self.of.code[code] = True
+        self.of.has_taken_from.add(code)
         return {edges[place] for place in found}
 
 
@@ -224,11 +223,12 @@ def hand_over(gradients: Sequence[torch.Tensor], edges: Sequence[int], edge_coun
     task, returned = graph_task_number(), vars(node).get(_RETURNED)
     if returned is None or returned.task != task:
         returned = vars(node)[_RETURNED] = _Returned(node, task, edge_count)
-    offer: _Offer | None = vars(node).get(_OFFER)
-    taken = set() if offer is None else offer.take(edges, gradients, type(node))
+    offers: dict[int, _Offer] = vars(node).get(_OFFERS, {})
+    # The hooks of others are to find what the node gives without instep.
+    taken = set[int]().union(*(o.take(edges, gradients, type(node)) for o in offers.values() if not returned.is_heard))
     for edge, gradient in zip(edges, gradients, strict=True):
         returned.gradients[returned.places[edge]] = None if edge in taken else gradient.clone()
-    if offer is None and _receiving:
+    if not offers and _receiving:
         parameters = {id(getattr(edge, "variable", None)) for edge in _edges_of(node)}
         for receiving in list(_receiving):
             receiving.meet(parameters)
@@ -236,7 +236,11 @@ def hand_over(gradients: Sequence[torch.Tensor], edges: Sequence[int], edge_coun
 
 class _Returned:
     """What a node is to return in the places of stand-ins: it is not known before, and torch puts nothing in the place
-    of ``None``."""
+    of ``None``.
+
+    Attributes:
+        is_heard: whether the node has hooks of others.
+    """
 
     def __init__(self, node: Any, task: int, edge_count: int) -> None:
         self.places = [place for place, (following, _) in enumerate(node.next_functions) if following is not None]
@@ -248,10 +252,11 @@ class _Returned:
         self.task = task
         self.gradients: dict[int, torch.Tensor | None] = {}
         self._handle = node.register_hook(self)
-        # The others of this node are to find what it returns without instep. The engine calls hooks in the order in
-        # which they were put in.
-        hooks = self._handle.hooks_dict_ref()
+        # First, so that the others find what this returns. The engine calls hooks in the order in which they were put
+        # in. To look for others before the node runs would have it keep what it is given until it has run.
+        hooks: Any = self._handle.hooks_dict_ref()
         others = [(number, hook) for number, hook in hooks.items() if number != self._handle.id]
+        self.is_heard = bool(others)
         for number, _ in others:
             del hooks[number]
         hooks.update(others)
@@ -281,10 +286,10 @@ def open_for_compiling() -> None:
 
     if _pass is None:
         inductor.define(hand_over)
-        HandedOver.has_code = True
         _pass = inductor.HandOver(_wanted)
     if _close not in callback_handler.end_callbacks:  # ``torch._dynamo.reset()`` lets go of it
         callback_handler.register_end_callback(_close)
+    HandedOver.has_code = True
     _take_out = inductor.open_for(_pass)
 
 

@@ -159,7 +159,7 @@ class LocalSource(Source):
     # In backward, with a hook on every parameter.
 
     def _accumulated(self, index: int, parameter: torch.Tensor) -> None:
-        if index in self.compiled.taken:
+        if (handed := self.compiled.handed_over) is not None and index in handed.taken and handed.task == graph_task():
             return  # the engine comes by once more, with nothing
         with self._sink.lock:  # the gradients of another device arrive on a thread of their own
             self._sink.streams.producers.note_current(parameter.device)
@@ -204,7 +204,7 @@ class LocalSource(Source):
         self._missing[number] -= 1
         if (can_wait or self._backwards.accepts_update(task)) and self._missing[number] == 0 and self._offer():
             members = self._layout.members[number]
-            self._sink.apply_and_free(self._not_taken(members) if self.compiled.taken else members)
+            self._sink.apply_and_free(self._not_taken(members) if self.compiled.handed_over is not None else members)
             if self._fsdp is not None:
                 self._fsdp.applied(attached.get())
 
@@ -230,10 +230,10 @@ class LocalSource(Source):
         sink = self._sink
         with sink.lock:  # the gradients of another device arrive on a thread of their own
             members, running = self._layout.members[number], self._running
-            if self.compiled.taken and not self.compiled.taken.isdisjoint(members.indices):
-                if last in self.compiled.taken:
+            if self.compiled.handed_over is not None and (taken := self.compiled.taken_in(graph_task())):
+                if last in taken:
                     return  # as in _accumulated; what else there is of the bucket is found where backward ends
-                self._in_order = False
+                self._in_order &= taken.isdisjoint(members.indices)
             if running.task == graph_task_number() and running.prepared and not running.adds_up:
                 update = running.prepared[number]
                 if (
@@ -349,9 +349,10 @@ class LocalSource(Source):
             self._sink.apply_and_free(members)
 
     def _not_taken(self, members: AttachedParameters) -> AttachedParameters:
-        if self.compiled.taken.isdisjoint(members.indices):
+        taken = self.compiled.taken_in(graph_task())
+        if taken.isdisjoint(members.indices):
             return members
-        return AttachedParameters(attached for attached in members if attached.spec.index not in self.compiled.taken)
+        return AttachedParameters(attached for attached in members if attached.spec.index not in taken)
 
     @property
     def _leaves_all(self) -> bool:
@@ -659,19 +660,18 @@ class CompiledCode:
 
     Attributes:
         why_not: why it is to hand nothing over; ``None``: it is to.
-        taken: indices of the parameters whose gradients were taken in the running backward, or in the last one.
+        handed_over: what it hands over; ``None``: nothing was compiled yet.
     """
 
     def __init__(self, source: LocalSource, why_not: str | None) -> None:
         self.why_not = why_not
-        self.taken: set[int] = set()
         self.handed_over: HandedOver | None = None
         self._source = weakref.ref(source)
 
     def start(self) -> None:
         source = self._source()
         if self.why_not is None and self.handed_over is None and source is not None:
-            self.handed_over = HandedOver(source, self.taken)
+            self.handed_over = HandedOver(source)
 
     def before_compile(self) -> None:
         """torch.compile is about to compile something: perhaps the model."""
@@ -681,7 +681,12 @@ class CompiledCode:
     @property
     def has_taken(self) -> bool:
         """Whether any code that there still is has handed something over."""
-        return self.handed_over is not None and any(self.handed_over.code.values())
+        return self.handed_over is not None and len(self.handed_over.has_taken_from) > 0
+
+    def taken_in(self, task: int | None) -> set[int]:
+        """Indices of the parameters whose gradients were taken in this backward."""
+        handed = self.handed_over
+        return handed.taken if handed is not None and handed.task == task else set()
 
     def stop(self) -> None:
         self.why_not = "it is detached"
