@@ -786,8 +786,8 @@ MUTANTS = [
     Mutant(
         "skip the last bucket",
         "LocalSource._count",
-        "self._sink.apply_and_free(self._layout.members[number])",
-        "number == len(self._layout.members) - 1 or self._sink.apply_and_free(self._layout.members[number])",
+        "self._sink.apply_and_free(self._not_taken(members) if self.compiled.handed_over is not None else members)",
+        "number == len(self._layout.members) - 1 or self._sink.apply_and_free(members)",
     ),
     Mutant(
         "step every bucket twice",
@@ -2427,7 +2427,7 @@ MUTANTS = [
     ),
     Mutant(
         "torn: forget which rows of other ranks were written",
-        "BucketSink.received",
+        "Schedule.received",
         "self._step.members.received.update(parameters.indices)",
         "pass",
     ),
@@ -3351,6 +3351,74 @@ MUTANTS = [
         "IterationHooks._look",
         "torch.is_grad_enabled() and not torch.jit.is_tracing()",
         "torch.is_grad_enabled()",
+    ),
+    Mutant(
+        "compiled: a parameter that is reached twice",
+        "HandedOver._look",
+        "edge if reached[edge] == 1 else None",
+        "edge",
+    ),
+    Mutant(
+        "compiled: a part of the graph that is made in backward",
+        "_reached_from",
+        "if name.startswith(HIDES_ITS_OWN):",
+        "if False:",
+    ),
+    Mutant(
+        "compiled: a weight's readers come before",
+        "BackwardGraph._gradients",
+        ", *(self._last_read(alias) for alias in weight)])",
+        "])",
+    ),
+    Mutant(
+        "compiled: what is pointwise reads where it is used",
+        "BackwardGraph._settle",
+        "settled[node] = max([*inside, first] if stored else inside or [last])",
+        "settled[node] = self._order[node]",
+    ),
+    Mutant(
+        "compiled: a view that the forward has saved",
+        "BackwardGraph._aliases_of",
+        "in self._memories",
+        "in ()",
+    ),
+    Mutant(
+        "compiled: code is kept by what was decided", "HandOver.uuid", "_SOURCE, size, SMALL, static", "_SOURCE, SMALL"
+    ),
+    Mutant("compiled: an offer that another run has left", "HandedOver._close", "offer.of = None", "pass"),
+    Mutant(
+        "compiled: hooks of a leaf",
+        "HandedOver.receives",
+        " or _has_others(leaf.register_prehook) or _has_others(leaf.register_hook)",
+        "",
+    ),
+    Mutant(
+        "compiled: hooks of the code", "_Returned.__init__", "self.is_heard = bool(others)", "self.is_heard = False"
+    ),
+    Mutant("compiled: hooks of the code come after", "_Returned.__init__", "hooks.update(others)", "hooks.update([])"),
+    Mutant(
+        "compiled: a gradient that was there",
+        "LocalSource.receives",
+        " or parameter.grad is not None:",
+        ":",
+    ),
+    Mutant(
+        "compiled: memory that the compiler writes to again",
+        "LocalSource.take",
+        "parameter.grad = gradient.clone()",
+        "parameter.grad = gradient",
+    ),
+    Mutant(
+        "compiled: nothing comes for what was handed over",
+        "LocalSource._accumulated",
+        "handed.task == graph_task():",
+        "False:",
+    ),
+    Mutant(
+        "compiled: gradients are put back without an attachment",
+        "hand_over",
+        "None if edge in taken else gradient.clone()",
+        "None if edge in taken or not _receiving else gradient.clone()",
     ),
 ]
 

@@ -111,7 +111,9 @@ class HandOver(custom_graph_pass.CustomGraphPass):
     def wanted(self) -> Wanted | None:
         """What is to be done to the graph that is being compiled."""
         context = TracingContext.try_get()
-        if context is None or context.fake_mode is None:
+        if (
+            context is None or context.fake_mode is None or config.cpp_wrapper
+        ):  # from C++ no function of Python's is called
             return None
         if context not in self._known:
             try:
