@@ -3392,10 +3392,11 @@ MUTANTS = [
         " or _has_others(leaf.register_prehook) or _has_others(leaf.register_hook)",
         "",
     ),
+    Mutant("compiled: gradients of gradients", "_in_place_of", " or not stand_in.requires_grad:", " or True:"),
     Mutant(
         "compiled: hooks of the code", "_Returned.__init__", "self.is_heard = bool(others)", "self.is_heard = False"
     ),
-    Mutant("compiled: hooks of the code come after", "_Returned.__init__", "hooks.update(others)", "hooks.update([])"),
+    Mutant("compiled: hooks of the code come after", "_Returned.__init__", "del hooks[number]", "pass"),
     Mutant(
         "compiled: a gradient that was there",
         "LocalSource.receives",

@@ -235,9 +235,15 @@ def anomaly_looked_for(lane: Lane, i: int) -> None:
 
 
 def checkpointed_outside(lane: Lane, i: int) -> None:
-    x = x_of(i).requires_grad_()
-    y = checkpoint(lane.bare.unused, x, use_reentrant=True)
+    torch.manual_seed(7)
+    outside = lane.extra.setdefault("outside", nn.Linear(WIDTH, WIDTH))
+    y = checkpoint(outside, x_of(i).requires_grad_(), use_reentrant=True)
     lane.model(y).square().mean().backward()
+
+
+def kept(lane: Lane, i: int) -> None:
+    with nullcontext() if lane.overlap is None or i % 2 else lane.overlap.keep_gradients():
+        usual(lane, i)
 
 
 def accumulated(lane: Lane, i: int) -> None:
@@ -336,8 +342,9 @@ PROGRAMS = {
     "by-hand": Program(Net, gradients_by_hand, (DEPTH, 0, DEPTH, 0)),
     "inputs": Program(Net, some_inputs, NONE),
     "anomaly": Program(Net, anomaly_looked_for, (DEPTH, 0, DEPTH, 0)),
-    "checkpoint-outside": Program(Unused, checkpointed_outside, NONE),
+    "checkpoint-outside": Program(Net, checkpointed_outside, NONE),
     "accumulated": Program(Net, accumulated, NONE),
+    "kept": Program(Net, kept, (0, DEPTH, 0, DEPTH)),
     "micro-batches": Program(Net, accumulated_by_views, NONE),
     "lost-graphs": Program(Net, lost_graphs, ALL),
     "autocast": Program(Net, on_autocast, ALL),
@@ -513,6 +520,22 @@ def test_what_a_backward_has_left_is_not_handed_over() -> None:
     assert all(map(torch.equal, *found))
 
 
+def test_gradients_of_gradients_are_an_error_as_ever() -> None:
+    """torch has none of compiled code. What is put in the place of a stand-in hides that from nobody."""
+    for attach in (False, True):
+        with torch._functorch.config.patch(donated_buffer=False):
+            lane = lane_of(PROGRAMS["usual"], attach=attach)
+            loss = lane.model(x_of(0)).square().mean()
+            weights = [layer.weight for layer in lane.bare.layers]
+            gradients = torch.autograd.grad(loss, weights, create_graph=True)
+            assert all(gradient.requires_grad for gradient in gradients)
+            penalty = torch.stack([gradient.square().sum() for gradient in gradients]).sum()
+            with pytest.raises(RuntimeError, match="double backward"):
+                penalty.backward()
+            if lane.overlap is not None:
+                lane.overlap.detach()
+
+
 def test_two_attachments_in_one_graph() -> None:
     lanes = {attach: [lane_of(PROGRAMS["usual"], attach=attach) for _ in range(2)] for attach in (False, True)}
     for attach, (one, other) in lanes.items():
@@ -618,13 +641,30 @@ def test_options_that_keep_gradients_say_so() -> None:
             assert "with clip, nonfinite they may be needed for longer" in said
 
 
+def test_groups_that_are_handed_over_are_buckets() -> None:
+    """From the third step on one hook speaks for each bucket, as in any loop whose gradients come in order."""
+    lane = lane_of(PROGRAMS["usual"], attach=True)
+    assert lane.overlap is not None
+    with lane.overlap as overlap:
+        for i in range(STEPS):
+            usual(lane, i)
+            lane.optimizer.step()
+            lane.optimizer.zero_grad()
+        sources = [bucket.source for bucket in overlap.plan.buckets]
+        assert sources == DEPTH * ["compiled"] + DEPTH * ["local"]
+        (source,) = overlap._parts.sources
+        assert len(source._hooks.parameters) == len(sources) == 2 * DEPTH  # type: ignore[attr-defined]
+        assert source._one_per_bucket  # type: ignore[attr-defined]
+        assert overlap.stats()["freed_bytes"] == STEPS * overlap.plan.nbytes
+
+
 def test_gradients_are_freed_in_backward() -> None:
-    """All gradients are 50 times as large as what is alive of them at once."""
+    """All gradients of the plain loop are alive at once, and two or three of ten of the attached one."""
 
     class Deep(Net):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(4 * WIDTH, 4 * WIDTH, bias=False) for _ in range(24))
+            self.layers = nn.ModuleList(nn.Linear(4 * WIDTH, 4 * WIDTH, bias=False) for _ in range(10))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x.repeat(1, 4))
@@ -641,7 +681,7 @@ def test_gradients_are_freed_in_backward() -> None:
             lane.optimizer.step()
             lane.overlap.detach()
     size = 4 * (4 * WIDTH) ** 2
-    assert peaks[False] > 24 * size
+    assert peaks[False] > 10 * size
     assert peaks[True] < 4 * size
 
 

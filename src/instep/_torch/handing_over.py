@@ -90,6 +90,7 @@ class HandedOver:
         if not self._is_met:
             self._is_met = True
             self._before.start()
+            weakref.finalize(self, self._before.stop).atexit = False  # a model may be dropped without a word
 
     def receives(self, leaf: Any) -> int | None:
         """The index of the parameter whose gradient ``leaf`` waits for, if it may be taken."""
@@ -267,7 +268,31 @@ class _Returned:
         gradients, self.gradients = self.gradients, {}
         if graph_task_number() != self.task:
             return None  # that backward has raised, and this is another one
-        return tuple(gradients.get(place, gradient) for place, gradient in enumerate(given))
+        return tuple(
+            _in_place_of(gradient, gradients[place]) if place in gradients else gradient
+            for place, gradient in enumerate(given)
+        )
+
+
+class _InPlaceOf(torch.autograd.Function):
+    """A gradient, in the graph of its stand-in: with ``create_graph`` that of compiled code raises, and may not be gone
+    round."""
+
+    @staticmethod
+    def forward(ctx: object, stand_in: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+    @staticmethod
+    def backward(ctx: object, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+def _in_place_of(stand_in: torch.Tensor | None, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    if stand_in is None or gradient is None or not stand_in.requires_grad:
+        return gradient
+    with torch.enable_grad():
+        found: torch.Tensor = _InPlaceOf.apply(stand_in, gradient)
+        return found
 
 
 # Around what is compiled.
