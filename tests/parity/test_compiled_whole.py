@@ -532,6 +532,7 @@ def test_gradients_of_gradients_are_an_error_as_ever() -> None:
             penalty = torch.stack([gradient.square().sum() for gradient in gradients]).sum()
             with pytest.raises(RuntimeError, match="double backward"):
                 penalty.backward()
+            assert not any(g.requires_grad for g in torch.autograd.grad(lane.model(x_of(0)).sum(), weights))
             if lane.overlap is not None:
                 lane.overlap.detach()
 

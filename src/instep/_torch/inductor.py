@@ -58,7 +58,7 @@ fx.node.has_side_effect(_HAND_OVER)
 def define(function: Callable[[Sequence[torch.Tensor], Sequence[int], int], object]) -> None:
     """``function`` is what a call does, on each device."""
 
-    known: dict[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = {}  # nobody reads or writes them
+    known: dict[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = {}  # whose number nobody reads
 
     def call(gradients: Sequence[torch.Tensor], edges: Sequence[int], edge_count: int, _: object) -> list[torch.Tensor]:
         function(gradients, edges, edge_count)
@@ -67,7 +67,7 @@ def define(function: Callable[[Sequence[torch.Tensor], Sequence[int], int], obje
             form = gradient.shape, gradient.dtype, gradient.device
             if form not in known:
                 known[form] = stand_in(gradient)
-            found.append(known[form])
+            found.append(known[form].detach())  # a tensor of its own: autograd may note the graph that it is of
         return found
 
     _library.impl(NAME, call, "CompositeExplicitAutograd")
@@ -111,9 +111,9 @@ class HandOver(custom_graph_pass.CustomGraphPass):
     def wanted(self) -> Wanted | None:
         """What is to be done to the graph that is being compiled."""
         context = TracingContext.try_get()
-        if (
-            context is None or context.fake_mode is None or config.cpp_wrapper
-        ):  # from C++ no function of Python's is called
+        if context is None or context.fake_mode is None:
+            return None
+        if config.cpp_wrapper:  # which is to call nothing in Python
             return None
         if context not in self._known:
             try:
