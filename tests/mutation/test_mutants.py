@@ -3354,16 +3354,11 @@ MUTANTS = [
     ),
     Mutant(
         "compiled: a parameter that is reached twice",
-        "HandedOver._look",
-        "edge if reached[edge] == 1 else None",
-        "edge",
+        "HandedOver.take_from",
+        "run.reached[ends[edge]] == 1 and ",
+        "",
     ),
-    Mutant(
-        "compiled: a part of the graph that is made in backward",
-        "_reached_from",
-        "if name.startswith(HIDES_ITS_OWN):",
-        "if False:",
-    ),
+    Mutant("compiled: a part of the graph that is made in backward", "Run.reached", "return Counter()", "continue"),
     Mutant(
         "compiled: a weight's readers come before",
         "BackwardGraph._gradients",
@@ -3385,10 +3380,15 @@ MUTANTS = [
     Mutant(
         "compiled: code is kept by what was decided", "HandOver.uuid", "_SOURCE, size, SMALL, static", "_SOURCE, SMALL"
     ),
-    Mutant("compiled: an offer that another run has left", "HandedOver._close", "offer.of = None", "pass"),
+    Mutant(
+        "compiled: an offer that another run has left",
+        "HandedOver._run_begins",
+        "self._runs.pop(threading.get_ident(), None)",
+        "pass",
+    ),
     Mutant(
         "compiled: hooks of a leaf",
-        "HandedOver.receives",
+        "HandedOver._receives",
         " or _has_others(leaf.register_prehook) or _has_others(leaf.register_hook)",
         "",
     ),

@@ -510,9 +510,10 @@ def test_what_a_backward_has_left_is_not_handed_over() -> None:
         y = lane.model(x_of(0))
         loss = y.square().mean()
         handle = loss.register_hook(stop)
-        with pytest.raises(ValueError, match="stop"):
+        with pytest.raises(ValueError, match="stop") as caught:
             loss.backward(retain_graph=True)
         handle.remove()
+        assert caught.value.__traceback__ is not None  # which has the frames of that run
         found.append(torch.autograd.grad(y.square().mean(), list(lane.bare.parameters())))
         if lane.overlap is not None:
             assert lane.taken == 0

@@ -4,11 +4,12 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
-from functools import wraps
+from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -395,9 +396,9 @@ called or not.
 # since raises at its first node.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Run:
-    """A run of the engine that Python has asked for.
+    """A run of the engine that Python has asked for. It is there for as long as the engine runs.
 
     Attributes:
         call: what the user has called: ``"backward()"`` or ``"torch.autograd.grad()"``.
@@ -426,6 +427,17 @@ class Run:
         """Where it begins. An output is a tensor, or an edge of the graph (``GradientEdge``)."""
         nodes = (getattr(output, "node", None) or getattr(output, "grad_fn", None) for output in self._outputs)
         return [node for node in nodes if node is not None]
+
+    @cached_property
+    def reached(self) -> "Counter[Any]":
+        """How often each node of its graph is reached, by edges and as a beginning. Nothing, if a part of the graph is
+        still to be made: a segment that is checkpointed with ``use_reentrant=True`` hides its own."""
+        found = Counter[Any](self.nodes)
+        for node in _nodes_from(list(found)):
+            if node.name().startswith(HIDES_ITS_OWN):
+                return Counter()
+            found.update(following for following, _ in node.next_functions if following is not None)
+        return found
 
     @property
     def is_traced(self) -> bool:
@@ -559,8 +571,10 @@ def count_of_runs() -> int:
 def _run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     global _count
     _count += 1
-    for before in [*_before]:
-        before.do(Run.of(outputs, args, kwargs))
+    if _before:
+        run = Run.of(outputs, args, kwargs)  # in a variable of its own: it lives until this returns
+        for before in [*_before]:
+            before.do(run)
     try:
         return _engine_run(outputs, *args, **kwargs)
     except BaseException as error:

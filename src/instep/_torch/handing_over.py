@@ -14,14 +14,13 @@ functions that torch.compile calls before and after it compiles (``tests/unit/te
 
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch._dynamo.callback import callback_handler
 
-from instep._torch.engine import COMPILED, HIDES_ITS_OWN, BeforeRuns, Run, graph_task, graph_task_number, untraced
+from instep._torch.engine import BeforeRuns, Run, graph_task, graph_task_number, untraced
 from instep._torch.lifetime import weakly
 
 
@@ -61,15 +60,15 @@ class HandedOver:
         self.has_taken_from: weakref.WeakSet[type] = weakref.WeakSet()
         self._receiver = weakref.ref(receiver)
         self._is_met = False  # whether there is code that would hand something over
-        # Weakly: an offer keeps nodes, and the hooks of a node are called for as long as somebody keeps that.
-        self._offers: weakref.WeakSet[_Offer] = weakref.WeakSet()
+        # By thread. Weakly: a run knows nodes, and the hooks of a node are called for as long as somebody keeps that.
+        self._runs: dict[int, weakref.ref[Run]] = {}
         self._before = BeforeRuns(weakly(self._run_begins))
         _receiving.add(self)
 
     def stop(self) -> None:
         _receiving.discard(self)
         self._before.stop()
-        self._close()
+        self._runs.clear()
 
     def wanted(self, is_input: Callable[[torch.Tensor], bool]) -> int | None:
         """Something is compiled, and ``is_input`` says of a tensor whether it is given to that. The bytes that are to
@@ -92,7 +91,38 @@ class HandedOver:
             self._before.start()
             weakref.finalize(self, self._before.stop).atexit = False  # a model may be dropped without a word
 
-    def receives(self, leaf: Any) -> int | None:
+    @untraced
+    def _run_begins(self, run: Run) -> None:
+        """The engine is about to run. Nothing is handed over in a run that is nested in another, whose graph it may be
+        a part of, nor in that one any more."""
+        if run.is_traced:
+            return
+        is_whole = run.accumulates and not run.inputs and not run.creates_graph
+        if graph_task() is None and is_whole and not torch.is_anomaly_enabled():  # which looks at what a node returns
+            self._runs[threading.get_ident()] = weakref.ref(run)
+        else:
+            self._runs.pop(threading.get_ident(), None)
+
+    def take_from(
+        self, code: type, ends: Sequence[Any], edges: Sequence[int], gradients: Sequence[torch.Tensor]
+    ) -> set[int]:
+        """The running node, of this class, hands over the ``gradients`` of these edges of all, which lead to ``ends``.
+        Returns the edges of those that were taken."""
+        ref = self._runs.get(threading.get_ident())
+        run = None if ref is None else ref()
+        if run is None:
+            return set()
+        found = {
+            place: index
+            for place, edge in enumerate(edges)
+            if run.reached[ends[edge]] == 1 and (index := self._receives(ends[edge])) is not None
+        }
+        if not found or not self._take(tuple(found.values()), [gradients[place] for place in found]):
+            return set()
+        self.has_taken_from.add(code)
+        return {edges[place] for place in found}
+
+    def _receives(self, leaf: Any) -> int | None:
         """The index of the parameter whose gradient ``leaf`` waits for, if it may be taken."""
         receiver, parameter = self._receiver(), getattr(leaf, "variable", None)  # of an AccumulateGrad
         index = None if receiver is None or parameter is None else receiver.receives(parameter)
@@ -100,7 +130,7 @@ class HandedOver:
             return None
         return index
 
-    def take(self, indices: tuple[int, ...], gradients: Sequence[torch.Tensor]) -> bool:
+    def _take(self, indices: tuple[int, ...], gradients: Sequence[torch.Tensor]) -> bool:
         receiver = self._receiver()
         if receiver is None or not receiver.take(indices, gradients):
             return False
@@ -110,93 +140,9 @@ class HandedOver:
         self.taken.update(indices)
         return True
 
-    @untraced
-    def _run_begins(self, run: Run) -> None:
-        """The engine is about to run: what is in the graph decides what may be handed over."""
-        if run.is_traced:
-            return
-        self._close()
-        if graph_task() is not None:  # nested in another backward, whose graph this one may be a part of
-            return
-        is_whole = run.accumulates and not run.inputs and not run.creates_graph
-        if is_whole and not torch.is_anomaly_enabled():  # which looks at what each node returns
-            self._look(run)
-
-    def _look(self, run: Run) -> None:
-        compiled, reached = _reached_from(run.nodes)
-        for node in compiled:
-            once = [edge if reached[edge] == 1 else None for edge in _edges_of(node)]
-            offer = vars(node).setdefault(_OFFERS, {})[id(self)] = _Offer(self, once)
-            self._offers.add(offer)
-
-    def _close(self) -> None:
-        """What this thread has offered before is void. Another one may train another model."""
-        for offer in [offer for offer in self._offers if offer.thread == threading.get_ident()]:
-            offer.of = None
-            self._offers.discard(offer)
-
 
 _receiving: "weakref.WeakSet[HandedOver]" = weakref.WeakSet()
-_OFFERS, _RETURNED = "_instep_offers", "_instep_returned"
-
-
-class _Offer:
-    """What may be handed over of a node's gradients, in one run of the engine.
-
-    Args:
-        of: whom to; ``None``: nobody any more.
-        once: by edge, where it leads; ``None``: something else leads there, too.
-    """
-
-    __slots__ = ("__weakref__", "_once", "_task", "of", "thread")
-
-    def __init__(self, of: HandedOver, once: Sequence[Any]) -> None:
-        self.of: HandedOver | None = of
-        self.thread = threading.get_ident()
-        self._once = once
-        self._task: int | None = None
-
-    def take(self, edges: Sequence[int], gradients: Sequence[torch.Tensor], code: type) -> set[int]:
-        """Hand over what can be. Returns the edges of what was taken."""
-        task = graph_task_number()
-        self._task = task if self._task is None else self._task
-        if self.of is None or self._task != task:
-            return set()
-        found = {
-            place: index
-            for place, edge in enumerate(edges)
-            if (index := self.of.receives(self._once[edge])) is not None
-        }
-        if not found or not self.of.take(tuple(found.values()), [gradients[place] for place in found]):
-            return set()
-        self.of.has_taken_from.add(code)
-        return {edges[place] for place in found}
-
-
-def _reached_from(roots: Sequence[Any]) -> tuple[list[Any], Counter[Any]]:
-    """Of the graph that begins there: the nodes that run compiled code, and how often each node is reached. None of
-    these nodes, if there is a part of the graph that is not made yet."""
-    compiled, reached = list[Any](), Counter[Any](roots)
-    due = list(reached)
-    seen = set(due)
-    while due:
-        node = due.pop()
-        name = node.name()
-        if name.startswith(HIDES_ITS_OWN):
-            return [], reached
-        if name == COMPILED:
-            compiled.append(node)
-        following = [other for other, _ in node.next_functions if other is not None]
-        reached.update(following)
-        new = set(following) - seen
-        seen |= new
-        due.extend(new)
-    return compiled, reached
-
-
-def _edges_of(node: Any) -> list[Any]:
-    """The nodes to which it gives a gradient, in order."""
-    return [following for following, _ in node.next_functions if following is not None]
+_RETURNED = "_instep_returned"
 
 
 def _has_others(register: Callable[[Callable[..., None]], Any]) -> bool:
@@ -224,13 +170,13 @@ def hand_over(gradients: Sequence[torch.Tensor], edges: Sequence[int], edge_coun
     task, returned = graph_task_number(), vars(node).get(_RETURNED)
     if returned is None or returned.task != task:
         returned = vars(node)[_RETURNED] = _Returned(node, task, edge_count)
-    offers: dict[int, _Offer] = vars(node).get(_OFFERS, {})
-    # The hooks of others are to find what the node gives without instep.
-    taken = set[int]().union(*(o.take(edges, gradients, type(node)) for o in offers.values() if not returned.is_heard))
+    taken = set[int]()
+    if not returned.is_heard:  # the hooks of others are to find what the node gives without instep
+        taken = taken.union(*(each.take_from(type(node), returned.ends, edges, gradients) for each in list(_receiving)))
     for edge, gradient in zip(edges, gradients, strict=True):
         returned.gradients[returned.places[edge]] = None if edge in taken else gradient.clone()
-    if not offers and _receiving:
-        parameters = {id(getattr(edge, "variable", None)) for edge in _edges_of(node)}
+    if not taken and _receiving:
+        parameters = {id(getattr(end, "variable", None)) for end in returned.ends}
         for receiving in list(_receiving):
             receiving.meet(parameters)
 
@@ -240,11 +186,15 @@ class _Returned:
     of ``None``.
 
     Attributes:
+        ends: the nodes to which it gives gradients, by edge.
+        places: among all that it returns, by edge.
         is_heard: whether the node has hooks of others.
     """
 
     def __init__(self, node: Any, task: int, edge_count: int) -> None:
-        self.places = [place for place, (following, _) in enumerate(node.next_functions) if following is not None]
+        following = [end for end, _ in node.next_functions]
+        self.places = [place for place, end in enumerate(following) if end is not None]
+        self.ends = [end for end in following if end is not None]
         if len(self.places) != edge_count:
             raise RuntimeError(
                 f"compiled code has {edge_count} gradients to give, and autograd waits for {len(self.places)}: run "
