@@ -3405,7 +3405,7 @@ MUTANTS = [
     ),
     Mutant(
         "compiled: memory that the compiler writes to again",
-        "LocalSource.take",
+        "_keep",
         "parameter.grad = gradient.clone()",
         "parameter.grad = gradient",
     ),

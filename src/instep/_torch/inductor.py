@@ -317,7 +317,7 @@ class BackwardGraph:
 
 _OF_METADATA = ("input_info", "static_input_indices", "subclass_inp_meta", "tokens")
 _STRIDED = "user_visible_output_idxs"  # of an output node's meta: those outputs that keep their strides
-_ENOUGH = 0.75  # of a bucket: the next gradient may be as large
+_ENOUGH = 1.25  # buckets: compiled code is fast, and each call of Python costs it as much as another one
 _WORTH = 4  # buckets, of which there are twenty
 _EXTERN = frozenset(
     (

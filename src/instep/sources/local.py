@@ -303,26 +303,26 @@ class LocalSource(Source):
             tensors = members.tensors()
             for parameter, gradient in zip(tensors, gradients, strict=True):
                 parameter.grad = _as_accumulated(parameter, gradient, is_kept=self._sink.updates_beside)
+            is_over = False
             try:
-                self._step_taken(members, task)
+                is_over = self._step_taken(members, task)
             finally:
-                with torch._C.DisableTorchFunctionSubclass():  # some are watched by now, and this is no use of them
-                    for parameter, gradient in zip(tensors, gradients, strict=True):
-                        if parameter.grad is gradient:
-                            parameter.grad = gradient.clone()  # nobody has stepped it: the compiler wants its memory
+                if not is_over:
+                    _keep(tensors, gradients)
             return True
 
-    def _step_taken(self, members: AttachedParameters, task: int | None) -> None:
+    def _step_taken(self, members: AttachedParameters, task: int | None) -> bool:
+        """Returns whether it is known that nobody keeps the gradients of ``members``."""
         running, sink = self._running, self._sink
         if not self._one_per_bucket or running.task != task:
             self._step_taken_among_all(members, task)
-            return
+            return False
         running.offered.update(members.indices)
         number = self._layout.bucket_of[members[0].spec.index]
         is_bucket = self._layout.members[number].indices == members.indices
         update = running.prepared[number] if is_bucket and running.prepared else None
         if update is not None and sink.step_prepared(members, update):
-            return
+            return sink.is_applied(members[0])
         if not sink.arrive(members):
             self._in_order &= self._leaves_all
         elif self._backwards.accepts_update(task):
@@ -332,6 +332,7 @@ class LocalSource(Source):
             update = running.prepared[number] if first and running.prepared else None
             if update is None or not sink.step_prepared(members, update, arrived=True):
                 sink.apply_and_free(members)
+        return False
 
     def _step_taken_among_all(self, members: AttachedParameters, task: int | None) -> None:
         """With a hook on every parameter."""
@@ -692,6 +693,14 @@ class CompiledCode:
         self.why_not = "it is detached"
         if self.handed_over is not None:
             self.handed_over.stop()
+
+
+def _keep(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """The compiler wants the memory of those ``gradients`` that are still in ``.grad``, which nobody has stepped."""
+    with torch._C.DisableTorchFunctionSubclass():  # some are watched by now, and this is no use of them
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if parameter.grad is gradient:
+                parameter.grad = gradient.clone()
 
 
 class WritingBackwards:
