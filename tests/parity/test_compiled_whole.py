@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor import utils as inductor_utils
 from torch.utils.checkpoint import checkpoint
 
 import instep
@@ -19,8 +20,10 @@ from instep._optim.stepper import PreparedUpdate
 from instep._torch.handing_over import HandedOver
 from instep._torch.placeholders import SpentGradient
 from instep.errors import AccumulationError, InstepError, TornStepError
+from tests.devices import on_cpu_only
 
 pytestmark = [
+    on_cpu_only,  # inductor knows no emulated device
     pytest.mark.usefixtures("_fresh_compiler"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),  # in torch's own compiler
     pytest.mark.filterwarnings("ignore:Guards may run slower"),  # on Python 3.13.0
@@ -695,3 +698,43 @@ def peak_of(step: Callable[[], object]) -> int:
     assert profile.profiler.kineto_results is not None
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     return max(accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+
+
+class Shows(nn.Module):
+    """Returns what it has computed inside, too, or does not."""
+
+    def __init__(self, shows: bool) -> None:
+        super().__init__()
+        self.shows = shows
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 512)) for _ in range(2))
+        self.back = nn.ModuleList(nn.Linear(512, 256) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        inside = []
+        for layer, back in zip(self.layers, self.back, strict=True):
+            h = layer(x)
+            x = x + back(nn.functional.gelu(h))
+            inside.append(h.detach())
+        return x, inside if self.shows else []
+
+
+@pytest.mark.skipif(not hasattr(inductor_utils, "fresh_cache"), reason="an earlier torch")
+@pytest.mark.nightly  # it compiles four graphs, from nothing
+def test_what_a_loop_keeps_is_not_overwritten_by_code_of_a_loop_that_keeps_nothing() -> None:
+    """torch keeps compiled code on the disk, and not by what the code may overwrite."""
+    with inductor_utils.fresh_cache():
+        for shows in (False, True):
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            model = Shows(shows)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+            compiled: Any = torch.compile(model)
+            with instep.attach(compiled, optimizer, schedule="backward", bucket_bytes=WIDTH * WIDTH):
+                for _ in range(2):
+                    y, inside = compiled(torch.randn(16, 256))
+                    before = [h.clone() for h in inside]
+                    y.square().mean().backward()
+                    assert all(map(torch.equal, inside, before))
+                    optimizer.step()
+                    optimizer.zero_grad()
+    assert len(inside) == 2

@@ -105,8 +105,11 @@ class HandOver(custom_graph_pass.CustomGraphPass):
         context, wanted = TracingContext.try_get(), self.wanted()
         size = None if wanted is None else wanted.bucket_bytes
         metadata = None if context is None or size is None else context.fw_metadata
-        static = () if metadata is None else tuple(metadata.static_input_indices or ())
-        return repr(("instep", _SOURCE, size, SMALL, static))
+        # And by what torch's own code may overwrite, which is in no key of torch's: a program that keeps a hidden
+        # state, or goes backward twice, would be given code that was made for one that does not.
+        names = ("static_input_indices", "bw_donated_idxs")
+        seen = [tuple(getattr(metadata, name, None) or ()) for name in names]
+        return repr(("instep", _SOURCE, size, SMALL, *seen))
 
     def wanted(self) -> Wanted | None:
         """What is to be done to the graph that is being compiled."""
