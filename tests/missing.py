@@ -49,7 +49,7 @@ def from_torch(nodeid: str) -> str | None:
         return "this torch's collectives record streams, and its optimizers make state on the default device"
     if _COUNTS_ON_DEFAULT_DEVICE and _names(nodeid, ("test_two_devices",)):
         return "this torch's optimizers count steps on the default device, and take no parameters of another"
-    if not _LOADS_PARTIAL_STATE and _names(nodeid, ("mends_an_update_that_failed",)):
+    if not _LOADS_PARTIAL_STATE and _names(nodeid, ("mends_an_update_that_failed", "pytorch_optimizer.Lion-DCP")):
         return "this torch's set_state_dict raises KeyError where some parameters have state, and others have none"
     if _TRITON_WITHOUT_GPU and _names(nodeid, ("StableAdamW",)):
         return "optimi's StableAdamW asks the triton that came with this torch for a GPU"

@@ -94,8 +94,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*filter(_is_special, globals()), *_ROOMS})
-
-
-def _is_special(name: str) -> bool:
-    return name.startswith("__")
+    return sorted({*_ROOMS, *(name for name in globals() if name.startswith("__"))})

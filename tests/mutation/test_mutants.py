@@ -2955,6 +2955,7 @@ MUTANTS = [
         "",
     ),
     Mutant("judge: parameters that are back are compared for ever", "_Met.has_compared", "self.returns -= 1", "pass"),
+    Mutant("judge: all are awaited after the last return", "_Met.has_compared", "self.returns > 0 and ", ""),
     Mutant("judge: parts without a gradient beside others", "PartsOfUpdate._take_all", "self._rest_beside_others()"),
     Mutant(
         "judge: what the whole update makes of those without a gradient",

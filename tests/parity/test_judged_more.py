@@ -242,6 +242,22 @@ def test_a_parameter_that_has_missed_an_update_is_awaited_where_nobody_sees_the_
         assert "left to optimizer.step()" in overlap.plan.judged[0]
 
 
+def test_nobody_waits_once_two_updates_were_compared_where_nobody_sees_the_forward() -> None:
+    model = layers()
+    optimizer = Counts(model)
+    freed = []
+    with own_steps_are_judged(), instep.attach(model, optimizer, schedule="backward", bucket_bytes=64):
+        for i in range(9):
+            # The third layer is away from the fourth step on, and the last one too, but comes back twice.
+            used = [*model][:2] if i in (3, 5) else [*model[:2], model[3]] if i in (4, 6, 7, 8) else [*model]
+            seed(i)
+            nn.Sequential(*used)(torch.randn(3, 4)).square().sum().backward()
+            freed.append("Spent" in repr(model[0].weight.grad))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert freed[-2:] == [True, True]
+
+
 @each_way
 def test_an_update_of_several_that_writes_those_without_a_gradient(way: str) -> None:
     class Decays(Plain):

@@ -284,9 +284,8 @@ class Kernel:
         self, optimizer: Optimizer, owned: Sequence[torch.Tensor], groups: GroupLayout, state: StateLayout
     ) -> Placed | None:
         """``None``: ``step()`` must be asked, or an entry lacks what it reads, as before the first step."""
-        if self._of_masters and not all(
-            p.dtype in HALF for p in owned
-        ):  # one of a model that was half once has a master
+        # A weight that has been made fp32 since still has a master in its entry.
+        if self._of_masters and not all(p.dtype in HALF for p in owned):
             return None
         entries = state.entries_of(owned)
         parts, read = list[Part](), list[int]()

@@ -7,7 +7,7 @@ finds out once, and keeps where nobody looks (a cached method, a variable of a m
 parameters. Right before each of the other two, parts are stepped alone, by the same object that steps buckets later;
 what each part has become is kept as a digest, and the part is put back (``parts.py``). In the second update each
 parameter is a part, in the order of the groups, and in the third each bucket. When ``step()`` has returned, the digests
-are compared with what it has made of the same parameters. Memory: one part, beside the gradients, which are all there,
+are compared with what it has made of the same parameters. Memory: two parts, beside the gradients, which are all there,
 as in the plain loop.
 
 Equal: from the fourth step on buckets are stepped in backward. Not equal: every step is left to ``optimizer.step()``,
@@ -126,7 +126,7 @@ class _Met:
         if not self.lagging.isdisjoint(indices):
             self.lagging -= indices
             self.returns -= 1
-            self.waits = bool(self.lagging)
+            self.waits = self.returns > 0 and bool(self.lagging)
 
     def is_new(self, bucket: AttachedParameters) -> bool:
         """Whether a parameter in it was never compared."""

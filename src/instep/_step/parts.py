@@ -8,7 +8,7 @@ A part finds what a bucket will find in backward: no other parameter has a gradi
   stepped before this part, and in the whole update after it. If it comes out otherwise, and otherwise still when they
   are as they were, something moves that nobody can put back.
 
-Memory: one part, and what the optimizer refers to beside its groups.
+Memory: two parts, and what the optimizer refers to beside its groups.
 """
 
 import threading
