@@ -3532,7 +3532,7 @@ MUTANTS = [
     Mutant(
         "compiled: a parameter that is reached twice",
         "HandedOver.take_from",
-        "run.reached[ends[edge]] == 1 and ",
+        " if run.reached[leaf] == 1 else None",
         "",
     ),
     Mutant("compiled: a part of the graph that is made in backward", "Run.reached", "return Counter()", "continue"),
@@ -3550,12 +3550,26 @@ MUTANTS = [
     ),
     Mutant(
         "compiled: a view that the forward has saved",
-        "BackwardGraph._aliases_of",
+        "BackwardGraph._is_view",
         "in self._memories",
         "in ()",
     ),
+    Mutant("compiled: code is kept by what was decided", "HandOver.uuid", "_SOURCE, size, SMALL", "_SOURCE, SMALL"),
+    Mutant("compiled: code is kept by what it may overwrite", "HandOver.uuid", ", *seen))", "))"),
     Mutant(
-        "compiled: code is kept by what was decided", "HandOver.uuid", "_SOURCE, size, SMALL, static", "_SOURCE, SMALL"
+        "compiled: a weight of which a view may be saved",
+        "HandOver.wanted",
+        "config.cpp_wrapper or not _saves_weights():",
+        "config.cpp_wrapper:",
+    ),
+    Mutant("compiled: who is told", "LocalSource.connect", "listen(self.compiled)"),
+    Mutant("compiled: a gradient that is kept is told of", "HandedOver.take_from", "self._keep([leaf], ", "print("),
+    Mutant("compiled: what is told of a backward before", "HandedOver._run_begins", "self.kept.clear()"),
+    Mutant(
+        "compiled: a torch that does not tell",
+        "_whole_because",
+        "None if TELLS_OF_BACKWARD else ",
+        "",
     ),
     Mutant(
         "compiled: an offer that another run has left",

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep._optim.stepper import PreparedUpdate
-from instep._torch.handing_over import HandedOver
+from instep._torch.handing_over import TELLS_OF_BACKWARD, HandedOver
 from instep._torch.placeholders import SpentGradient
 from instep.errors import AccumulationError, InstepError, TornStepError
 from tests.devices import on_cpu_only
@@ -27,8 +27,13 @@ pytestmark = [
     pytest.mark.usefixtures("_fresh_compiler"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),  # in torch's own compiler
     pytest.mark.filterwarnings("ignore:Guards may run slower"),  # on Python 3.13.0
+    pytest.mark.filterwarnings("ignore:Skipping serialization"),  # torch 2.6, of its own settings
+    pytest.mark.filterwarnings(
+        "ignore:Trying to prepend a node to itself"
+    ),  # torch 2.6, of a backward that is compiled
 ]
 WIDTH, DEPTH, STEPS = 64, 4, 4
+TAKEN = DEPTH if TELLS_OF_BACKWARD else 0
 
 
 @pytest.fixture
@@ -306,49 +311,54 @@ class Program:
 
     Attributes:
         taken: in each step, the number of gradients.
+        said: by ``advice``, of gradients that the last backward has kept until its end; empty: nothing.
     """
 
     model: type[nn.Module]
     step: Step
     taken: tuple[int, ...]
+    said: str = ""
     optimizer: MakeOptimizer = adamw
     how: str = COMPILED_FIRST
     bucket_bytes: int | None = 1
 
 
 ALL, NONE = (DEPTH,) * STEPS, (0,) * STEPS
+OF_ONE = "(1, such as _orig_mod.layers.{}.weight's)"
+ELSEWHERE, OTHER_RUN = "something else in the graph leads there", "it is run by autograd.grad, with inputs="
+HOOK = "there is a hook on it"
 PROGRAMS = {
     "usual": Program(Net, usual, ALL),
     "attached-first": Program(Net, usual, ALL, how=ATTACHED_FIRST),
     "in-place": Program(Net, usual, ALL, how=IN_PLACE),
-    "momentum": Program(Net, usual, ALL, sgd),
-    "foreach": Program(Net, usual, ALL, partial(adamw, kernel="foreach")),
-    "groups": Program(Net, usual, ALL, two_groups),
-    "few-buckets": Program(Net, usual, NONE, bucket_bytes=1 << 20),
+    "momentum": Program(Net, usual, ALL, optimizer=sgd),
+    "foreach": Program(Net, usual, ALL, optimizer=partial(adamw, kernel="foreach")),
+    "groups": Program(Net, usual, ALL, optimizer=two_groups),
+    "few-buckets": Program(Net, usual, NONE, "fewer than 4 buckets of 1048576", bucket_bytes=1 << 20),
     "twice": Program(Twice, usual, ALL),
     "unused": Program(Unused, usual, (DEPTH - 1,) * STEPS),
     "recomputed": Program(Recomputed, usual, ALL),
     "broken": Program(Broken, usual, ALL),
-    "read-again": Program(ReadAgain, usual, NONE),
+    "read-again": Program(ReadAgain, usual, NONE, "it may read each weight until then"),
     "dropout": Program(Dropped, usual, ALL),
-    "head-outside": Program(Net, head_outside, (DEPTH - 1,) * STEPS),
-    "decay": Program(Net, decayed_in_the_loss, NONE),
-    "two-losses": Program(Net, two_losses, NONE),
-    "some-steps": Program(Net, two_losses_in_some_steps, (DEPTH, DEPTH - 1, DEPTH, DEPTH - 1)),
+    "head-outside": Program(Net, head_outside, (DEPTH - 1,) * STEPS, ELSEWHERE),
+    "decay": Program(Net, decayed_in_the_loss, NONE, ELSEWHERE),
+    "two-losses": Program(Net, two_losses, NONE, ELSEWHERE),
+    "some-steps": Program(Net, two_losses_in_some_steps, (DEPTH, DEPTH - 1, DEPTH, DEPTH - 1), OF_ONE.format(2)),
     "rows": Program(Net, rows_that_change, ALL),
     "looks": Program(Net, looks_without_gradients, ALL),
-    "gradient-there": Program(Net, gradient_there, (DEPTH - 1, DEPTH, 0, 0)),
+    "gradient-there": Program(Net, gradient_there, (DEPTH - 1, DEPTH, 0, 0), "gradients are added up"),
     "frozen": Program(Net, frozen_in_some_steps, (DEPTH, DEPTH - 1, DEPTH, DEPTH)),
-    "tensor-hook": Program(Net, tensor_hook, (DEPTH, DEPTH - 1, DEPTH - 1, DEPTH - 1)),
-    "leaf-hook": Program(Net, hook_of_the_leaf, (DEPTH, DEPTH - 1, DEPTH - 1, DEPTH - 1)),
-    "code-hook": Program(Net, hook_of_the_code, (DEPTH, 0, DEPTH, 0)),
-    "by-hand": Program(Net, gradients_by_hand, (DEPTH, 0, DEPTH, 0)),
-    "inputs": Program(Net, some_inputs, NONE),
-    "anomaly": Program(Net, anomaly_looked_for, (DEPTH, 0, DEPTH, 0)),
-    "checkpoint-outside": Program(Net, checkpointed_outside, NONE),
-    "accumulated": Program(Net, accumulated, NONE),
+    "tensor-hook": Program(Net, tensor_hook, (DEPTH, DEPTH - 1, DEPTH - 1, DEPTH - 1), OF_ONE.format(1)),
+    "leaf-hook": Program(Net, hook_of_the_leaf, (DEPTH, DEPTH - 1, DEPTH - 1, DEPTH - 1), HOOK),
+    "code-hook": Program(Net, hook_of_the_code, (DEPTH, 0, DEPTH, 0), "the node of the compiled code has a hook"),
+    "by-hand": Program(Net, gradients_by_hand, (DEPTH, 0, DEPTH, 0), OTHER_RUN),
+    "inputs": Program(Net, some_inputs, NONE, OTHER_RUN),
+    "anomaly": Program(Net, anomaly_looked_for, (DEPTH, 0, DEPTH, 0), OTHER_RUN),
+    "checkpoint-outside": Program(Net, checkpointed_outside, NONE, ELSEWHERE),
+    "accumulated": Program(Net, accumulated, NONE, "a gradient in its .grad"),
     "kept": Program(Net, kept, (0, DEPTH, 0, DEPTH)),
-    "micro-batches": Program(Net, accumulated_by_views, NONE),
+    "micro-batches": Program(Net, accumulated_by_views, NONE, "the node of the compiled code has a hook"),
     "lost-graphs": Program(Net, lost_graphs, ALL),
     "autocast": Program(Net, on_autocast, ALL),
 }
@@ -382,8 +392,9 @@ def state_of(lane: Lane) -> list[torch.Tensor]:
     return found
 
 
-def run(program: Program, *, attach: bool) -> tuple[list[list[torch.Tensor]], tuple[int, ...]]:
-    lane, after, taken = lane_of(program, attach=attach), list[list[torch.Tensor]](), list[int]()
+def run(program: Program, *, attach: bool) -> tuple[list[list[torch.Tensor]], tuple[int, ...], str]:
+    """What is in the model after each step, how many gradients each has handed over, and what is said of the others."""
+    lane, after, taken, said = lane_of(program, attach=attach), list[list[torch.Tensor]](), list[int](), ""
     try:
         for i in range(STEPS):
             torch.manual_seed(1000 + i)
@@ -392,21 +403,32 @@ def run(program: Program, *, attach: bool) -> tuple[list[list[torch.Tensor]], tu
             lane.optimizer.step()
             lane.optimizer.zero_grad()
             after.append(state_of(lane))
+        said = "" if lane.overlap is None else said_by(lane.overlap)
     finally:
         if lane.overlap is not None:
             lane.overlap.detach()
-    return after, tuple(taken)
+    return after, tuple(taken), said
+
+
+def said_by(overlap: instep.Attachment) -> str:
+    """Of gradients that are kept until backward ends."""
+    return "\n".join(line for line in overlap.advice.splitlines() if "until its backward ends" in line)
 
 
 @pytest.mark.parametrize("name", list(PROGRAMS))
 def test_a_program(name: str) -> None:
     program = PROGRAMS[name]
-    expected, _ = run(program, attach=False)
-    found, taken = run(program, attach=True)
+    expected, *_ = run(program, attach=False)
+    found, taken, said = run(program, attach=True)
     for i, (one, other) in enumerate(zip(expected, found, strict=True)):
         assert len(one) == len(other)
         assert all(map(torch.equal, one, other)), f"step {i}"
-    assert taken == program.taken
+    assert taken == (program.taken if TELLS_OF_BACKWARD else NONE)
+    if TELLS_OF_BACKWARD:
+        assert program.said in said
+        assert bool(program.said) == bool(said)
+    elif program.how != ATTACHED_FIRST:  # which nobody knows to be compiled
+        assert "this torch does not tell when it compiles a backward" in said
 
 
 # Where the plain loop is not to be had: an error, and never other weights in silence.
@@ -418,7 +440,7 @@ def test_a_second_backward_of_a_step_is_an_error() -> None:
     with lane.overlap:
         first, second = (lane.model(x_of(i)).square().mean() for i in range(2))
         first.backward()
-        assert lane.taken == DEPTH
+        assert lane.taken == TAKEN
         with pytest.raises(AccumulationError, match="second backward"):
             second.backward()
         with pytest.raises(TornStepError):
@@ -548,7 +570,7 @@ def test_two_attachments_in_one_graph() -> None:
         for i in range(STEPS):
             other.model(one.model(x_of(i))).square().mean().backward()
             for lane in (one, other):
-                assert lane.overlap is None or lane.taken == DEPTH
+                assert lane.overlap is None or lane.taken == TAKEN
                 lane.optimizer.step()
                 lane.optimizer.zero_grad()
         assert attach == (one.overlap is not None)
@@ -570,7 +592,7 @@ def test_a_thread_of_another_model_disturbs_nothing() -> None:
             lambda _: aside(lambda: torch.ones(2, requires_grad=True).sum().backward())
         )
         y.square().mean().backward()
-        assert lane.taken == DEPTH
+        assert lane.taken == TAKEN
         lane.optimizer.step()
         lane.optimizer.zero_grad()
         assert all(map(torch.equal, state_of(lane), expected[i]))
@@ -589,7 +611,7 @@ def aside(do: Callable[[], object]) -> None:
 def test_code_of_an_attached_model_is_right_without_an_attachment() -> None:
     """After ``detach()``, for another model of the same class, and for one that is attached later."""
     program = PROGRAMS["usual"]
-    expected, _ = run(program, attach=False)
+    expected, *_ = run(program, attach=False)
     lane = lane_of(program, attach=True)
     other = lane_of(program, attach=False)
     other.bare.load_state_dict(lane.bare.state_dict())
@@ -607,7 +629,7 @@ def test_code_of_an_attached_model_is_right_without_an_attachment() -> None:
             each.optimizer.zero_grad()
             assert all(map(torch.equal, state_of(each), expected[i])), f"step {i}"
     usual(lane, 0)  # by now it is known that this code would hand over
-    assert lane.taken == DEPTH
+    assert lane.taken == TAKEN
     lane.overlap.detach()
 
 
@@ -633,6 +655,76 @@ def test_a_model_that_was_compiled_before_says_so() -> None:
             lane.optimizer.zero_grad()
         assert lane.taken == DEPTH
         assert "compiled" not in overlap.advice
+
+
+def test_another_backend_says_so() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    optimizer = adamw(model)
+    with instep.attach(compiled, optimizer, schedule="backward", bucket_bytes=1) as overlap:
+        usual(lane := Lane(compiled, model, optimizer, overlap), 0)
+        assert lane.taken == 0
+        optimizer.step()
+        optimizer.zero_grad()
+        assert ("by another backend than inductor" if TELLS_OF_BACKWARD else "this torch") in said_by(overlap)
+
+
+def test_compiled_autograd_is_an_error_as_ever() -> None:
+    """torch compiles the backward once more, and reads weights late. What is not freed is not kept in silence."""
+    lane = lane_of(PROGRAMS["usual"], attach=True)
+    assert lane.overlap is not None
+    with lane.overlap, torch._dynamo.config.patch(compiled_autograd=True):
+        loss = lane.model(x_of(0)).square().mean()
+        with pytest.raises(InstepError, match="Nothing was updated"):
+            torch.compile(lambda: loss.backward(), backend="eager")()
+        assert lane.taken == 0
+
+
+def test_weights_of_which_views_are_saved_stay() -> None:
+    """So torch is told, or an earlier one does unasked: which weight a view is of is in no key of torch's."""
+    name = "treat_parameters_as_free_to_save"
+    settings: Any = torch._functorch.config
+    with settings.patch({name: False}) if hasattr(settings, name) else nullcontext():
+        expected, *_ = run(PROGRAMS["usual"], attach=False)
+        found, taken, said = run(PROGRAMS["usual"], attach=True)
+    assert all(map(torch.equal, expected[-1], found[-1]))
+    assert taken == NONE
+    assert ("with settings that rule it out" if TELLS_OF_BACKWARD else "this torch does not tell") in said
+
+
+def test_one_code_for_attachments_of_more_and_of_less() -> None:
+    """What was compiled where a part of the weights is attached hands over as well where all are."""
+    expected, *_ = run(PROGRAMS["usual"], attach=False)
+    torch._dynamo.reset()
+    for first in (True, False):
+        torch.manual_seed(0)
+        bare = Net()
+        compiled: Any = torch.compile(bare)
+        optimizer = adamw(bare.layers[2] if first else bare)
+        with instep.attach(compiled, optimizer, schedule="backward", bucket_bytes=1) as overlap:
+            lane = Lane(compiled, bare, optimizer, overlap)
+            for i in range(STEPS):
+                usual(lane, i)
+                if i:  # by now it is known that this code would hand over
+                    assert lane.taken == (min(1, TAKEN) if first else TAKEN)
+                optimizer.step()
+                bare.zero_grad()
+    assert all(map(torch.equal, state_of(lane), expected[-1]))
+
+
+def test_each_of_two_attachments_is_told_of_what_is_compiled() -> None:
+    torch.manual_seed(0)
+    models = [Net(), Twice()]
+    compiled: list[Any] = [torch.compile(model) for model in models]
+    optimizers = [adamw(model) for model in models]
+    attach = partial(instep.attach, schedule="backward", bucket_bytes=1)
+    for lane in reversed(list(map(Lane, compiled, models, optimizers, map(attach, compiled, optimizers)))):
+        usual(lane, 0)
+        assert lane.taken == TAKEN
+        lane.optimizer.step()
+        assert lane.overlap is not None
+        lane.overlap.detach()
 
 
 def test_options_that_keep_gradients_say_so() -> None:

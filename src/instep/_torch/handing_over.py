@@ -18,10 +18,19 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch._dynamo import callback
 from torch._dynamo.callback import callback_handler
 
 from instep._torch.engine import BeforeRuns, Run, graph_task, graph_task_number, untraced
 from instep._torch.lifetime import weakly
+
+SMALL = 16 * 1024
+"""Bytes: a gradient that has fewer stays where it is. Together they are one in a hundred of all bytes, and they have
+most of the readers that no extern kernel computes: norms, biases."""
+WORTH = 4
+"""Buckets, of which there are twenty: a graph whose gradients have fewer is left as it is."""
+TELLS_OF_BACKWARD = hasattr(callback, "CallbackTrigger")
+"""Whether torch tells before it compiles a backward, which it does in the first one: not in 2.6."""
 
 
 class Receiver(Protocol):
@@ -49,6 +58,8 @@ class HandedOver:
     Attributes:
         taken: indices of the parameters whose gradients were taken in the backward ``task``.
         has_taken_from: code that has handed over something, by class of its node.
+        kept: by the ``id`` of each parameter whose gradient was not taken in the last backward: why.
+        is_met: whether there is code that would hand something over.
     """
 
     has_code = False
@@ -58,8 +69,9 @@ class HandedOver:
         self.taken: set[int] = set()
         self.task: int | None = None
         self.has_taken_from: weakref.WeakSet[type] = weakref.WeakSet()
+        self.kept: dict[int, str] = {}
+        self.is_met = False
         self._receiver = weakref.ref(receiver)
-        self._is_met = False  # whether there is code that would hand something over
         # By thread. Weakly: a run knows nodes, and the hooks of a node are called for as long as somebody keeps that.
         self._runs: dict[int, weakref.ref[Run]] = {}
         self._before = BeforeRuns(weakly(self._run_begins))
@@ -82,12 +94,12 @@ class HandedOver:
     def meet(self, parameters: set[int]) -> None:
         """Code was called that would hand over gradients of ``parameters``, given by ``id``."""
         receiver = self._receiver()
-        if receiver is not None and not self._is_met and not parameters.isdisjoint(map(id, receiver.living())):
+        if receiver is not None and not self.is_met and not parameters.isdisjoint(map(id, receiver.living())):
             self._meet()
 
     def _meet(self) -> None:
-        if not self._is_met:
-            self._is_met = True
+        if not self.is_met:
+            self.is_met = True
             self._before.start()
             weakref.finalize(self, self._before.stop).atexit = False  # a model may be dropped without a word
 
@@ -97,6 +109,8 @@ class HandedOver:
         a part of, nor in that one any more."""
         if run.is_traced:
             return
+        if graph_task() is None:
+            self.kept.clear()
         is_whole = run.accumulates and not run.inputs and not run.creates_graph
         if graph_task() is None and is_whole and not torch.is_anomaly_enabled():  # which looks at what a node returns
             self._runs[threading.get_ident()] = weakref.ref(run)
@@ -104,23 +118,32 @@ class HandedOver:
             self._runs.pop(threading.get_ident(), None)
 
     def take_from(
-        self, code: type, ends: Sequence[Any], edges: Sequence[int], gradients: Sequence[torch.Tensor]
+        self, code: type, returned: "_Returned", edges: Sequence[int], gradients: Sequence[torch.Tensor]
     ) -> set[int]:
-        """The running node, of this class, hands over the ``gradients`` of these edges of all, which lead to ``ends``.
-        Returns the edges of those that were taken."""
-        ref = self._runs.get(threading.get_ident())
+        """The running node, of this class, hands over the ``gradients`` of these edges of all. Returns the edges of
+        those that were taken."""
+        ref, leaves = self._runs.get(threading.get_ident()), [returned.ends[edge] for edge in edges]
         run = None if ref is None else ref()
-        if run is None:
+        if run is None or returned.is_heard:  # the hooks of others are to find what the node gives without instep
+            self._keep(leaves, _HEARD if returned.is_heard else _OTHER_RUN)
             return set()
-        found = {
-            place: index
-            for place, edge in enumerate(edges)
-            if run.reached[ends[edge]] == 1 and (index := self._receives(ends[edge])) is not None
-        }
-        if not found or not self._take(tuple(found.values()), [gradients[place] for place in found]):
+        found: dict[int, int] = {}
+        for place, leaf in enumerate(leaves):
+            index = self._receives(leaf) if run.reached[leaf] == 1 else None
+            if index is None:
+                self._keep([leaf], _LISTENED_TO if run.reached[leaf] == 1 else _REACHED_AGAIN)
+            else:
+                found[place] = index
+        if not found:
+            return set()
+        if not self._take(tuple(found.values()), [gradients[place] for place in found]):
+            self._keep([leaves[place] for place in found], _ADDED_UP)
             return set()
         self.has_taken_from.add(code)
         return {edges[place] for place in found}
+
+    def _keep(self, leaves: Iterable[Any], why: str) -> None:
+        self.kept.update(dict.fromkeys((id(getattr(leaf, "variable", None)) for leaf in leaves), why))
 
     def _receives(self, leaf: Any) -> int | None:
         """The index of the parameter whose gradient ``leaf`` waits for, if it may be taken."""
@@ -143,6 +166,11 @@ class HandedOver:
 
 _receiving: "weakref.WeakSet[HandedOver]" = weakref.WeakSet()
 _RETURNED = "_instep_returned"
+_HEARD = "the node of the compiled code has a hook"
+_OTHER_RUN = "it is run by autograd.grad, with inputs= or create_graph, in another, or while anomalies are looked for"
+_REACHED_AGAIN = "something else in the graph leads there as well, or may"
+_LISTENED_TO = "there is a hook on it, or a gradient in its .grad"
+_ADDED_UP = "gradients are added up, or kept as the loop asks for"
 
 
 def _has_others(register: Callable[[Callable[..., None]], Any]) -> bool:
@@ -170,9 +198,7 @@ def hand_over(gradients: Sequence[torch.Tensor], edges: Sequence[int], edge_coun
     task, returned = graph_task_number(), vars(node).get(_RETURNED)
     if returned is None or returned.task != task:
         returned = vars(node)[_RETURNED] = _Returned(node, task, edge_count)
-    taken = set[int]()
-    if not returned.is_heard:  # the hooks of others are to find what the node gives without instep
-        taken = taken.union(*(each.take_from(type(node), returned.ends, edges, gradients) for each in list(_receiving)))
+    taken = set[int]().union(*(each.take_from(type(node), returned, edges, gradients) for each in list(_receiving)))
     for edge, gradient in zip(edges, gradients, strict=True):
         returned.gradients[returned.places[edge]] = None if edge in taken else gradient.clone()
     if not taken and _receiving:

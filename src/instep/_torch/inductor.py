@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch._functorch import config as saving
 from torch._guards import TracingContext
 from torch._inductor import config, custom_graph_pass
 
+from instep._torch.handing_over import SMALL, WORTH
+
 NAME = "hand_over"
-SMALL = 16 * 1024
-"""Bytes: a gradient that has fewer stays where it is. Together they are one in a hundred of all bytes, and they have
-most of the readers that no extern kernel computes: norms, biases."""
 
 _library = torch.library.Library("instep", "DEF")
 _TAGS = ("needs_fixed_stride_order", "cudagraph_unsafe")
@@ -78,7 +78,8 @@ class Wanted(NamedTuple):
 
     Attributes:
         bucket_bytes: gradients are handed over in groups of so many bytes.
-        memories: of the attached parameters among the inputs, as inductor's stand-ins have them.
+        memories: of the parameters among the inputs, attached or not, as inductor's stand-ins have them. Code may be
+            run for another model, of which more is attached.
     """
 
     bucket_bytes: int
@@ -109,14 +110,14 @@ class HandOver(custom_graph_pass.CustomGraphPass):
         # state, or goes backward twice, would be given code that was made for one that does not.
         names = ("static_input_indices", "bw_donated_idxs")
         seen = [tuple(getattr(metadata, name, None) or ()) for name in names]
-        return repr(("instep", _SOURCE, size, SMALL, *seen))
+        return repr(("instep", _SOURCE, size, SMALL, WORTH, *seen))
 
     def wanted(self) -> Wanted | None:
         """What is to be done to the graph that is being compiled."""
         context = TracingContext.try_get()
         if context is None or context.fake_mode is None:
             return None
-        if config.cpp_wrapper:  # which is to call nothing in Python
+        if config.cpp_wrapper or not _saves_weights():  # the first is to call nothing in Python
             return None
         if context not in self._known:
             try:
@@ -139,24 +140,28 @@ class HandOver(custom_graph_pass.CustomGraphPass):
 _SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
+def _saves_weights() -> bool:
+    """Whether a forward saves the weights that its backward reads, and not views of them in their place. torch keeps
+    code by what a backward does, and not by what it is given: a view of a weight is to it as any other tensor."""
+    free_to_save = getattr(saving, "treat_parameters_as_free_to_save", False)
+    return bool(free_to_save) and getattr(config, "custom_partitioner_fn", None) is None
+
+
 class _Inputs:
     """The tensors that the code takes which is being compiled. torch has a stand-in for each, without values."""
 
     def __init__(self, fake_mode: Any) -> None:
         converter = fake_mode.fake_tensor_converter.meta_converter
         self._numbers, self._stand_ins = converter.describer.lookup_tensor, converter.tensor_memo
-        self._found: list[int] = []
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is one of them. Its memory is one of ``memories`` then."""
-        number = self._numbers.get(tensor)
-        stand_in = None if number is None else self._stand_ins.get(number)
-        if stand_in is not None:
-            self._found.append(_memory(stand_in))
-        return number is not None
+        """Whether ``tensor`` is one of them."""
+        return self._numbers.get(tensor) is not None
 
     def memories(self) -> frozenset[int]:
-        return frozenset(self._found)
+        """Of those that are leaves of autograd's."""
+        leaves = (each for each in self._stand_ins.values() if each.requires_grad and each.is_leaf)
+        return frozenset(map(_memory, leaves))
 
 
 def open_for(hand_over: HandOver) -> Callable[[], None]:
@@ -230,7 +235,7 @@ class BackwardGraph:
         """Put calls into the graph, each with gradients of ``bucket_bytes`` in the order in which they are computed. A
         graph that has few of them is left as it is: all are freed soon enough at its end."""
         found = sorted(self._gradients(), key=lambda gradient: gradient.position)
-        if sum(map(_nbytes, (gradient.node for gradient in found))) < _WORTH * bucket_bytes:
+        if sum(map(_nbytes, (gradient.node for gradient in found))) < WORTH * bucket_bytes:
             return
         group: list[Gradient] = []
         for gradient in found:
@@ -264,6 +269,8 @@ class BackwardGraph:
             if output not in self._static or not isinstance(node, fx.Node) or not self._is_its_own(node):
                 continue
             weight = self._aliases_of(output, node)
+            if weight is None:
+                continue
             position = max([self._order[node], *(self._last_read(alias) for alias in weight)])
             if position < self._order[self._end]:
                 yield Gradient(position, node, output, edge, [alias for alias in weight if alias.op == "placeholder"])
@@ -279,22 +286,22 @@ class BackwardGraph:
             node = shared[0]
         return False
 
-    def _aliases_of(self, number: int, gradient: fx.Node) -> list[fx.Node]:
-        """Everything in the graph that has the memory of the forward's input ``number``."""
+    def _aliases_of(self, number: int, gradient: fx.Node) -> list[fx.Node] | None:
+        """Everything in the graph that has the memory of the forward's input ``number``; ``None``: it is not known."""
         own = next((node for node in self._inputs if node.name == f"primals_{number + 1}"), None)
-        if own is not None:
-            memory = {_memory(own.meta["val"])}
-        else:
-            # The forward may have saved a view of it in its place. Which weight that is of is not known any more.
-            known = {_memory(node.meta["val"]) for node in self._inputs if node.name.startswith("primals_")}
-            memory = {
-                found
-                for node in self._inputs
-                if (found := _memory(node.meta["val"])) in self._memories
-                and found not in known
-                and _nbytes(node) == _nbytes(gradient)
-            }
-        return [node for node in self._nodes if _memory(node.meta.get("val")) in memory]
+        if own is None:  # backward does not read it, unless the forward has saved a view, of one weight or another
+            return None if any(self._is_view(node, _nbytes(gradient)) for node in self._inputs) else []
+        memory = _memory(own.meta["val"])
+        return [node for node in self._nodes if _memory(node.meta.get("val")) == memory]
+
+    def _is_view(self, saved: fx.Node, nbytes: int) -> bool:
+        """Whether ``saved`` is a view, or a part, of a parameter that has so many bytes."""
+        value = saved.meta["val"]
+        return (
+            not saved.name.startswith("primals_")
+            and _memory(value) in self._memories
+            and value.untyped_storage().nbytes() >= nbytes
+        )
 
     def _last_read(self, alias: fx.Node) -> int:
         """The number of the last node whose kernel can read what ``alias`` has."""
@@ -321,7 +328,6 @@ class BackwardGraph:
 _OF_METADATA = ("input_info", "static_input_indices", "subclass_inp_meta", "tokens")
 _STRIDED = "user_visible_output_idxs"  # of an output node's meta: those outputs that keep their strides
 _ENOUGH = 1.25  # buckets: compiled code is fast, and each call of Python costs it as much as another one
-_WORTH = 4  # buckets, of which there are twenty
 _EXTERN = frozenset(
     (
         "addmm",

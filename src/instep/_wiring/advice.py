@@ -68,19 +68,13 @@ def _prevented_beside_backward(refs: WeakRefs) -> str | None:
     return next(filter(None, reasons), None) or _compiled(refs, at_once)
 
 
-_TOO_LATE = (
-    "it was compiled before attach(), by another backend than inductor, or has few large matrices. Attach before the "
-    "first forward, or call torch.compiler.reset() once"
-)
-
-
 def said_of_whole(refs: WeakRefs, sources: Iterable[Source], step: RunningStep) -> str | None:
-    """What keeps the gradients of a model that was compiled as a whole from being freed before its backward ends."""
+    """What keeps gradients of compiled code from being freed before its backward ends."""
     local = next((source for source in sources if isinstance(source, LocalSource)), None)
-    if local is None or local.compiled.has_taken or not step.ledger.step_count:
+    called = refs.called()
+    if local is None or not called or not step.ledger.step_count:
         return None
-    why = local.compiled.why_not or _TOO_LATE
-    return _compiled(refs, f"its gradients are freed where its backward ends, and not before: {why}")
+    return local.kept_because(is_whole=all(map(_is_compiled, called)))
 
 
 def _nothing_beside(refs: WeakRefs) -> str | None:

@@ -33,6 +33,7 @@ from instep._step.schedule import Schedule
 from instep._step.state import StepMembers
 from instep._step.step import RunningStep
 from instep._torch.engine import RunErrors, Traced
+from instep._torch.handing_over import TELLS_OF_BACKWARD
 from instep._torch.hooks import BoundHook, PlainPickles, UntracedHook, first_of_post_hooks, last_of_pre_hooks
 from instep._torch.lifetime import Owners, weakly
 from instep._torch.mixed_precision import LowPrecision
@@ -160,7 +161,7 @@ def _whole_because(options: Options, parameters: Sequence[AttachedParameter], *,
     if any(attached.spec.device.type != "cpu" for attached in parameters):
         # An update runs on a stream of its own there, and the compiler would write to what it reads.
         return "only on a CPU does compiled code hand them over"
-    return None
+    return None if TELLS_OF_BACKWARD else "this torch does not tell when it compiles a backward"
 
 
 def _parts_of(schedule: "weakref.ref[Schedule]", stepper: "weakref.ref[Stepper]") -> Iterator[Part]:

@@ -28,7 +28,7 @@ from instep._optim.parameters import AttachedParameter, AttachedParameters, none
 from instep._optim.stepper import PreparedUpdate
 from instep._step.state import gradient_of
 from instep._torch.engine import WHO_IS_TOLD, Phase, current, graph_task, graph_task_number, listen, told_of_compiling
-from instep._torch.handing_over import HandedOver, open_for_compiling
+from instep._torch.handing_over import SMALL, WORTH, HandedOver, open_for_compiling
 from instep._torch.hooks import WeakHook
 from instep._torch.lifetime import weakly
 from instep._torch.placeholders import HeldGradient, Placeholder, ZeroedGradient
@@ -90,6 +90,8 @@ class LocalSource(Source):
 
     def connect(self) -> None:
         self.refresh()
+        if self.compiled.why_not is None:
+            listen(self.compiled)
         if HandedOver.has_code:  # perhaps of this model, of an earlier attachment
             self.compiled.start()
 
@@ -285,6 +287,33 @@ class LocalSource(Source):
 
     def living(self) -> Iterable[torch.Tensor]:
         return [parameter for attached in self._layout.trainable if (parameter := attached.peek()) is not None]
+
+    def kept_because(self, *, is_whole: bool) -> str | None:
+        """What keeps gradients of compiled code until its backward ends; ``None``: nothing that is known.
+
+        Args:
+            is_whole: whether the whole model is compiled. Parts of one need not hand over anything.
+        """
+        compiled, by_id, size = self.compiled, self._layout.by_id, self.hands_over_bytes
+        handed = compiled.handed_over
+        kept = (
+            [] if handed is None else [(by_id[key].spec.name, why) for key, why in handed.kept.items() if key in by_id]
+        )
+        if kept:
+            name, why = kept[0]
+            return f"compiled code keeps gradients ({len(kept)}, such as {name}'s) until its backward ends: {why}"
+        if compiled.has_taken or not is_whole:
+            return None
+        large = sum(attached.spec.nbytes for attached in self._layout.trainable if attached.spec.nbytes >= SMALL)
+        if compiled.why_not is not None:
+            why = compiled.why_not
+        elif handed is None or not handed.is_met:
+            why = _NOT_ASKED
+        elif large < WORTH * size:
+            why = f"those of at least {SMALL} bytes have {large}, fewer than {WORTH} buckets of {size}"
+        else:
+            why = "it may read each weight until then, or comes in parts that are too small"
+        return f"the whole model is compiled: its gradients are kept until its backward ends: {why}"
 
     def receives(self, parameter: torch.Tensor) -> int | None:
         attached = self._layout.by_id.get(id(parameter))
@@ -507,6 +536,10 @@ def _writes(parameters: AttachedParameters) -> list[int]:
     return [-1 if gradient is None else next(versions) for gradient in gradients]
 
 
+_NOT_ASKED = (
+    "it was compiled before attach(), by another backend than inductor, or with settings that rule it out; "
+    "torch.compiler.reset() has it compiled anew"
+)
 _MANY = 1000
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _IMPLEMENTATION = attrgetter("_cdata")  # which has no public name: tests/unit/test_swapped.py fails without it
