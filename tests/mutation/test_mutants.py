@@ -3564,7 +3564,7 @@ MUTANTS = [
     ),
     Mutant("compiled: who is told", "LocalSource.connect", "listen(self.compiled)"),
     Mutant("compiled: a gradient that is kept is told of", "HandedOver.take_from", "self._keep([leaf], ", "print("),
-    Mutant("compiled: what is told of a backward before", "HandedOver._run_begins", "self.kept.clear()"),
+    Mutant("compiled: what is told of a backward before", "HandedOver.take_from", "if self.kept:", "if False:"),
     Mutant(
         "compiled: a torch that does not tell",
         "_whole_because",

@@ -324,7 +324,7 @@ class Program:
 
 
 ALL, NONE = (DEPTH,) * STEPS, (0,) * STEPS
-OF_ONE = "(1, such as _orig_mod.layers.{}.weight's)"
+OF_ONE = "(1, as _orig_mod.layers.{}.weight's)"
 ELSEWHERE, OTHER_RUN = "something else in the graph leads there", "it is run by autograd.grad, with inputs="
 HOOK = "there is a hook on it"
 PROGRAMS = {
@@ -347,7 +347,7 @@ PROGRAMS = {
     "some-steps": Program(Net, two_losses_in_some_steps, (DEPTH, DEPTH - 1, DEPTH, DEPTH - 1), OF_ONE.format(2)),
     "rows": Program(Net, rows_that_change, ALL),
     "looks": Program(Net, looks_without_gradients, ALL),
-    "gradient-there": Program(Net, gradient_there, (DEPTH - 1, DEPTH, 0, 0), "gradients are added up"),
+    "gradient-there": Program(Net, gradient_there, (DEPTH - 1, DEPTH, 0, 0), "a gradient in its .grad"),
     "frozen": Program(Net, frozen_in_some_steps, (DEPTH, DEPTH - 1, DEPTH, DEPTH)),
     "tensor-hook": Program(Net, tensor_hook, (DEPTH, DEPTH - 1, DEPTH - 1, DEPTH - 1), OF_ONE.format(1)),
     "leaf-hook": Program(Net, hook_of_the_leaf, (DEPTH, DEPTH - 1, DEPTH - 1, DEPTH - 1), HOOK),

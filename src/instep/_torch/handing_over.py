@@ -58,7 +58,7 @@ class HandedOver:
     Attributes:
         taken: indices of the parameters whose gradients were taken in the backward ``task``.
         has_taken_from: code that has handed over something, by class of its node.
-        kept: by the ``id`` of each parameter whose gradient was not taken in the last backward: why.
+        kept: by the ``id`` of each parameter whose gradient was not taken when it came last: why.
         is_met: whether there is code that would hand something over.
     """
 
@@ -69,7 +69,7 @@ class HandedOver:
         self.taken: set[int] = set()
         self.task: int | None = None
         self.has_taken_from: weakref.WeakSet[type] = weakref.WeakSet()
-        self.kept: dict[int, str] = {}
+        self.kept: dict[int, str | None] = {}
         self.is_met = False
         self._receiver = weakref.ref(receiver)
         # By thread. Weakly: a run knows nodes, and the hooks of a node are called for as long as somebody keeps that.
@@ -109,8 +109,6 @@ class HandedOver:
         a part of, nor in that one any more."""
         if run.is_traced:
             return
-        if graph_task() is None:
-            self.kept.clear()
         is_whole = run.accumulates and not run.inputs and not run.creates_graph
         if graph_task() is None and is_whole and not torch.is_anomaly_enabled():  # which looks at what a node returns
             self._runs[threading.get_ident()] = weakref.ref(run)
@@ -140,10 +138,14 @@ class HandedOver:
             self._keep([leaves[place] for place in found], _ADDED_UP)
             return set()
         self.has_taken_from.add(code)
+        if self.kept:
+            self._keep([leaves[place] for place in found], None)
         return {edges[place] for place in found}
 
-    def _keep(self, leaves: Iterable[Any], why: str) -> None:
-        self.kept.update(dict.fromkeys((id(getattr(leaf, "variable", None)) for leaf in leaves), why))
+    def _keep(self, leaves: Iterable[Any], why: str | None) -> None:
+        """``None``: they are not kept. Nothing is told of the first backward of code that nobody knew of before."""
+        if self.is_met:
+            self.kept |= {id(getattr(leaf, "variable", None)): why for leaf in leaves}
 
     def _receives(self, leaf: Any) -> int | None:
         """The index of the parameter whose gradient ``leaf`` waits for, if it may be taken."""

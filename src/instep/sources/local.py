@@ -296,12 +296,10 @@ class LocalSource(Source):
         """
         compiled, by_id, size = self.compiled, self._layout.by_id, self.hands_over_bytes
         handed = compiled.handed_over
-        kept = (
-            [] if handed is None else [(by_id[key].spec.name, why) for key, why in handed.kept.items() if key in by_id]
-        )
+        kept = {} if handed is None else {by_id[key]: why for key, why in handed.kept.items() if why and key in by_id}
         if kept:
-            name, why = kept[0]
-            return f"compiled code keeps gradients ({len(kept)}, such as {name}'s) until its backward ends: {why}"
+            first, why = next(iter(kept.items()))
+            return f"compiled code keeps gradients ({len(kept)}, as {first.spec.name}'s) until its backward ends: {why}"
         if compiled.has_taken or not is_whole:
             return None
         large = sum(attached.spec.nbytes for attached in self._layout.trainable if attached.spec.nbytes >= SMALL)
