@@ -47,8 +47,7 @@ class Plan:
 
     Attributes:
         judged: of optimizers that are not torch's own, how many steps are still compared with their parts, or why every
-            step is left to ``optimizer.step()``; of a model that was compiled as a whole, why no gradient is freed
-            before its backward ends.
+            step is left to ``optimizer.step()``; of compiled code, why it keeps gradients until its backward ends.
     """
 
     buckets: tuple[Bucket, ...]

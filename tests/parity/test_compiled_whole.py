@@ -657,6 +657,21 @@ def test_a_model_that_was_compiled_before_says_so() -> None:
         assert "compiled" not in overlap.advice
 
 
+def test_the_backward_of_a_forward_that_was_compiled_before_is_compiled_as_ever() -> None:
+    """torch keeps both under one name, which is that of code that hands nothing over."""
+    lane = lane_of(PROGRAMS["usual"], attach=False)
+    loss = lane.model(x_of(0)).square().mean()
+    with instep.attach(lane.model, lane.optimizer, schedule="backward", bucket_bytes=1) as lane.overlap:
+        loss.backward()
+        assert lane.taken == 0
+        lane.optimizer.step()
+        lane.optimizer.zero_grad()
+        usual(lane, 1)
+        assert lane.taken == 0  # nor would it in another backward
+        lane.optimizer.step()
+        assert ("was compiled before" if TELLS_OF_BACKWARD else "this torch does not") in said_by(lane.overlap)
+
+
 def test_another_backend_says_so() -> None:
     torch.manual_seed(0)
     model = Net()

@@ -227,7 +227,7 @@ class Parts:
 
     @property
     def whole(self) -> str | None:
-        """What keeps gradients of a model that was compiled as a whole from being freed before its backward ends."""
+        """What keeps gradients of compiled code from being freed before its backward ends."""
         return said_of_whole(self.refs, self.sources, self.step) if self.options.schedule == "backward" else None
 
     def backward(self, loss: Losses, gradient: torch.Tensor | None = None) -> None:
