@@ -225,7 +225,8 @@ class Attachment:
         empty where there is nothing to say."""
         refs = self._parts.refs
         divided = bool(refs.wrapped) or self._parts.sharding is not None
-        return advice(self._parts.schedule, self._parts.step, self._options, refs.ddps(), divided=divided)
+        schedule, step, whole = self._parts.schedule, self._parts.step, self._parts.whole
+        return advice(schedule, step, self._options, refs.ddps(), whole, divided=divided)
 
     @property
     def recorder(self) -> Recorder | None:
@@ -617,7 +618,7 @@ class Attachment:
             f"<instep.Attachment {self._parts.refs.name} with {optimizers}: schedule={self._options.schedule!r}, "
             f"{'' if deferral is None else f'steps {deferral}, '}"
             f"{len(plan.buckets)} buckets of {plan.nbytes / MIB:.2f} MiB, {self.step_count} steps, "
-            f"{''.join(f'{note}, ' for note in self._parts.judged)}{self.state}>"
+            f"{''.join(f'{note}, ' for note in self._parts.notes)}{self.state}>"
         )
 
     def _repr_html_(self) -> str:

@@ -47,7 +47,7 @@ class Plan:
 
     Attributes:
         judged: of optimizers that are not torch's own, how many steps are still compared with their parts, or why every
-            step is left to ``optimizer.step()``.
+            step is left to ``optimizer.step()``; of compiled code, why it keeps gradients until its backward ends.
     """
 
     buckets: tuple[Bucket, ...]

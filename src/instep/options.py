@@ -106,6 +106,12 @@ class Options:
         return self == usual and self.communication.pipeline is None
 
     @property
+    def keeping(self) -> list[str]:
+        """The options that may want a gradient for longer than its update, so that compiled code hands none over."""
+        usual = dict(each_option(Options("backward", defer=self.defer, bucket_bytes=self.bucket_bytes)))
+        return [name for name, value in each_option(self) if value != usual[name]]
+
+    @property
     def votes(self) -> bool:
         """Whether the ranks of a step vote on it."""
         splits = self.schedule == "backward" or self.always_puts_off

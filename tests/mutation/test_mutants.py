@@ -791,8 +791,8 @@ MUTANTS = [
     Mutant(
         "skip the last bucket",
         "LocalSource._count",
-        "self._sink.apply_and_free(self._layout.members[number])",
-        "number == len(self._layout.members) - 1 or self._sink.apply_and_free(self._layout.members[number])",
+        "self._sink.apply_and_free(self._not_taken(members) if self.compiled.handed_over is not None else members)",
+        "number == len(self._layout.members) - 1 or self._sink.apply_and_free(members)",
     ),
     Mutant(
         "step every bucket twice",
@@ -2431,7 +2431,7 @@ MUTANTS = [
     ),
     Mutant(
         "torn: forget which rows of other ranks were written",
-        "BucketSink.received",
+        "Schedule.received",
         "self._step.members.received.update(parameters.indices)",
         "pass",
     ),
@@ -3570,6 +3570,89 @@ MUTANTS = [
     Mutant("masters: state of a constructor stays", "Masters.__init__", "self._widen_first_state()"),
     Mutant("masters: a class alone steps a checkpoint of theirs", "masters_lost", "m.dtype in HALF", "False"),
     Mutant("masters: a DTensor is copied into as a whole", "copy_back", "[*map(memory_of, halves)]", "[*halves]"),
+    Mutant(
+        "compiled: a parameter that is reached twice",
+        "HandedOver.take_from",
+        " if run.reached[leaf] == 1 else None",
+        "",
+    ),
+    Mutant("compiled: a part of the graph that is made in backward", "Run.reached", "return Counter()", "continue"),
+    Mutant(
+        "compiled: a weight's readers come before",
+        "BackwardGraph._gradients",
+        ", *(self._last_read(alias) for alias in weight)])",
+        "])",
+    ),
+    Mutant(
+        "compiled: what is pointwise reads where it is used",
+        "BackwardGraph._settle",
+        "settled[node] = max([*inside, first] if stored else inside or [last])",
+        "settled[node] = self._order[node]",
+    ),
+    Mutant(
+        "compiled: a view that the forward has saved",
+        "BackwardGraph._is_view",
+        "in self._memories",
+        "in ()",
+    ),
+    Mutant("compiled: code is kept by what was decided", "HandOver.uuid", "_SOURCE, size, SMALL", "_SOURCE, SMALL"),
+    Mutant("compiled: code is kept by what it may overwrite", "HandOver.uuid", ", *seen))", "))"),
+    Mutant(
+        "compiled: a weight of which a view may be saved",
+        "HandOver.wanted",
+        "config.cpp_wrapper or not _saves_weights():",
+        "config.cpp_wrapper:",
+    ),
+    Mutant("compiled: who is told", "LocalSource.connect", "listen(self.compiled)"),
+    Mutant("compiled: a gradient that is kept is told of", "HandedOver.take_from", "self._keep([leaf], ", "print("),
+    Mutant("compiled: what is told of a backward before", "HandedOver.take_from", "if self.kept:", "if False:"),
+    Mutant(
+        "compiled: a torch that does not tell",
+        "_whole_because",
+        "None if TELLS_OF_BACKWARD else ",
+        "",
+    ),
+    Mutant(
+        "compiled: an offer that another run has left",
+        "HandedOver._run_begins",
+        "self._runs.pop(threading.get_ident(), None)",
+        "pass",
+    ),
+    Mutant(
+        "compiled: hooks of a leaf",
+        "HandedOver._receives",
+        " or _has_others(leaf.register_prehook) or _has_others(leaf.register_hook)",
+        "",
+    ),
+    Mutant("compiled: gradients of gradients", "_in_place_of", " or not stand_in.requires_grad:", " or True:"),
+    Mutant(
+        "compiled: hooks of the code", "_Returned.__init__", "self.is_heard = bool(others)", "self.is_heard = False"
+    ),
+    Mutant("compiled: hooks of the code come after", "_Returned.__init__", "del hooks[number]", "pass"),
+    Mutant(
+        "compiled: a gradient that was there",
+        "LocalSource.receives",
+        " or parameter.grad is not None:",
+        ":",
+    ),
+    Mutant(
+        "compiled: memory that the compiler writes to again",
+        "_keep",
+        "parameter.grad = gradient.clone()",
+        "parameter.grad = gradient",
+    ),
+    Mutant(
+        "compiled: nothing comes for what was handed over",
+        "LocalSource._accumulated",
+        "handed.task == graph_task():",
+        "False:",
+    ),
+    Mutant(
+        "compiled: gradients are put back without an attachment",
+        "hand_over",
+        "None if edge in taken else gradient.clone()",
+        "None if edge in taken or not _receiving else gradient.clone()",
+    ),
 ]
 
 

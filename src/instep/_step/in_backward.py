@@ -381,8 +381,10 @@ class BucketSink(Schedule):
     def retire(self, bucket: AttachedParameters) -> None:
         self._writes.retire(bucket)
 
-    def is_applied(self, attached: AttachedParameter) -> bool:
-        return self._step.members.is_applied(attached)
+    @property
+    def updates_beside(self) -> bool:
+        """Whether the worker may update a bucket after ``apply_and_free`` has returned."""
+        return self._beside is not None and self._beside.takes_some
 
     @property
     def keeps_gradients(self) -> bool:
@@ -438,9 +440,6 @@ class BucketSink(Schedule):
         except BaseException as stopped:  # also of a signal's handler: nothing may be raised before DDP's own end
             self.fail(stopped)
             return False
-
-    def received(self, parameters: AttachedParameters) -> None:
-        self._step.members.received.update(parameters.indices)
 
     def backward_raised(self) -> None:
         """Backward is ending with an exception of its own. Nothing of this step is written any more."""

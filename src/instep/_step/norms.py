@@ -325,7 +325,7 @@ class MeasuringSink:
     A gradient that is used after it was measured is measured again by ``optimizer.step()``.
     """
 
-    waits_for_all = by_bucket = frees_gradients = keeps_gradients = measures = False
+    waits_for_all = by_bucket = frees_gradients = keeps_gradients = measures = updates_beside = False
 
     def __init__(self, accumulation: Accumulation, clipping: Clipping, times: StepTimes) -> None:
         self.streams = StepStreams()
@@ -347,6 +347,9 @@ class MeasuringSink:
     @property
     def next_only_adds(self) -> bool:
         return self._accumulation.next_only_adds
+
+    def steps_now(self, *, begun: bool) -> bool:
+        return False
 
     def arrive(self, parameters: Sequence[AttachedParameter]) -> bool:
         if self._accumulation.count():

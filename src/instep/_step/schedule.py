@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from instep._optim.owners import OwnerCount
-from instep._optim.parameters import AttachedParameter
+from instep._optim.parameters import AttachedParameter, AttachedParameters
 from instep._optim.stepper import Stepper
 from instep._step.deferral import Gains
 from instep._step.norms import Losses
@@ -115,6 +115,27 @@ class Schedule:
         """From now on gradients are final: ``begin_backward`` calls this for a backward that does not only add to them,
         and the source of a pipeline when its first stage is through."""
         self._step.ledger.votes.begin_backward(self._step.ledger.step_count)
+
+    def steps_now(self, *, begun: bool) -> bool:
+        """Whether a gradient that is final would be stepped at once. Not in a second backward of a step.
+
+        Args:
+            begun: whether the running backward is one that writes the open step.
+        """
+        if self._step.ledger.torn is not None:
+            return False
+        if self._step.members.offered:
+            return begun
+        accumulation, is_measured = self._step.accumulation, self._step.passes.running is not None
+        return not (self._step.leaves_all or accumulation.only_adds or accumulation.next_only_adds or is_measured)
+
+    def is_applied(self, attached: AttachedParameter) -> bool:
+        """Whether the running backward has updated this parameter."""
+        return self._step.members.is_applied(attached)
+
+    def received(self, parameters: AttachedParameters) -> None:
+        """Other ranks have updated their parts of these, which have arrived."""
+        self._step.members.received.update(parameters.indices)
 
     def end_micro_batches(self) -> None:
         """The last micro-batch of a pipeline's stage is through, of whose backwards nobody was told."""

@@ -4,17 +4,21 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
-from functools import wraps
+from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import skip_code
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import profiler
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -153,13 +157,16 @@ _listening: "weakref.WeakSet[Compiles]" = weakref.WeakSet()
 def listen(to: Compiles) -> None:
     """Have ``to`` told before torch.compile traces a function. Held weakly."""
     _listening.add(to)
-    callback = sys.modules.get("torch._dynamo.callback")  # else nothing was compiled yet
     # ``torch._dynamo.on_compile_start`` registers for good; ``torch._dynamo.reset()`` may let go of it.
-    if callback is not None and _tell not in callback.callback_handler.start_callbacks:
-        callback.on_compile_start(_tell)
+    if told_of_compiling not in WHO_IS_TOLD:
+        callback_handler.register_start_callback(told_of_compiling)
 
 
-def _tell(*_: object) -> None:
+WHO_IS_TOLD: list[Any] = callback_handler.start_callbacks
+"""Whom torch.compile tells before it compiles something. ``torch._dynamo.reset()`` empties it."""
+
+
+def told_of_compiling(*_: object) -> None:
     for listener in list(_listening):
         listener.before_compile()
 
@@ -389,19 +396,21 @@ called or not.
 # since raises at its first node.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Run:
-    """A run of the engine that Python has asked for.
+    """A run of the engine that Python has asked for. It is there for as long as the engine runs.
 
     Attributes:
         call: what the user has called: ``"backward()"`` or ``"torch.autograd.grad()"``.
         accumulates: whether it accumulates gradients in ``.grad``.
         inputs: the only tensors that it computes the gradients of; empty: all leaves.
+        creates_graph: whether the gradients have a graph of their own.
     """
 
     call: str
     accumulates: bool
     inputs: Sequence[Any]
+    creates_graph: bool
     _outputs: Sequence[Any]
 
     @staticmethod
@@ -410,7 +419,30 @@ class Run:
         accumulates = bool(kwargs.get("accumulate_grad"))
         inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
         call = "backward()" if accumulates else "torch.autograd.grad()"
-        return Run(call, accumulates, tuple(inputs or ()), outputs)
+        creates_graph = bool(args[2] if len(args) > 2 else kwargs.get("create_graph"))
+        return Run(call, accumulates, tuple(inputs or ()), creates_graph, outputs)
+
+    @property
+    def nodes(self) -> list[Any]:
+        """Where it begins. An output is a tensor, or an edge of the graph (``GradientEdge``)."""
+        nodes = (getattr(output, "node", None) or getattr(output, "grad_fn", None) for output in self._outputs)
+        return [node for node in nodes if node is not None]
+
+    @cached_property
+    def reached(self) -> "Counter[Any]":
+        """How often each node of its graph is reached, by edges and as a beginning. Nothing, if a part of the graph is
+        still to be made: a segment that is checkpointed with ``use_reentrant=True`` hides its own."""
+        found = Counter[Any](self.nodes)
+        for node in _nodes_from(list(found)):
+            if node.name().startswith(HIDES_ITS_OWN):
+                return Counter()
+            found.update(following for following, _ in node.next_functions if following is not None)
+        return found
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether it is torch.compile's own: over stand-ins for tensors."""
+        return any(isinstance(output, (FakeTensor, FunctionalTensor)) for output in self._outputs)
 
     def comes_to(self, leaves: Iterable[torch.Tensor]) -> bool:
         """Whether one of ``leaves`` is in its graph. A segment that is checkpointed with ``use_reentrant=True`` hides
@@ -418,8 +450,7 @@ class Run:
         known = {id(leaf) for leaf in leaves}
         if not known.isdisjoint(map(id, self._outputs)):
             return True
-        nodes = (getattr(output, "node", None) or getattr(output, "grad_fn", None) for output in self._outputs)
-        return leads_to([node for node in nodes if node is not None], known, hidden=True)
+        return leads_to(self.nodes, known, hidden=True)
 
 
 def has_reentrant(outputs: Iterable[torch.Tensor]) -> bool:
@@ -431,17 +462,21 @@ def compiled_in(outputs: Iterable[torch.Tensor]) -> set[type]:
     """The classes of the nodes that run compiled code, in the graph from ``outputs`` on. torch makes one for each piece
     of code."""
     nodes = _nodes_from(node for output in outputs if (node := output.grad_fn) is not None)
-    return {type(node) for node in nodes if node.name() == _COMPILED}
+    return {type(node) for node in nodes if node.name() == COMPILED}
 
 
-_COMPILED = "CompiledFunctionBackward"  # torch/_functorch/_aot_autograd/runtime_wrappers.py
+COMPILED = "CompiledFunctionBackward"  # torch/_functorch/_aot_autograd/runtime_wrappers.py
+
+
+HIDES_ITS_OWN = "CheckpointFunction"
+"""How the name of a segment that is checkpointed with ``use_reentrant=True`` begins: its graph is made in backward."""
 
 
 def leads_to(nodes: Iterable[Any], leaves: Collection[int], *, hidden: bool = False) -> bool:
     """Whether the graph from ``nodes`` on comes to one of ``leaves``, given by ``id``; with ``hidden`` also: to a
     segment that is checkpointed with ``use_reentrant=True``, which hides its own."""
     return any(
-        id(getattr(node, "variable", None)) in leaves or (hidden and node.name().startswith("CheckpointFunction"))
+        id(getattr(node, "variable", None)) in leaves or (hidden and node.name().startswith(HIDES_ITS_OWN))
         for node in _nodes_from(nodes)
     )
 
@@ -536,8 +571,10 @@ def count_of_runs() -> int:
 def _run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     global _count
     _count += 1
-    for before in [*_before]:
-        before.do(Run.of(outputs, args, kwargs))
+    if _before:
+        run = Run.of(outputs, args, kwargs)  # in a variable of its own: it lives until this returns
+        for before in [*_before]:
+            before.do(run)
     try:
         return _engine_run(outputs, *args, **kwargs)
     except BaseException as error:

@@ -1,7 +1,7 @@
 """What keeps steps from being put off, or from running beside backward, and what the running loop could gain."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -22,7 +22,9 @@ from instep._wiring.weak_refs import WeakRefs
 from instep.buckets import MIB, bucket_bytes_for
 from instep.errors import StaleAttachmentError, class_name
 from instep.options import Options
+from instep.sources import Source
 from instep.sources.ddp.instance import exposed_communication
+from instep.sources.local import LocalSource
 from instep.sources.replicate.source import Replicated
 
 
@@ -62,8 +64,17 @@ def _prevented(refs: WeakRefs) -> str | None:
 def _prevented_beside_backward(refs: WeakRefs) -> str | None:
     """Why updates beside backward cannot be faster here; ``None``: they can."""
     reasons = (reason(refs) for reason in (_nothing_beside, _reduced_by_torch, _one_core))
-    at_once = "its backward gives all gradients at once, where it ends"
+    at_once = "it hands gradients over as they are computed, or gives all where its backward ends"
     return next(filter(None, reasons), None) or _compiled(refs, at_once)
+
+
+def said_of_whole(refs: WeakRefs, sources: Iterable[Source], step: RunningStep) -> str | None:
+    """What keeps gradients of compiled code from being freed before its backward ends."""
+    local = next((source for source in sources if isinstance(source, LocalSource)), None)
+    called = refs.called()
+    if local is None or not called or not step.ledger.step_count:
+        return None
+    return local.kept_because(is_whole=all(map(_is_compiled, called)))
 
 
 def _nothing_beside(refs: WeakRefs) -> str | None:
@@ -139,15 +150,18 @@ def advice(
     step: RunningStep,
     options: Options,
     ddps: Sequence[DistributedDataParallel],
+    whole: str | None,
     *,
     divided: bool,
 ) -> str:
     """What the running loop could gain, in sentences, one a line; empty where there is nothing to say.
 
     Args:
+        whole: ``said_of_whole``.
         divided: whether several ranks have gradients in common: then not all of them can be freed early.
     """
     lines = [] if schedule.deferral is None else [f"Steps are {schedule.deferral}."]
+    lines += [] if whole is None else [f"{whole[0].upper()}{whole[1:]}."]
     gains = schedule.gains
     if gains is not None:
         lines += _communication(gains, ddps)

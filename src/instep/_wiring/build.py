@@ -1,7 +1,7 @@
 """How an attachment is put together: its sources and schedule, its parts, and the hooks on model and optimizers."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,6 +14,7 @@ from instep._gradients.scaling import LossScale
 from instep._optim.kinds import ToldStep, steps_one, takes_hooks
 from instep._optim.offload import HostLoading, HostState, OffloadedState, Part
 from instep._optim.owners import IN_VIEWS_OF_DDP, IN_VIEWS_OF_REPLICATE
+from instep._optim.parameters import AttachedParameter
 from instep._optim.random_numbers import KeyedDraws
 from instep._optim.stepper import Stepper
 from instep._optim.undo import Undo
@@ -32,10 +33,11 @@ from instep._step.schedule import Schedule
 from instep._step.state import StepMembers
 from instep._step.step import RunningStep
 from instep._torch.engine import RunErrors, Traced
+from instep._torch.handing_over import TELLS_OF_BACKWARD
 from instep._torch.hooks import BoundHook, PlainPickles, UntracedHook, first_of_post_hooks, last_of_pre_hooks
 from instep._torch.lifetime import Owners, weakly
 from instep._torch.mixed_precision import LowPrecision
-from instep._wiring.advice import deferring_of
+from instep._wiring.advice import deferring_of, said_of_whole
 from instep._wiring.hooks import (
     CheckedReaders,
     ErrorForUse,
@@ -142,8 +144,24 @@ def make_sources(
         if target.fsdp1:
             sources.append(FSDP1Source(sink, rest, target.fsdp1))
         else:
-            sources.append(LocalSource(sink, rest, size, uses, ReplicaSums(target.fsdp2).applied))
+            whole = _whole_because(options, rest, is_alone=not target.wrapped and not target.groups)
+            applied = ReplicaSums(target.fsdp2).applied
+            sources.append(LocalSource(sink, rest, size, uses, applied, whole=whole))
     return sources
+
+
+def _whole_because(options: Options, parameters: Sequence[AttachedParameter], *, is_alone: bool) -> str | None:
+    """Why code that is compiled of the whole model hands no gradient over; ``None``: it does."""
+    if not is_alone:
+        return "they are reduced over ranks first"
+    if options.keeping:
+        return f"with {', '.join(options.keeping)} they may be needed for longer than that"
+    if any(attached.stepper.is_foreign for attached in parameters):
+        return "only optimizers of torch.optim are known not to keep them"
+    if any(attached.spec.device.type != "cpu" for attached in parameters):
+        # An update runs on a stream of its own there, and the compiler would write to what it reads.
+        return "only on a CPU does compiled code hand them over"
+    return None if TELLS_OF_BACKWARD else "this torch does not tell when it compiles a backward"
 
 
 def _parts_of(schedule: "weakref.ref[Schedule]", stepper: "weakref.ref[Stepper]") -> Iterator[Part]:
@@ -198,13 +216,19 @@ class Parts:
         # Else the sources' buckets are those in which norms are taken, or gradients sent: not those that are stepped.
         sources = self.sources if self.options.schedule == "backward" else ()
         buckets = [bucket for source in sources for bucket in source.buckets]
-        return Plan(self.schedule.planned(buckets), self.judged)
+        return Plan(self.schedule.planned(buckets), self.notes)
 
     @property
-    def judged(self) -> tuple[str, ...]:
-        """What keeps foreign optimizers from being stepped in backward, or how many steps are still compared."""
+    def notes(self) -> tuple[str, ...]:
+        """What keeps foreign optimizers from being stepped in backward, or how many steps are still compared; and of a
+        compiled model ``whole``."""
         judge = self.step.judge
-        return () if judge is None else tuple(filter(None, [str(judge)]))
+        return tuple(filter(None, ["" if judge is None else str(judge), self.whole]))
+
+    @property
+    def whole(self) -> str | None:
+        """What keeps gradients of compiled code from being freed before its backward ends."""
+        return said_of_whole(self.refs, self.sources, self.step) if self.options.schedule == "backward" else None
 
     def backward(self, loss: Losses, gradient: torch.Tensor | None = None) -> None:
         """See ``Schedule.backward``."""

@@ -5,11 +5,12 @@ group by group, once it has reduced and sharded the gradients
 (``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``, ``foreach_reduce``).
 
 ``LocalSource`` counts gradients down to full buckets. Its helpers each answer one question: which parameter is in which
-bucket (``LocalLayout``), where hooks are (``GradientHooks``), whether the running backward may write
-(``WritingBackwards``), which gradients were there before it (``EarlierGradients``), and which gradients of FSDP2 are
-final only where backward ends (``FSDP2Gradients``).
+bucket (``LocalLayout``), where hooks are (``GradientHooks``), what compiled code hands over (``CompiledCode``), whether
+the running backward may write (``WritingBackwards``), which gradients were there before it (``EarlierGradients``), and
+which gradients of FSDP2 are final only where backward ends (``FSDP2Gradients``).
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -26,12 +27,13 @@ from instep._optim.kernels import GRADIENT
 from instep._optim.parameters import AttachedParameter, AttachedParameters, none_there
 from instep._optim.stepper import PreparedUpdate
 from instep._step.state import gradient_of
-from instep._torch.engine import Phase, current, graph_task, graph_task_number
+from instep._torch.engine import WHO_IS_TOLD, Phase, current, graph_task, graph_task_number, listen, told_of_compiling
+from instep._torch.handing_over import SMALL, WORTH, HandedOver, open_for_compiling
 from instep._torch.hooks import WeakHook
 from instep._torch.lifetime import weakly
 from instep._torch.placeholders import HeldGradient, Placeholder, ZeroedGradient
 from instep._torch.versions import is_pinned, versions_of
-from instep.buckets import Bucket, default_buckets, fill_buckets
+from instep.buckets import Bucket, bucket_bytes_for, default_buckets, fill_buckets
 from instep.errors import InstepError
 from instep.sources import Sink, Source, deliver
 
@@ -46,9 +48,13 @@ class LocalSource(Source):
     of one that was there, autograd has counted a write since. Anything else (another order, a gradient too few, nested
     backwards) is left to ``optimizer.step()`` once, and from then on every parameter has its hook again.
 
+    Code that torch.compile has made of a whole model hands gradients over while it runs (``_torch/handing_over.py``):
+    a group of them is a bucket, which is stepped at once.
+
     Args:
         uses: how often FSDP2's groups have run forward; ``None``: there are no such groups.
         applied: told of a parameter of each of their buckets that was applied.
+        whole: why compiled code hands no gradients over; ``None``: it does.
     """
 
     def __init__(
@@ -58,10 +64,13 @@ class LocalSource(Source):
         bucket_bytes: int | None,
         uses: "ForwardCounts | None" = None,
         applied: Callable[[torch.Tensor], None] = lambda _: None,
+        *,
+        whole: str | None = "gradients are those of a part of the model",
     ) -> None:
         self._sink = sink
         self._layout = LocalLayout(parameters, bucket_bytes)
         self._hooks = GradientHooks()
+        self.compiled = CompiledCode(self, whole)
         self._fsdp = None if uses is None else FSDP2Gradients(sink, uses, applied, weakly(self._close))
         self._backwards = WritingBackwards(weakly(self._end), weakly(self._raised))
         # Whether every step has gone in order so far. Once one has not, every parameter keeps its hook.
@@ -81,17 +90,23 @@ class LocalSource(Source):
 
     def connect(self) -> None:
         self.refresh()
+        if self.compiled.why_not is None:
+            listen(self.compiled)
+        if HandedOver.has_code:  # perhaps of this model, of an earlier attachment
+            self.compiled.start()
 
     def adopt(self, parameters: Sequence[AttachedParameter]) -> Sequence[AttachedParameter]:
         self._layout.adopt(parameters)
         return ()
 
     def refresh(self) -> None:
+        if self.compiled.why_not is None and told_of_compiling not in WHO_IS_TOLD:
+            listen(self.compiled)
         if list(map(_IMPLEMENTATION, self._hooks.tensors)) != self._hooks.called_by:
             self._hooks.remove()  # torch has swapped one of these: nobody calls its hook
             self._one_per_bucket = False
             self._listen_to_all()
-        if self._layout.refresh():
+        if self._layout.refresh() or (self._layout.groups and self._layout.regroup()):
             self._missing = list(map(len, self._layout.members))
             self._listen_to_all()
         elif self._one_per_bucket and not self._in_order:
@@ -146,6 +161,8 @@ class LocalSource(Source):
     # In backward, with a hook on every parameter.
 
     def _accumulated(self, index: int, parameter: torch.Tensor) -> None:
+        if (handed := self.compiled.handed_over) is not None and index in handed.taken and handed.task == graph_task():
+            return  # the engine comes by once more, with nothing
         with self._sink.lock:  # the gradients of another device arrive on a thread of their own
             self._sink.streams.producers.note_current(parameter.device)
             self._count(self._hooks.parameters[index])
@@ -188,7 +205,8 @@ class LocalSource(Source):
         self._layout.observed.append(attached)
         self._missing[number] -= 1
         if (can_wait or self._backwards.accepts_update(task)) and self._missing[number] == 0 and self._offer():
-            self._sink.apply_and_free(self._layout.members[number])
+            members = self._layout.members[number]
+            self._sink.apply_and_free(self._not_taken(members) if self.compiled.handed_over is not None else members)
             if self._fsdp is not None:
                 self._fsdp.applied(attached.get())
 
@@ -214,6 +232,10 @@ class LocalSource(Source):
         sink = self._sink
         with sink.lock:  # the gradients of another device arrive on a thread of their own
             members, running = self._layout.members[number], self._running
+            if self.compiled.handed_over is not None and (taken := self.compiled.taken_in(graph_task())):
+                if last in taken:
+                    return  # as in _accumulated; what else there is of the bucket is found where backward ends
+                self._in_order &= taken.isdisjoint(members.indices)
             if running.task == graph_task_number() and running.prepared and not running.adds_up:
                 update = running.prepared[number]
                 if (
@@ -257,6 +279,109 @@ class LocalSource(Source):
             return False
         return not self._earlier.versions or self._earlier.have_come(last, members, gradients)
 
+    # In backward, handed over by compiled code.
+
+    @property
+    def hands_over_bytes(self) -> int:
+        return self._layout.bucket_bytes
+
+    def living(self) -> Iterable[torch.Tensor]:
+        return [parameter for attached in self._layout.trainable if (parameter := attached.peek()) is not None]
+
+    def kept_because(self, *, is_whole: bool) -> str | None:
+        """What keeps gradients of compiled code until its backward ends; ``None``: nothing that is known.
+
+        Args:
+            is_whole: whether the whole model is compiled. Parts of one need not hand over anything.
+        """
+        compiled, by_id, size = self.compiled, self._layout.by_id, self.hands_over_bytes
+        handed = compiled.handed_over
+        kept = {} if handed is None else {by_id[key]: why for key, why in handed.kept.items() if why and key in by_id}
+        if kept:
+            first, why = next(iter(kept.items()))
+            return f"compiled code keeps gradients ({len(kept)}, as {first.spec.name}'s) until its backward ends: {why}"
+        if compiled.has_taken or not is_whole:
+            return None
+        large = sum(attached.spec.nbytes for attached in self._layout.trainable if attached.spec.nbytes >= SMALL)
+        if compiled.why_not is not None:
+            why = compiled.why_not
+        elif handed is None or not handed.is_met:
+            why = _NOT_ASKED
+        elif large < WORTH * size:
+            why = f"those of at least {SMALL} bytes have {large}, fewer than {WORTH} buckets of {size}"
+        else:
+            why = "it may read each weight until then, or comes in parts that are too small"
+        return f"the whole model is compiled: its gradients are kept until its backward ends: {why}"
+
+    def receives(self, parameter: torch.Tensor) -> int | None:
+        attached = self._layout.by_id.get(id(parameter))
+        if attached is None or attached.peek() is not parameter or parameter.grad is not None:
+            return None
+        hooks = parameter._post_accumulate_grad_hooks or ()
+        ours = 1 if attached.spec.index in self._hooks.parameters else 0
+        return attached.spec.index if len(hooks) == ours and not parameter._backward_hooks else None
+
+    def take(self, indices: tuple[int, ...], gradients: Sequence[torch.Tensor]) -> bool:
+        with self._sink.lock:
+            task = graph_task()
+            if self._earlier.versions or not self._sink.steps_now(begun=self._backwards.open_in == task):
+                return False  # the engine puts it in its place, and then it is looked at
+            members = self._layout.chosen(indices)
+            tensors = members.tensors()
+            for parameter, gradient in zip(tensors, gradients, strict=True):
+                parameter.grad = _as_accumulated(parameter, gradient, is_kept=self._sink.updates_beside)
+            is_over = False
+            try:
+                is_over = self._step_taken(members, task)
+            finally:
+                if not is_over:
+                    _keep(tensors, gradients)
+            return True
+
+    def _step_taken(self, members: AttachedParameters, task: int | None) -> bool:
+        """Returns whether it is known that nobody keeps the gradients of ``members``."""
+        running, sink = self._running, self._sink
+        if not self._one_per_bucket or running.task != task:
+            self._step_taken_among_all(members, task)
+            return False
+        running.offered.update(members.indices)
+        number = self._layout.bucket_of[members[0].spec.index]
+        is_bucket = self._layout.members[number].indices == members.indices
+        update = running.prepared[number] if is_bucket and running.prepared else None
+        if update is not None and sink.step_prepared(members, update):
+            return sink.is_applied(members[0])
+        if not sink.arrive(members):
+            self._in_order &= self._leaves_all
+        elif self._backwards.accepts_update(task):
+            first = is_bucket and not running.prepared
+            if first:
+                running.prepared = sink.prepare(self._layout.members)
+            update = running.prepared[number] if first and running.prepared else None
+            if update is None or not sink.step_prepared(members, update, arrived=True):
+                sink.apply_and_free(members)
+        return False
+
+    def _step_taken_among_all(self, members: AttachedParameters, task: int | None) -> None:
+        """With a hook on every parameter."""
+        if task != self._running.task:
+            self._in_order = False
+        if not (self._offer() and self._sink.arrive(members)):
+            self._in_order &= self._leaves_all
+            return
+        self._arrived.update(members.indices)
+        self._layout.observed.extend(members)
+        self._layout.note_group(members)
+        for index in members.indices:
+            self._missing[self._layout.bucket_of[index]] -= 1
+        if self._backwards.accepts_update(task):
+            self._sink.apply_and_free(members)
+
+    def _not_taken(self, members: AttachedParameters) -> AttachedParameters:
+        taken = self.compiled.taken_in(graph_task())
+        if taken.isdisjoint(members.indices):
+            return members
+        return AttachedParameters(attached for attached in members if attached.spec.index not in taken)
+
     @property
     def _leaves_all(self) -> bool:
         """A gradient was refused: whether so are all of this backward, which disturbs no order."""
@@ -299,6 +424,18 @@ class LocalSource(Source):
 
     def disconnect(self) -> None:
         self._hooks.remove()
+        self.compiled.stop()
+
+
+def _as_accumulated(parameter: torch.Tensor, gradient: torch.Tensor, *, is_kept: bool) -> torch.Tensor:
+    """``gradient`` as autograd would have it in ``.grad``: strided as the parameter is.
+
+    Args:
+        is_kept: whether somebody else steps it, later.
+    """
+    if gradient.stride() != parameter.stride():
+        return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+    return gradient.clone() if is_kept else gradient
 
 
 @dataclass(slots=True)
@@ -397,6 +534,11 @@ def _writes(parameters: AttachedParameters) -> list[int]:
     return [-1 if gradient is None else next(versions) for gradient in gradients]
 
 
+_NOT_ASKED = (
+    "it was compiled before attach(), by another backend than inductor, or with settings that rule it out; "
+    "torch.compiler.reset() has it compiled anew"
+)
+_MANY = 1000
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _IMPLEMENTATION = attrgetter("_cdata")  # which has no public name: tests/unit/test_swapped.py fails without it
 
@@ -412,6 +554,8 @@ class LocalLayout:
         members: the parameters of each bucket.
         bucket_of: by index of a parameter: the number of its bucket. A parameter that was unfrozen within the running
             forward has none yet.
+        by_id: these, by the parameter's ``id``.
+        groups: those that compiled code hands over together.
         observed: the parameters whose gradients have arrived in this step, in that order.
         follows_observed: whether the buckets follow the order in which gradients arrived.
     """
@@ -423,6 +567,9 @@ class LocalLayout:
         self._parameters = AttachedParameters(parameters)
         self._requires_grad: list[bool] = []  # as it was found for each parameter
         self._bucket_bytes = bucket_bytes
+        self.groups: list[AttachedParameters] = []
+        self._known: dict[tuple[int, ...], AttachedParameters] = {}
+        self.by_id: dict[int, AttachedParameter] = {}
         self._fill([])
 
     def adopt(self, parameters: Sequence[AttachedParameter]) -> None:
@@ -436,8 +583,43 @@ class LocalLayout:
             return False
         self._requires_grad = requires_grad
         self.trainable = AttachedParameters(compress(self._parameters, requires_grad))
+        self.by_id = {id(attached.get()): attached for attached in self.trainable}
+        self.groups, self._known = [], {}
         self.follows_observed = False
         self._fill(reversed(self.trainable))
+        return True
+
+    @property
+    def bucket_bytes(self) -> int:
+        return self._bucket_bytes or bucket_bytes_for(attached.spec for attached in self.trainable)
+
+    def chosen(self, indices: tuple[int, ...]) -> AttachedParameters:
+        """Those of ``trainable`` with these indices, in their order."""
+        found = self._known.get(indices)
+        if found is None:
+            number = self.bucket_of[indices[0]]
+            if self.members[number].indices == indices:  # which know more of themselves by now
+                found = self.members[number]
+            else:
+                by_index = {attached.spec.index: attached for attached in self.trainable}
+                found = AttachedParameters(by_index[index] for index in indices)
+            if len(self._known) > _MANY:
+                self._known.clear()
+            self._known[indices] = found
+        return found
+
+    def note_group(self, members: AttachedParameters) -> None:
+        """These were handed over together. They are to be a bucket, if none of them is in another group."""
+        if not any(a in group for group in self.groups for a in members):
+            self.groups.append(members)
+
+    def regroup(self) -> bool:
+        """Make buckets of the groups that were noted. Returns whether there are any new ones."""
+        known = {bucket.indices for bucket in self.members}
+        if all(group.indices in known for group in self.groups):
+            return False
+        self.follows_observed = False
+        self._fill([*self.trainable])
         return True
 
     def follow_observed(self) -> None:
@@ -453,11 +635,14 @@ class LocalLayout:
 
     def _fill(self, order: Iterable[AttachedParameter]) -> None:
         attached = {a.spec.index: a for a in order}
-        specs = [a.spec for a in attached.values()]
-        size = self._bucket_bytes
+        grouped = {index for group in self.groups for index in group.indices}
+        specs = [a.spec for a in attached.values() if a.spec.index not in grouped]
+        size, groups = self._bucket_bytes, [tuple(a.spec for a in group) for group in self.groups]
         self.buckets: tuple[Bucket, ...] = (
-            fill_buckets("local", specs, size) if size else default_buckets("local", specs)
+            *(Bucket("compiled", group) for group in groups),
+            *(fill_buckets("local", specs, size) if size else default_buckets("local", specs)),
         )
+        self._known.clear()
         self.members = [AttachedParameters(attached[s.index] for s in bucket.parameters) for bucket in self.buckets]
         self.bucket_of = {a.spec.index: number for number, members in enumerate(self.members) for a in members}
 
@@ -500,6 +685,53 @@ class GradientHooks:
         self.parameters.clear()
         self.tensors.clear()
         self.called_by.clear()
+
+
+class CompiledCode:
+    """What compiled code hands over to ``source``. Nothing is asked of it before something is compiled.
+
+    Attributes:
+        why_not: why it is to hand nothing over; ``None``: it is to.
+        handed_over: what it hands over; ``None``: nothing was compiled yet.
+    """
+
+    def __init__(self, source: LocalSource, why_not: str | None) -> None:
+        self.why_not = why_not
+        self.handed_over: HandedOver | None = None
+        self._source = weakref.ref(source)
+
+    def start(self) -> None:
+        source = self._source()
+        if self.why_not is None and self.handed_over is None and source is not None:
+            self.handed_over = HandedOver(source)
+
+    def before_compile(self) -> None:
+        """torch.compile is about to compile something: perhaps the model."""
+        self.start()
+        open_for_compiling()
+
+    @property
+    def has_taken(self) -> bool:
+        """Whether any code that there still is has handed something over."""
+        return self.handed_over is not None and len(self.handed_over.has_taken_from) > 0
+
+    def taken_in(self, task: int | None) -> set[int]:
+        """Indices of the parameters whose gradients were taken in this backward."""
+        handed = self.handed_over
+        return handed.taken if handed is not None and handed.task == task else set()
+
+    def stop(self) -> None:
+        self.why_not = "it is detached"
+        if self.handed_over is not None:
+            self.handed_over.stop()
+
+
+def _keep(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """The compiler wants the memory of those ``gradients`` that are still in ``.grad``, which nobody has stepped."""
+    with torch._C.DisableTorchFunctionSubclass():  # some are watched by now, and this is no use of them
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if parameter.grad is gradient:
+                parameter.grad = gradient.clone()
 
 
 class WritingBackwards:
