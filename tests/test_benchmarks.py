@@ -50,6 +50,28 @@ def test_bars_are_a_picture(tmp_path: Path) -> None:
     assert float(below.attrib["x"]) + float(below.attrib["width"]) == pytest.approx(float(above.attrib["x"]), abs=0.1)
 
 
+COUNTED = """
+import sys
+sys.argv = ["memory.py", "--runs", "1", "--parts", "one-batch", "ranks", "--settings", "float32", "--jobs", "2"]
+import contextlib, memory
+told = []
+memory.in_processes = lambda *given: dict.fromkeys(("own", "above", "weights", "activations", "bucket", "digest"), 1)
+memory.planned = lambda *given: __import__("collections").defaultdict(int)
+memory.steps_left = lambda: contextlib.nullcontext(lambda done, of, what: told.append((done, of)))
+memory.main()
+print(told[-1], len(told))
+"""
+
+
+def test_what_is_left_of_the_memory_benchmark() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COUNTED], capture_output=True, text=True, timeout=net.SECONDS, check=True, cwd=BENCHMARKS
+    )
+    last = done.stdout.splitlines()[-1]
+    number = last.split()[-1]
+    assert last == f"({number}, {number}) {number}"
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("options", [[], ["--where"]])
 def test_what_looking_costs(options: list[str]) -> None:
