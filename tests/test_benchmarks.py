@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -48,6 +49,37 @@ def test_bars_are_a_picture(tmp_path: Path) -> None:
     ]
     below, above = [element for element in drawn.iter() if element.tag.endswith("}rect")][-2:]
     assert float(below.attrib["x"]) + float(below.attrib["width"]) == pytest.approx(float(above.attrib["x"]), abs=0.1)
+
+
+def test_the_demo_is_drawn_line_by_line_and_stays(tmp_path: Path) -> None:
+    lines = [
+        (2.0, "instep 0.1.0, torch 2.13.0"),
+        (3.0, "  plain   no line of instep's"),
+        (4.0, ""),
+        (4.0, ""),
+        (5.0, "word " * 30),
+        (7.0, "Weights: equal bit for bit"),
+        (8.0, "Report: file:///somewhere"),
+    ]
+    (tmp_path / "demo.json").write_text(json.dumps(lines))
+    run("demo_picture.py", "--from", str(tmp_path / "demo.json"), "--svg", str(tmp_path / "a.svg"), "--seconds", "8")
+    drawn = ElementTree.parse(tmp_path / "a.svg").getroot()
+    late = {g[0].text: g.attrib["style"] for g in drawn if g.tag.endswith("}g")}
+    at_once = [element.text for element in drawn if element.tag.endswith("}text")]
+    assert at_once == ["$ instep demo", "plain   no line of instep's"]
+    assert late == {
+        " ".join(["word"] * 15): "animation-delay: 4.00s",
+        "Weights: equal bit for bit": "animation-delay: 8.00s",
+    }
+
+
+def test_the_demo_of_the_readme_begins_with_words_and_ends() -> None:
+    path = BENCHMARKS.parent / "docs" / "assets" / "demo.svg"
+    drawn, text = ElementTree.parse(path).getroot(), path.read_text(encoding="utf-8")
+    assert sum(element.tag.endswith("}text") for element in drawn) > 1
+    assert "infinite" not in text
+    assert "prefers-reduced-motion: no-preference" in text
+    assert max(map(float, re.findall(r"animation-delay: ([\d.]+)s", text))) <= 10
 
 
 COUNTED = """
