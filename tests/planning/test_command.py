@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -152,13 +153,15 @@ def test_progress_ends_where_it_was_said_to(words: tuple[object, ...], monkeypat
 
 
 def test_progress_is_shown_on_a_terminal_alone() -> None:
-    shown = []
+    shown, before = [], set(threading.enumerate())
     for is_terminal in (True, False):
         console = Console(file=io.StringIO(), force_terminal=is_terminal, width=80)
         with steps_left(console) as told:
             told(1, 3, "rehearsing")
         assert isinstance(console.file, io.StringIO)
         shown.append(console.file.getvalue())
+    for thread in set(threading.enumerate()) - before:
+        thread.join()  # rich's, which is told to end, and not awaited
     assert "rehearsing" in shown[0]
     assert "1/3" in shown[0]
     assert shown[1] == ""
