@@ -266,7 +266,7 @@ SHOWN = (
     ("3B", "AdamW", 4096, False),
     ("1B", "AdamW, 8 micro-batches", 512, True),
 )
-"""The rows of the README's picture: gains first, then losses."""
+"""The rows of the README's picture: what gains, what gains nothing, and what loses."""
 
 
 def picture(found: Iterable[Row]) -> bars.Panel:
