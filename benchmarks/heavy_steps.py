@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="beside the plain loop")
     parser.add_argument("--float32", action="store_true", help="Muon multiplies in float32")
-    parser.add_argument("--json", type=Path, help="write the ratios there, for bars.py")
+    parser.add_argument("--json", type=Path, help="write the ratios there")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.float32:

@@ -24,6 +24,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
 
 os.environ["INSTEP_BENCHMARK_MALLOC"] = "as it is"  # of measure.py, which would keep memory
 
@@ -35,6 +36,7 @@ from one_device import OPTIONS, Model
 from torch import nn
 
 from instep.buckets import MIB
+from instep_tools.output import Told, steps_left
 from instep_tools.planning.job import Job
 from instep_tools.planning.plan import plan
 
@@ -88,6 +90,26 @@ def planned(setting: str, model: str, micro_batches: int) -> dict[str, int]:
 # The tables.
 
 
+class Left:
+    """Tells how many processes have ended, of how many, so that the rest can be estimated."""
+
+    def __init__(self, told: Told, of: int) -> None:
+        self._told, self._of = told, of
+        self._done, self._lock = 0, Lock()
+
+    def one_less(self, what: str) -> None:
+        with self._lock:  # --jobs
+            self._done += 1
+            self._told(self._done, self._of, what)
+
+
+def runs_of(arguments: argparse.Namespace, setting: str, part: str) -> int:
+    """How many times something is trained for a table; on ranks once more, for the limit."""
+    ranks, _, every = PARTS[part]
+    runs: int = arguments.runs * len(installed(every, SETTINGS[setting]))
+    return 2 * runs if ranks == 1 else runs + 1
+
+
 def in_processes(arguments: argparse.Namespace, part: str, setting: str, model: str, way: str) -> Found:
     """Of all ranks: their digests, and the most bytes. ``raises``, where it does not run."""
     ranks = PARTS[part][0]
@@ -116,13 +138,18 @@ def in_processes(arguments: argparse.Namespace, part: str, setting: str, model: 
     }
 
 
-def tried(arguments: argparse.Namespace, part: str, setting: str, model: str, ways: dict[str, Way]) -> dict[str, Found]:
+def tried(
+    arguments: argparse.Namespace, part: str, setting: str, model: str, ways: dict[str, Way], left: Left
+) -> dict[str, Found]:
     """By way; ``above`` has the bytes of each run. A way with other weights in another run has no digest."""
+
+    def run(name: str) -> Found:
+        found = in_processes(arguments, part, setting, model, name)
+        left.one_less(f"{setting}, {part}, {model}")
+        return found
+
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        tasks = {
-            name: [pool.submit(in_processes, arguments, part, setting, model, name) for _ in range(arguments.runs)]
-            for name in ways
-        }
+        tasks = {name: [pool.submit(run, name) for _ in range(arguments.runs)] for name in ways}
         results = {name: [task.result() for task in several] for name, several in tasks.items()}
     found = {}
     for name, runs in results.items():
@@ -154,12 +181,12 @@ def weights(ways: dict[str, Way], name: str, found: list[dict[str, Found]]) -> s
     return "plain's, bit for bit" if equal else "others"
 
 
-def say(arguments: argparse.Namespace, part: str, setting: str) -> dict[str, dict[str, Found]]:
+def say(arguments: argparse.Namespace, part: str, setting: str, left: Left) -> dict[str, dict[str, Found]]:
     """Prints a table; a column for each model on one device, where ``instep plan`` has one too."""
     ranks, several, every = PARTS[part]
     ways = installed(every, SETTINGS[setting])
     names = ["GPT", "convolutional"] if ranks == 1 else ["GPT"]
-    found = {model: tried(arguments, part, setting, model, ways) for model in names}
+    found = {model: tried(arguments, part, setting, model, ways, left) for model in names}
     first = next(iter(ways))
     size = {model: f"{model}, {found[model][first]['weights'] / MIB:.0f} MiB of weights" for model in names}
     micro_batches = arguments.micro_batches if several else 1
@@ -182,6 +209,8 @@ def say(arguments: argparse.Namespace, part: str, setting: str) -> dict[str, dic
             cells += [mib(plans[model][way.planned]) if way.planned else ""] if plans else []
         print(f"| {way.title} | {' | '.join(cells)} | {weights(ways, name, list(found.values()))} |", flush=True)
     say_limit(arguments, part, setting, found, len(heads))
+    if ranks > 1:
+        left.one_less(f"{setting}, {part}")
     return found
 
 
@@ -255,14 +284,18 @@ def main() -> None:
         print(f"left out, no accelerator and no emulated one: {reason}")
         arguments.parts.remove("device")
     found = {}
-    for setting in arguments.settings:
-        if find_spec(SETTINGS[setting].needs) is None:
-            continue
+    wanted = [
+        (setting, part)
+        for setting in arguments.settings
+        if find_spec(SETTINGS[setting].needs) is not None
+        for part in arguments.parts
         # 8 bits are in a wrapper class: shard_state does not divide them, and offload="host" refuses them.
-        every_part = SETTINGS[setting].needs == "torch"
-        parts = [part for part in arguments.parts if every_part or part in ("one-batch", "micro-batches")]
-        for part in parts:
-            found[f"{setting}, {part}"] = say(arguments, part, setting)
+        if SETTINGS[setting].needs == "torch" or part in ("one-batch", "micro-batches")
+    ]
+    with steps_left() as told:
+        left = Left(told, sum(runs_of(arguments, *one) for one in wanted))
+        for setting, part in wanted:
+            found[f"{setting}, {part}"] = say(arguments, part, setting, left)
             if arguments.json:
                 arguments.json.write_text(json.dumps(found, indent=1))
     if arguments.svg:

@@ -1,6 +1,6 @@
 """Is what `instep plan` says of memory what a training run takes?
 
-    python benchmarks/plan_against_measured.py                 # five models, a few minutes
+    python benchmarks/plan_against_measured.py                 # seven models, a few minutes
     python benchmarks/plan_against_measured.py --models mlp --width 64
 
 Each model is planned, without data, and then trained on one device, a CPU. What it takes is read from torch's own
@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 from unittest.mock import patch
@@ -23,6 +24,8 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
+from what_fits import Llama
+from what_fits import Shape as LlamaShape
 
 import instep
 from instep._torch.worker import Task, Worker
@@ -103,6 +106,13 @@ def bert(width: int) -> nn.Module:
     return BertForSequenceClassification(config)  # type: ignore[no-any-return]
 
 
+def llama(width: int, *, checkpoints: bool) -> nn.Module:
+    """That of ``what_fits.py``, small, in bfloat16, with as many words to its width."""
+    heads = width // 64
+    shape = LlamaShape(width, depth=4, heads=heads, groups=heads // 2, hidden=3 * width, words=42 * width)
+    return Llama(shape, checkpoints=checkpoints).to(torch.bfloat16)
+
+
 def tokens(rows: int, length: int, words: int) -> torch.Tensor:
     return torch.arange(rows * length).reshape(rows, length) % words
 
@@ -120,6 +130,8 @@ KINDS = {
     "convnet": Kind(convnet, lambda width: torch.ones(8, 3, 32, 32)),
     "mlp": Kind(mlp, lambda width: torch.ones(16, width)),
     "embedding": Kind(Huge, lambda width: tokens(16, 32, 200 * width)),
+    "llama": Kind(partial(llama, checkpoints=False), lambda width: tokens(1, 128, 42 * width)),
+    "llama, checkpoints": Kind(partial(llama, checkpoints=True), lambda width: tokens(1, 128, 42 * width)),
     "bert": Kind(
         bert,
         lambda width: {"input_ids": tokens(2, 64, 8 * width), "labels": torch.zeros(2, dtype=torch.long)},

@@ -2,15 +2,19 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import bars
 import pytest
+import what_fits
 
+from instep_tools.planning.job import PlannedBucket, PlannedPeak
 from tests import net
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -48,6 +52,119 @@ def test_bars_are_a_picture(tmp_path: Path) -> None:
     ]
     below, above = [element for element in drawn.iter() if element.tag.endswith("}rect")][-2:]
     assert float(below.attrib["x"]) + float(below.attrib["width"]) == pytest.approx(float(above.attrib["x"]), abs=0.1)
+
+
+def test_marks_stand_where_their_values_are(tmp_path: Path) -> None:
+    path = tmp_path / "bars.svg"
+    panel = bars.Panel("GiB", {"": [bars.Bar("plain", 10.0, bars.OTHERS, said="ten")]}, marks={"16 GB": 20.0})
+    bars.draw(path, panel, layout=bars.Layout(400, 60, 90))
+    drawn = ElementTree.parse(path).getroot()
+    assert [element.text for element in drawn if element.tag.endswith("}text")] == ["GiB", "16 GB", "plain", "ten"]
+    [mark] = [element for element in drawn if element.tag.endswith("}line")]
+    bar = [element for element in drawn if element.tag.endswith("}rect")][-1]
+    assert (float(mark.attrib["x1"]), float(bar.attrib["width"])) == (60 + 250, 125)
+
+
+def test_what_a_card_has() -> None:
+    assert what_fits.card(16 * 10**9 - 2**30) == 16
+    assert what_fits.card(16 * 10**9 - 2**30 + 1) == 24
+    assert what_fits.card(80 * 10**9) is None
+
+
+def test_what_fits_plans_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    several = "AdamW, 8 micro-batches"
+    monkeypatch.setitem(what_fits.PARTS, several, replace(what_fits.PARTS[several], micro_batches=2))
+    tiny = what_fits.Shape(width=16, depth=1, heads=2, groups=1, hidden=16, words=32)
+    found = list(what_fits.rows({"tiny": tiny}, ("AdamW", several, "masters(AdamW)"), (512,), (True, False)))
+    named = [(row.part, row.tokens, row.checkpoints) for row in found]
+    assert named == [("AdamW", 512, True), ("AdamW", 512, False), (several, 512, True), ("masters(AdamW)", 512, True)]
+    checkpointed, kept, together, with_masters = (row.peaks for row in found)
+    assert checkpointed["plain"] < kept["plain"]
+    assert together.keys() == {"plain", what_fits.TOGETHER}
+    assert with_masters["plain"] > checkpointed["plain"]
+
+
+def test_a_gpu_keeps_the_bucket_before() -> None:
+    buckets = [PlannedBucket(nbytes, (), 0) for nbytes in (3, 5, 100)]
+    peaks = [PlannedPeak(way, "fused", 1000, 0) for way in ("plain", "backward", "backward, undo")]
+    assert what_fits.peaks_of(peaks, buckets) == {"plain": 1000, "backward": 1005}
+
+
+RESULTS = BENCHMARKS / "results" / "what_fits.json"
+
+
+def test_the_table_and_the_picture_of_the_readme_are_of_what_was_found(tmp_path: Path) -> None:
+    found = [what_fits.Row(**one) for one in json.loads(RESULTS.read_text(encoding="utf-8"))]
+    root = BENCHMARKS.parent
+    memory = (root / "docs" / "memory.md").read_text(encoding="utf-8")
+    assert "\n".join([*what_fits.header(), *map(str, found)]) in memory
+    shown = {}
+    for row in found:
+        way = what_fits.TOGETHER if what_fits.TOGETHER in row.peaks else "backward"
+        plain, ours = (f"{row.peaks[one] / 2**30:.2f} | {what_fits.card(row.peaks[one])}" for one in ("plain", way))
+        keeps = "yes" if row.checkpoints else "no"
+        shown[f"| {row.model[0]} B, {row.part} | {row.tokens:,} | {keeps} | {plain} | {ours} |"] = row
+    lines = (root / "README.md").read_text(encoding="utf-8").splitlines()
+    rows = [line for line in lines if re.match(r"\| \d B, ", line)]
+    assert 5 < len(rows) <= 8
+    assert set(rows) <= shown.keys()
+    drawn = {(row.model, row.part, row.tokens, row.checkpoints) for row in map(shown.__getitem__, rows)}
+    assert set(what_fits.SHOWN) <= drawn
+    run("what_fits.py", "--from", str(RESULTS), "--svg", str(tmp_path / "fits.svg"))
+    assert (tmp_path / "fits.svg").read_bytes() == (root / "docs" / "assets" / "fits.svg").read_bytes()
+
+
+def test_the_demo_is_drawn_line_by_line_and_stays(tmp_path: Path) -> None:
+    lines = [
+        (2.0, "instep 0.1.0, torch 2.13.0"),
+        (3.0, "  plain   no line of instep's"),
+        (4.0, ""),
+        (4.0, ""),
+        (5.0, "word " * 30),
+        (7.0, "Weights: equal bit for bit"),
+        (8.0, "Report: file:///somewhere"),
+    ]
+    (tmp_path / "demo.json").write_text(json.dumps(lines))
+    run("demo_picture.py", "--from", str(tmp_path / "demo.json"), "--svg", str(tmp_path / "a.svg"), "--seconds", "8")
+    drawn = ElementTree.parse(tmp_path / "a.svg").getroot()
+    late = {g[0].text: g.attrib["style"] for g in drawn if g.tag.endswith("}g")}
+    at_once = [element.text for element in drawn if element.tag.endswith("}text")]
+    assert at_once == ["$ instep demo", "plain   no line of instep's"]
+    assert late == {
+        " ".join(["word"] * 15): "animation-delay: 4.00s",
+        "Weights: equal bit for bit": "animation-delay: 8.00s",
+    }
+
+
+def test_the_demo_of_the_readme_begins_with_words_and_ends() -> None:
+    path = BENCHMARKS.parent / "docs" / "assets" / "demo.svg"
+    drawn, text = ElementTree.parse(path).getroot(), path.read_text(encoding="utf-8")
+    assert sum(element.tag.endswith("}text") for element in drawn) > 1
+    assert "infinite" not in text
+    assert "prefers-reduced-motion: no-preference" in text
+    assert max(map(float, re.findall(r"animation-delay: ([\d.]+)s", text))) <= 10
+
+
+COUNTED = """
+import sys
+sys.argv = ["memory.py", "--runs", "1", "--parts", "one-batch", "ranks", "--settings", "float32", "--jobs", "2"]
+import contextlib, memory
+told = []
+memory.in_processes = lambda *given: dict.fromkeys(("own", "above", "weights", "activations", "bucket", "digest"), 1)
+memory.planned = lambda *given: __import__("collections").defaultdict(int)
+memory.steps_left = lambda: contextlib.nullcontext(lambda done, of, what: told.append((done, of)))
+memory.main()
+print(told[-1], len(told))
+"""
+
+
+def test_what_is_left_of_the_memory_benchmark() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COUNTED], capture_output=True, text=True, timeout=net.SECONDS, check=True, cwd=BENCHMARKS
+    )
+    last = done.stdout.splitlines()[-1]
+    number = last.split()[-1]
+    assert last == f"({number}, {number}) {number}"
 
 
 @pytest.mark.nightly
@@ -97,13 +214,11 @@ def test_runs(name: str, options: list[str], ranks: int) -> None:
 
 
 @pytest.mark.nightly
-def test_the_picture_of_the_readme(tmp_path: Path) -> None:
-    memory, heavy, svg = (str(tmp_path / name) for name in ("memory.json", "heavy.json", "gains.svg"))
-    run("memory.py", *ONCE, "--parts", "one-batch", "micro-batches", "--json", memory)
-    run("heavy_steps.py", "--rounds", "1", "--steps", "1", "--rows", "1", "--width", "16", "--float32", "--json", heavy)
-    run("bars.py", memory, heavy, "--svg", svg)
-    words = [element.text for element in ElementTree.parse(svg).iter() if element.tag.endswith("}text")]
-    assert words.count("instep") == 3
+def test_heavy_steps_writes_its_ratios(tmp_path: Path) -> None:
+    found = tmp_path / "heavy.json"
+    words = ["--rounds", "1", "--steps", "1", "--rows", "1", "--width", "16", "--float32", "--json", str(found)]
+    run("heavy_steps.py", *words)
+    assert json.loads(found.read_text())["ratio"]["backward, default"]["median"] > 0
 
 
 @pytest.mark.nightly

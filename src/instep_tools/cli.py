@@ -109,6 +109,10 @@ def selftest(
     ranks: Annotated[
         int | None, _option("Number of processes for the data-parallel rows. 1 leaves them out.", "2")
     ] = None,
+    thorough: Annotated[
+        bool,
+        _option("On a CPU, compute with all of torch's threads, not with one. It takes several times as long.", False),
+    ] = False,
     json: Annotated[Path | None, _option("Write all that was found to this file, for a report.")] = None,
     quiet: Annotated[bool, _option("Show only the tables and the verdict.", False, *QUIET)] = False,
 ) -> None:
@@ -121,7 +125,7 @@ def selftest(
     from instep_tools.selftest.run import run  # before ``_exit_codes``, as in ``demo``
 
     with _exit_codes("selftest"):
-        equal = run(device, ranks, json, quiet)
+        equal = run(device, ranks, json, quiet, thorough=thorough)
     raise typer.Exit(0 if equal else NOT_EQUAL)
 
 

@@ -6,7 +6,8 @@ that a path that cannot be written costs no training.
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -52,6 +54,34 @@ def size_of(nbytes: float) -> str:
 def time_of(seconds: float) -> str:
     """Return a duration in words."""
     return f"{1e3 * seconds:.2f} ms" if abs(seconds) >= 1e-3 else f"{1e6 * seconds:.1f} µs"
+
+
+Told = Callable[[int, int, str], object]
+"""Is told how many parts of some work are done, of how many, and which is next."""
+
+
+@contextmanager
+def steps_left(console: Console | None = None) -> Iterator[Told]:
+    """Show how far the work of the block is, and about how long the rest takes, on stderr if that is a terminal: stdout
+    may be a pipe, which gets the results alone."""
+    console = console or Console(stderr=True)
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+    # What a program prints meanwhile stands above the bar on a terminal, and goes where it belongs otherwise.
+    shown = Progress(
+        *columns,
+        console=console,
+        transient=True,
+        redirect_stdout=sys.stdout.isatty(),
+        speed_estimate_period=3600,
+        disable=not console.is_terminal,
+    )
+    with shown as progress:
+        task = progress.add_task("", total=None)
+
+        def told(done: int, of: int, what: str) -> None:
+            progress.update(task, completed=done, total=of, description=what)
+
+        yield told
 
 
 def require_writable(option: str, path: Path | None) -> None:

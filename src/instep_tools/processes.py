@@ -83,6 +83,18 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
+@contextmanager
+def one_thread(device: torch.device) -> Iterator[None]:
+    """On a CPU torch computes with one thread in this block: a pool stalls when another program takes one of its."""
+    before = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 _ENVIRONMENT = {
     # glibc's malloc would hand the plain loop's gradients back to the kernel after each step and fault them in again:
     # that slows the plain loop down by more than the difference to be measured.

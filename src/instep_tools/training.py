@@ -227,6 +227,11 @@ def in_turn(
     return found
 
 
+ENOUGH_TURNS = 8
+"""So many steps of each loop must be timed before a ratio is shown: that all of eight agree by luck is one in 128."""
+TOO_FEW = "too few turns to tell"
+
+
 @dataclass(frozen=True, slots=True)
 class Gain:
     """One loop beside the plain one of its group.
@@ -238,6 +243,7 @@ class Gain:
         milliseconds: of a step, the median.
         ratio, p10, p90: the plain loop's time to this one's: the median, and the 10th and 90th percentile, of steps
             that were taken in turn. What slows the machine down for a while slows both.
+        turns: the number of these steps.
         losses: of each step.
         difference: from the plain loop, in words; ``None``: there is none, or nobody has compared.
     """
@@ -250,6 +256,7 @@ class Gain:
     ratio: float
     p10: float
     p90: float
+    turns: int
     losses: tuple[float, ...] = ()
     difference: str | None = None
 
@@ -257,6 +264,11 @@ class Gain:
     def may_be_chance(self) -> bool:
         """Whether steps do not agree on which loop is faster."""
         return self.p10 <= 1.0 <= self.p90
+
+    @property
+    def tells(self) -> bool:
+        """Whether there were turns enough for the ratio to mean something."""
+        return self.turns >= ENOUGH_TURNS
 
 
 def measure_group(
@@ -285,7 +297,7 @@ def measure_group(
         ratios = [plain / this for plain, this in zip(seconds[group[0].name], mine, strict=True)]
         tenths = statistics.quantiles(ratios, n=10, method="inclusive")
         times = (1e3 * statistics.median(mine), statistics.median(ratios), tenths[0], tenths[-1])
-        found.append(Gain(kind.name, kind.base, *used, *times, tuple(one.losses), one.difference))
+        found.append(Gain(kind.name, kind.base, *used, *times, len(mine), tuple(one.losses), one.difference))
     return found
 
 
@@ -294,6 +306,7 @@ def table_of(gains: Iterable[Gain]) -> Table:
     made = table("loop", "peak", "above\nweights\nand state", "a step", "plain's time\n/ its")
     for gain in gains:
         sizes = ("not known" if size is None else size_of(size) for size in (gain.peak_bytes, gain.extra_bytes))
-        spread = "" if gain.name == gain.base else f"{gain.ratio:.2f} [{gain.p10:.2f}, {gain.p90:.2f}]"
+        spread = f"{gain.ratio:.2f} [{gain.p10:.2f}, {gain.p90:.2f}]" if gain.tells else TOO_FEW.replace(" to", "\nto")
+        spread = "" if gain.name == gain.base else spread
         made.add_row(gain.name, *sizes, time_of(gain.milliseconds / 1e3), spread)
     return made

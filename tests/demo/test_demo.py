@@ -321,15 +321,16 @@ def test_a_directory_that_cannot_be_written_costs_the_report_alone(
     ("times", "said"),
     [
         (
-            (100.0, 1.02, 0.97, 1.05),
+            (100.0, 1.02, 0.97, 1.05, 8),
             "100.00 ms in place of 102.00 ms, 2% shorter here; too noisy to tell (0.95 to 1.03)",
         ),
-        ((100.0, 0.80, 0.75, 0.90), "100.00 ms in place of 80.00 ms, 25% longer"),
-        ((100.0, 1.25, 1.10, 1.30), "100.00 ms in place of 125.00 ms, 20% shorter"),
+        ((100.0, 0.80, 0.75, 0.90, 8), "100.00 ms in place of 80.00 ms, 25% longer"),
+        ((100.0, 1.25, 1.10, 1.30, 8), "100.00 ms in place of 125.00 ms, 20% shorter"),
+        ((100.0, 1.25, 1.10, 1.30, 7), "100.00 ms in place of 125.00 ms; too few turns to tell"),
     ],
 )
-def test_a_ratio_agrees_with_its_times(times: tuple[float, float, float, float], said: str) -> None:
-    plain = Gain("plain", "plain", 1, 1, times[0] * times[1], 1.0, 1.0, 1.0)
+def test_a_ratio_agrees_with_its_times(times: tuple[float, float, float, float, int], said: str) -> None:
+    plain = Gain("plain", "plain", 1, 1, times[0] * times[1], 1.0, 1.0, 1.0, 8)
     assert time_taken(plain, Gain("default", "plain", 1, 1, *times)) == said
 
 

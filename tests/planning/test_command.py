@@ -1,17 +1,24 @@
 """``instep plan`` as a user runs it."""
 
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import instep
 from instep_tools.cli import app
+from instep_tools.output import Told, steps_left
+from instep_tools.planning import show
 from instep_tools.planning import times as making
 from tests import net
 
@@ -49,7 +56,9 @@ def test_in_a_pipe_it_is_plain_text_and_the_file_has_all_numbers(tmp_path: Path)
         assert said in done.stdout
     assert "attach refuses" not in done.stdout
     assert re.search(
-        r"^.* of gradients.*\nThe step takes [\d.]+% of an iteration\nTake instep.attach\(", done.stdout, re.M
+        r"^.* of gradients.*\nThe step takes [\d.]+% of an iteration on this machine\nTake instep.attach\(",
+        done.stdout,
+        re.M,
     )
     numbers = json.loads(written.read_text())
     assert numbers["instep_version"] == instep.__version__
@@ -85,6 +94,77 @@ def test_rates_that_are_given_are_not_measured(monkeypatch: pytest.MonkeyPatch) 
     code, shown, _ = invoke(f"{HERE}:layers_and_rows", "--terabytes", 0.5, "--tflops", 2)
     assert code == 0
     assert "measured" not in shown
+    assert "this machine" not in shown
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "measured"),
+    [
+        ((), "--terabytes and --tflops", {"terabytes", "tflops"}),
+        (("--terabytes", 1), "--tflops", {"tflops"}),
+        (("--tflops", 1), "--terabytes", {"terabytes"}),
+        (("--forward-ms", 1), "--terabytes", {"terabytes"}),
+    ],
+)
+def test_times_of_this_machine_say_so(
+    given: tuple[object, ...],
+    options: str,
+    measured: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    for name in ("measured_flops", "measured_memory_bytes"):
+        monkeypatch.setattr(making, name, lambda: 1e12)
+    words = (f"{HERE}:forty_layers", "--inputs", f"{HERE}:two_rows", "-q", "--json", tmp_path / "plan.json")
+    code, shown, _ = invoke(*words, *given)
+    assert code == 0
+    assert f"\nTimes rest on the speed of this machine, measured just now. Give another's: {options}\n" in shown
+    assert "% of an iteration on this machine\n" in shown
+    second = re.search(r"for a second backward \((.*)\)", shown)
+    assert second is not None
+    assert second[1].endswith(" on this machine") == ("tflops" in measured)
+    assert set(json.loads((tmp_path / "plan.json").read_text())["measured_here"]) == measured
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("--optimizer", f"{HERE}:Wraps", "-o", "lr=0.1"),
+        ("-o", "fused=True", "--micro-batches", 2, "--offload", "host"),
+        ("--world-size", 2, "--offload", "host"),
+        ("--world-size", 2),
+    ],
+)
+def test_progress_ends_where_it_was_said_to(words: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+
+    @contextmanager
+    def steps_left() -> Iterator[Told]:
+        yield lambda done, of, what: seen.append((done, of))
+
+    monkeypatch.setattr(show, "steps_left", steps_left)
+    given = (f"{HERE}:layers_and_rows", "--terabytes", 1, "--tflops", 1)
+    assert invoke(*given, *words)[0] == 0
+    done = list(dict.fromkeys(done for done, _ in seen))
+    of = seen[-1][1]
+    assert done == list(range(of)), seen
+    assert {of for done, of in seen if done > 0} == {of}
+
+
+def test_progress_is_shown_on_a_terminal_alone() -> None:
+    shown, before = [], set(threading.enumerate())
+    for is_terminal in (True, False):
+        console = Console(file=io.StringIO(), force_terminal=is_terminal, width=80)
+        with steps_left(console) as told:
+            told(1, 3, "rehearsing")
+        assert isinstance(console.file, io.StringIO)
+        shown.append(console.file.getvalue())
+    for thread in set(threading.enumerate()) - before:
+        thread.join()  # rich's, which is told to end, and not awaited
+    assert "rehearsing" in shown[0]
+    assert "1/3" in shown[0]
+    assert shown[1] == ""
 
 
 @pytest.mark.nightly

@@ -9,15 +9,17 @@ import pytest
 import torch
 from rich.console import Console
 from torch.optim import Optimizer
+from typer.testing import CliRunner
 
 import instep
+from instep_tools.cli import app
 from instep_tools.output import CannotRunError
 from instep_tools.selftest import features, gains, ranks, run
 from instep_tools.selftest.features import FEATURES, WAYS, Cell, Feature, Loop, compare
 from instep_tools.selftest.gains import said_of
 from instep_tools.selftest.ranks import SOURCES, compare_on_ranks
 from instep_tools.selftest.run import Result
-from instep_tools.training import Gain, Job, Shape
+from instep_tools.training import Gain, Job, Shape, table_of
 from tests.devices import here
 
 BY_NAME = {feature.name: feature for feature in FEATURES}
@@ -151,17 +153,49 @@ def test_memory_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_said_of_gains() -> None:
     mib = 1 << 20
-    plain = Gain("plain", "plain", 50 * mib, 40 * mib, 10.0, 1.0, 1.0, 1.0)
-    faster = Gain("default", "plain", 50 * mib, 40 * mib, 8.0, 1.25, 1.1, 1.3)
-    smaller = Gain('schedule="backward"', "plain", 14 * mib, 4 * mib, 10.1, 0.99, 0.9, 1.1)
-    unknown = Gain("offload", "plain", None, None, 20.0, 0.5, 0.4, 0.6)
-    again = Gain("plain, again", "plain", 50 * mib, 40 * mib, 10.0, 1.0, 0.9, 1.1)
+    plain = Gain("plain", "plain", 50 * mib, 40 * mib, 10.0, 1.0, 1.0, 1.0, 15)
+    faster = Gain("default", "plain", 50 * mib, 40 * mib, 8.0, 1.25, 1.1, 1.3, 15)
+    smaller = Gain('schedule="backward"', "plain", 14 * mib, 4 * mib, 10.1, 0.99, 0.9, 1.1, 15)
+    unknown = Gain("offload", "plain", None, None, 20.0, 0.5, 0.4, 0.6, 7)
+    again = Gain("plain, again", "plain", 50 * mib, 40 * mib, 10.0, 1.0, 0.9, 1.1, 15)
     assert list(said_of([plain, again, faster, smaller, unknown])) == [
         "default: 40.00 MiB above weights and state in place of 40.00 MiB, 1.25 of the plain loop's speed",
         'schedule="backward": 4.00 MiB above weights and state in place of 40.00 MiB, 0.99 of the plain loop\'s speed '
         "(within chance)",
-        "offload: 0.50 of the plain loop's speed",
+        "offload: of its speed too few turns to tell",
     ]
+
+
+def test_the_table_shows_no_ratio_of_a_few_turns() -> None:
+    plain = Gain("plain", "plain", None, None, 10.0, 1.0, 1.0, 1.0, 15)
+    gains = [plain, *(Gain(f"{n} turns", "plain", None, None, 8.0, 1.25, 1.1, 1.3, n) for n in (7, 8))]
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(table_of(gains))
+    shown = {line[:8].strip(): line.split("8.00 ms")[-1].strip() for line in captured.get().splitlines()}
+    assert shown["7 turns"] == "too few turns"
+    assert captured.get().count("to tell") == 1
+    assert shown["8 turns"] == "1.25 [1.10, 1.30]"
+
+
+@pytest.mark.skipif(here().type != "cpu", reason="threads are a CPU's")
+def test_one_thread_unless_it_is_to_be_thorough(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def examine(*args: Any, **options: Any) -> Result:
+        seen.append(torch.get_num_threads())
+        return Result("cpu", {}, {}, [])
+
+    monkeypatch.setattr(run, "examine", examine)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for options in ([], ["--thorough"]):
+            assert CliRunner().invoke(app, ["selftest", "--device", "cpu", *options]).exit_code == 0
+        after = torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+    assert (seen, after) == ([1, 3], 3)
 
 
 def test_ranks_that_fail_and_one_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,8 @@ def test_plain_numbers(way: str, disabled: bool, monkeypatch: pytest.MonkeyPatch
     overlap.synchronize()
     found = overlap.stats()
     assert found.keys() == COUNTS | TIMES
-    assert all(type(value) in (int, float) for value in found.values())
+    assert type(found) is dict
+    assert all(name.isidentifier() and type(value) in (int, float) for name, value in found.items())
     assert json.loads(json.dumps(found)) == found
     assert found["steps"] == 3
     assert found["exposed_ms"] > 0

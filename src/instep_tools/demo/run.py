@@ -15,7 +15,7 @@ from instep_tools.demo.acts import MICRO_BATCHES, MIN_STEPS, WARM_UP_STEPS, Act,
 from instep_tools.output import CannotRunError, print_line, require_writable, size_of, time_of, write, write_numbers
 from instep_tools.processes import device_of, name_of, ranks_of, run_on_ranks
 from instep_tools.report.page import page
-from instep_tools.training import CONTEXT, Gain, Shape, table_of
+from instep_tools.training import CONTEXT, TOO_FEW, Gain, Shape, table_of
 
 REPORT = Path("instep-demo-report.html")
 # 18 and 38 million parameters. The second act has the small one: each rank has two, and all share the machine's memory.
@@ -159,11 +159,13 @@ def _in_place(loops: Sequence[Gain]) -> str:
 
 def time_taken(plain: Gain, other: Gain) -> str:
     """Return a step's time beside the plain loop's, in words."""
+    both = f"{time_of(other.milliseconds / 1e3)} in place of {time_of(plain.milliseconds / 1e3)}"
+    if not other.tells:
+        return f"{both}; {TOO_FEW}"
     # The ratio is the plain loop's by this one's; what is said is how this one's time changed.
     share = 1 / other.ratio
     changed = f"{abs(1 - share):.0%} {'shorter' if share < 1 else 'longer'}"
     # Rounded: a change of less than half a per cent is none.
     changed = "as long" if changed.startswith("0%") else changed
     noise = f" here; too noisy to tell ({1 / other.p90:.2f} to {1 / other.p10:.2f})" if other.may_be_chance else ""
-    both = f"{time_of(other.milliseconds / 1e3)} in place of {time_of(plain.milliseconds / 1e3)}"
     return f"{both}, {changed}{noise}"

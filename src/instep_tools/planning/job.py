@@ -159,6 +159,7 @@ class Estimate:
 
     Attributes:
         offloaded: ``None`` if it was not asked for.
+        measured_here: the rates that the job does not give, and that are this machine's.
         accepted: options, with the schedule, that ``attach`` takes.
         assumptions: sentences on what the job does not say, and what is assumed of it.
     """
@@ -172,6 +173,7 @@ class Estimate:
     peaks: tuple[PlannedPeak, ...]
     buckets: tuple[PlannedBucket, ...]
     times: PlannedTimes
+    measured_here: tuple[str, ...]
     offloaded: Offloaded | None
     refusals: tuple[Refusal, ...]
     accepted: tuple[str, ...]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from instep import attach
-from instep_tools.output import MIB, CannotRunError
+from instep_tools.output import MIB, CannotRunError, Told
 from instep_tools.planning.job import EVERYTHING, Estimate, Job, Offloaded, PlannedBucket, PlannedPeak, Sizes
 from instep_tools.planning.model import MakeOptimizer, PlannedModel, optimizer_makers
 from instep_tools.planning.refusals import ask_attach, is_judged
@@ -27,7 +27,7 @@ ON_THEIR_WAY = 2
 """How many buckets of ``replicate`` are on their way at most."""
 
 
-def plan(job: Job, *, refusals: bool = False) -> Estimate:
+def plan(job: Job, *, refusals: bool = False, told: Told = lambda done, of, what: None) -> Estimate:
     """Return what training as ``job`` says would need and take.
 
     Nothing is trained, and no tensor of the model is made. Rates of the machine that ``job`` does not give are
@@ -35,6 +35,7 @@ def plan(job: Job, *, refusals: bool = False) -> Estimate:
 
     Args:
         refusals: whether each option of ``attach`` is tried, too.
+        told: is told how many parts of the work are done, of how many, and what is next.
 
     Raises:
         CannotRunError: something that ``job`` names is not there, or cannot be run without data.
@@ -42,7 +43,7 @@ def plan(job: Job, *, refusals: bool = False) -> Estimate:
     _require_sensible(job)
     makers = optimizer_makers(job)
     planned = PlannedModel(job)
-    return _Planning(job, planned, makers).estimate(refusals)
+    return _Planning(job, planned, makers, told).estimate(refusals)
 
 
 def _require_sensible(job: Job) -> None:
@@ -71,10 +72,11 @@ def _require_sensible(job: Job) -> None:
 class _Planning:
     """One plan in the making: it collects the numbers, and the assumptions that they rest on."""
 
-    def __init__(self, job: Job, planned: PlannedModel, makers: Mapping[str, MakeOptimizer]) -> None:
+    def __init__(self, job: Job, planned: PlannedModel, makers: Mapping[str, MakeOptimizer], told: Told) -> None:
         self._job = job
         self._planned = planned
         self._makers = makers
+        self._told = told
         self._trained = {name: p for name, p in planned.model.named_parameters() if p.requires_grad}
         self._assumptions: list[str] = []
         self._first: Measured | None = None  # the plain loop with the first implementation of the optimizer
@@ -83,6 +85,7 @@ class _Planning:
     def estimate(self, try_all: bool) -> Estimate:
         job, model = self._job, self._planned.model
         make = next(iter(self._makers.values()))
+        self._told(0, self._parts, "asking attach()")
         refusals, accepted = ask_attach(self._planned, make, job, every_option=try_all)
         # The default schedule takes every optimizer, so that a refused one has a row for ``forward`` alone.
         self._refused = next((one.reason for one in refusals if one.options.startswith(EVERYTHING)), None)
@@ -96,6 +99,7 @@ class _Planning:
         plain = self._first
         assert plain is not None
         buckets = self._buckets(plain)
+        self._told(self._parts - 1, self._parts, "computing times")
         machine = machine_of(job, self._assumptions, has_forward=self._planned.runs)
         sizes = Sizes(
             dict(bytes_by_dtype(model.parameters())),
@@ -115,19 +119,37 @@ class _Planning:
             peaks=tuple(peaks),
             buckets=buckets,
             times=found,
+            measured_here=machine.measured,
             offloaded=self._offloaded(sum(sizes.state.values()), found.backward),
             refusals=refusals,
             accepted=accepted,
             assumptions=tuple(self._assumptions),
         )
 
+    @property
+    def _ways(self) -> int:
+        """How many ways to train are rehearsed with each implementation of the optimizer."""
+        if self._refused is not None:
+            return 2
+        alone = 5 + (self._job.micro_batches > 1) + 2 * (self._job.offload is not None)
+        return alone if self._job.world_size == 1 else 7 + (self._job.offload is not None)
+
+    @property
+    def _parts(self) -> int:
+        """How many parts the work has: what is asked first, the ways to train, and the times."""
+        return 2 + len(self._makers) * self._ways
+
     def _peaks(self) -> list[PlannedPeak]:
         """Rehearse each way to train with each implementation of the optimizer."""
         found: dict[str, list[PlannedPeak]] = {}
         failed: list[CannotRunError] = []
-        for implementation, make in self._makers.items():
+        for number, (implementation, make) in enumerate(self._makers.items()):
+            done = 1 + number * self._ways
             try:
+                self._told(done, self._parts, f"rehearsing {implementation}")
                 for way, seen in (self._alone if self._job.world_size == 1 else self._among_ranks)(make):
+                    done += 1
+                    self._told(done, self._parts, f"rehearsing {implementation}")
                     found.setdefault(way, []).append(PlannedPeak(way, implementation, seen.peak, seen.own))
             except CannotRunError as error:
                 failed.append(error)

@@ -2,13 +2,12 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from instep_tools.output import print_line, require_writable, size_of, table, time_of, write_numbers
+from instep_tools.output import print_line, require_writable, size_of, steps_left, table, time_of, write_numbers
 from instep_tools.planning.job import EVERYTHING, Estimate, Job, Offloaded, PlannedPeak, PlannedTimes
 from instep_tools.planning.plan import plan
 
@@ -22,9 +21,8 @@ def run(job: Job, refusals: bool, json: Path | None, quiet: bool) -> None:
     """
     # Before the rehearsal, which takes seconds.
     require_writable("--json", json)
-    terminal = Console(stderr=True)  # stdout may be a pipe: it gets the plan alone
-    with terminal.status("rehearsing some steps without data") if terminal.is_terminal else nullcontext():
-        estimate = plan(job, refusals=refusals)
+    with steps_left() as told:
+        estimate = plan(job, refusals=refusals, told=told)
     write_numbers(json, dataclasses.asdict(estimate))
     show(Console(), estimate, quiet)
 
@@ -59,6 +57,7 @@ def show(console: Console, estimate: Estimate, quiet: bool) -> None:
 BACKWARD, REPLICATE, TOGETHER = 'schedule="backward"', "instep.replicate", "overlap.micro_batches()"
 OFFLOAD = f'{BACKWARD}, offload="host"'
 TWO_PASS = "backward, two_pass"
+HERE = " on this machine"
 WORTH = 0.05
 """The share of the peak below which a gain is not worth a schedule that has limits."""
 
@@ -83,16 +82,18 @@ def verdict(estimate: Estimate) -> Iterator[str]:
     times = {one.schedule: one for one in estimate.times.schedules}
     if times:
         share = 1 - times["no optimizer"].iteration / times["plain"].iteration
-        yield f"The step takes {share:.1%} of an iteration"
+        yield f"The step takes {share:.1%} of an iteration{HERE * bool(estimate.measured_here)}"
     is_worth_it = plain - best > WORTH * plain
     yield f"Take {_line(estimate, way if is_worth_it else None)}"
     if is_worth_it and TWO_PASS in peaks:
-        yield _where_it_clips(plain - peaks[TWO_PASS].total, estimate.times.backward)
+        yield _where_it_clips(estimate, plain - peaks[TWO_PASS].total)
 
 
-def _where_it_clips(saved: int, backward: float | None) -> str:
+def _where_it_clips(estimate: Estimate, saved: int) -> str:
     """Return what a loop that calls ``clip_grad_norm_`` takes instead: the norm is known when all gradients are."""
-    second = "a second backward" if backward is None else f"a second backward ({time_of(backward)})"
+    backward, second = estimate.times.backward, "a second backward"
+    if backward is not None:
+        second += f" ({time_of(backward)}{HERE * ('tflops' in estimate.measured_here)})"
     said = "A loop that clips by the norm of all gradients takes instep.attach(model, optimizer), which saves nothing"
     if saved > 0:
         said += (
@@ -170,6 +171,9 @@ def _show_times(console: Console, estimate: Estimate) -> None:
     if estimate.ranks > 1:
         alone.append(f"communication {time_of(times.communication)} ({times.algorithm})")
     print_line(console, f"Each by itself: {', '.join(alone)}")
+    if estimate.measured_here:
+        options = " and ".join(f"--{one}" for one in estimate.measured_here)
+        print_line(console, f"Times rest on the speed of this machine, measured just now. Give another's: {options}")
     if not times.schedules:
         return
     made = table("", "iteration", "step, exposed", "plain / this")

@@ -33,6 +33,7 @@ class Machine:
         memory_bytes: bytes a second that the step reads and writes.
         link_bytes: bytes a second of each rank's link, in each direction.
         latency: seconds from one rank to another.
+        measured: the rates that are this machine's, for want of others: ``"terabytes"``, ``"tflops"``.
     """
 
     ranks: int
@@ -40,6 +41,7 @@ class Machine:
     memory_bytes: float
     link_bytes: float
     latency: float
+    measured: tuple[str, ...] = ()
 
     def allreduce(self, nbytes: float, algorithm: str) -> float:
         """Return the seconds that an all-reduce takes, by a ring or a tree."""
@@ -87,18 +89,21 @@ def times(buckets: Sequence[PlannedBucket], machine: Machine, forward: float | N
 def machine_of(job: Job, assumptions: list[str], *, has_forward: bool) -> Machine:
     """Return the machine's rates: given, measured here, or by default. What is not given is an assumption."""
     terabytes, tflops, gbits, latency = job.terabytes, job.tflops, job.gbits, job.latency_us
+    measured = []
     if terabytes is None:
         terabytes = measured_memory_bytes() / 1e12
+        measured.append("terabytes")
         assumptions.append(f"{terabytes:.3g} TB/s of memory, measured here on a step of fused AdamW (--terabytes)")
     if tflops is None and has_forward and job.forward_ms is None:
         tflops = measured_flops() / 1e12
+        measured.append("tflops")
         assumptions.append(f"{tflops:.3g} TFLOP/s, measured here on a product of float32 matrices (--tflops)")
     if job.world_size > 1 and gbits is None:
         assumptions.append(f"{GBITS:g} Gbit/s of each rank's link (--gbits)")
     if job.world_size > 1 and latency is None:
         assumptions.append(f"{LATENCY_US:g} µs from one rank to another (--latency-us)")
     link = (gbits or GBITS) * 1e9 / 8, (LATENCY_US if latency is None else latency) * 1e-6
-    return Machine(job.world_size, (tflops or 1.0) * 1e12, terabytes * 1e12, *link)
+    return Machine(job.world_size, (tflops or 1.0) * 1e12, terabytes * 1e12, *link, tuple(measured))
 
 
 def forward_seconds(job: Job, planned: PlannedModel, machine: Machine, assumptions: list[str]) -> float | None:

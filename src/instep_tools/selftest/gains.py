@@ -6,7 +6,7 @@ import torch
 
 from instep_tools.output import size_of
 from instep_tools.selftest.features import MICRO_BATCHES, muon
-from instep_tools.training import ByteGPT, Gain, Job, Kind, Shape, measure_group
+from instep_tools.training import TOO_FEW, ByteGPT, Gain, Job, Kind, Shape, measure_group
 
 ON_CPU = Shape(width=256, depth=6, heads=4)
 ON_ACCELERATOR = Shape(width=2048, depth=12, heads=16)
@@ -73,4 +73,5 @@ def said_of(gains: Sequence[Gain]) -> Iterator[str]:
             extra, before = size_of(gain.extra_bytes), size_of(base.extra_bytes)
             memory = f"{extra} above weights and state in place of {before}, "
         chance = " (within chance)" if gain.may_be_chance else ""
-        yield f"{gain.name}: {memory}{gain.ratio:.2f} of the plain loop's speed{chance}"
+        speed = f"{gain.ratio:.2f} of the plain loop's speed{chance}" if gain.tells else f"of its speed {TOO_FEW}"
+        yield f"{gain.name}: {memory}{speed}"

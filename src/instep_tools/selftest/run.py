@@ -5,6 +5,7 @@ The plain loop beside itself comes first: where a machine does not repeat its ow
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rich.console import Console
 from instep import __version__
 from instep_tools.environment import report
 from instep_tools.output import print_line, require_writable, table, write_numbers
-from instep_tools.processes import deterministic, device_of, name_of, ranks_of
+from instep_tools.processes import deterministic, device_of, name_of, one_thread, ranks_of
 from instep_tools.selftest.features import FEATURES, WAYS, Cell, compare
 from instep_tools.selftest.gains import measure, said_of
 from instep_tools.selftest.ranks import SOURCES, compare_on_ranks
@@ -64,10 +65,19 @@ class Result:
         return f"equal on {self.device}, bit for bit, in all {compared} comparisons{left * bool(self.unrepeatable)}"
 
 
-def run(device: str | None, ranks: int | None, json: Path | None, quiet: bool, *, gains: bool = True) -> bool:
+def run(
+    device: str | None,
+    ranks: int | None,
+    json: Path | None,
+    quiet: bool,
+    *,
+    thorough: bool = False,
+    gains: bool = True,
+) -> bool:
     """Compare, measure, show and write. Return whether nothing differed.
 
     Args:
+        thorough: whether a CPU computes with all of torch's threads: several times the processor time.
         gains: whether memory and time are measured.
 
     Raises:
@@ -79,7 +89,8 @@ def run(device: str | None, ranks: int | None, json: Path | None, quiet: bool, *
     console = Console()
     told = Console(quiet=quiet)
     print_line(told, f"instep {__version__}, torch {torch.__version__}, on {name_of(here)}")
-    result = examine(here, count, told, gains=gains)
+    with nullcontext() if thorough else one_thread(here):
+        result = examine(here, count, told, gains=gains)
     _show(console, result)
     found = {"verdict": result.verdict, "equal": not result.wrong, "environment": report().splitlines()}
     write_numbers(json, {**found, **dataclasses.asdict(result)})
