@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Question: a model and its AdamW are saved by torch.distributed.checkpoint and its get_state_dict(), and loaded into the
-# same training run, in which one layer happens to be frozen (requires_grad_(False)) just then, to be thawed later. Is
-# all of the optimizer's state there after the load?
+# Question: a model and its AdamW are saved by torch.distributed.checkpoint and its get_state_dict(), and loaded into
+# the same training run, in which one layer happens to be frozen (requires_grad_(False)) just then, to be thawed
+# later. Is all of the optimizer's state there after the load?
 # A good guess: yes. The file has it, the optimizer holds the layer's parameters, and nothing is said.
-# What happens: the frozen layer's entries are gone after set_state_dict(), those that the optimizer had before the load
-# too. Thawed, the layer starts with new moments and a step count of 0. Frozen while saving does no harm.
+# What happens: the frozen layer's entries are gone after set_state_dict(), those that the optimizer had before the
+# load too. Thawed, the layer starts with new moments and a step count of 0. Frozen while saving does no harm.
 # Version: torch 2.13.0, CPU, one process.
-# Source: torch/distributed/checkpoint/state_dict.py, _split_optim_state_dict: state is taken over where requires_grad is.
+# Source: torch/distributed/checkpoint/state_dict.py, _split_optim_state_dict: state is taken over where requires_grad
+# is.
 # Who meets it: loops that freeze and thaw layers or networks in turn, and resume, or go back, in the middle.
 # In its place: requires_grad_(True) for all parameters around the load.
 set -euo pipefail

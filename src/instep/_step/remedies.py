@@ -120,7 +120,7 @@ def never_cleared(name: str, operation: str) -> SpentGradientError:
     """In the step after that."""
     call = user_call(operation)
     other = (
-        " The gradient of a later backward was added to it, or step() was called without a backward or attachment."
+        " The gradient of a later backward was added to it, or this optimizer is not attached, or was stepped twice."
         if call.endswith(".step()")
         else ""
     )
