@@ -9,7 +9,7 @@ import instep
 
 MOST = 60
 """Words of a message, counted with the longest text of what is put into it."""
-PACKAGE = Path(instep.__file__).parent
+PACKAGE, ROOT = Path(instep.__file__).parent, Path(__file__).parents[2]
 
 
 def constants(trees: list[ast.Module]) -> dict[str, str]:
@@ -71,6 +71,6 @@ def test_pages_that_messages_name() -> None:
     assert {"docs/errors.md", "docs/loops.md#actors-and-critics"} < named
     for name in named:
         page, _, anchor = name.partition("#")
-        lines = (PACKAGE.parents[1] / page).read_text(encoding="utf-8").splitlines()
+        lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
         headings = {line.lstrip("# ").lower().replace(" ", "-").replace("`", "") for line in lines if line[:1] == "#"}
         assert not anchor or anchor in headings, name
