@@ -108,8 +108,10 @@ class Options:
     @property
     def keeping(self) -> list[str]:
         """The options that may want a gradient for longer than its update, so that compiled code hands none over."""
-        usual = dict(each_option(Options("backward", defer=self.defer, bucket_bytes=self.bucket_bytes)))
-        return [name for name, value in each_option(self) if value != usual[name]]
+        usual, looks = dict(each_option(Options("backward"))), {"defer", "bucket_bytes", "nonfinite"}
+        if not isinstance(self.clip, ClipNorm) or self.clip.mode == "two_pass":
+            looks.add("clip")  # each gradient is clipped by itself, or by a norm that is known
+        return [name for name, value in each_option(self) if value != usual[name] and name not in looks]
 
     @property
     def votes(self) -> bool:

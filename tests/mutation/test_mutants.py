@@ -3512,6 +3512,18 @@ MUTANTS = [
         "dtype_of_gradient(parameter)",
         "parameter.dtype",
     ),
+    Mutant(
+        "compiled code hands over gradients that nobody has asked for",
+        "HandedOver.take_from",
+        'if run.inputs and id(getattr(leaf, "variable", None)) not in run.input_ids:\n                continue',
+        "pass",
+    ),
+    Mutant(
+        "what compiled code hands over is not cast",
+        "_as_accumulated",
+        "gradient.stride() != parameter.stride() or gradient.dtype is not dtype",
+        "gradient.stride() != parameter.stride()",
+    ),
     Mutant("an alias takes no gradient of another dtype", "alias_of", "alias.grad_dtype = gradient.dtype"),
     Mutant(
         "masters: what a hook of backward writes is written over",

@@ -2,11 +2,11 @@
 are those of the compiled plain loop."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -27,6 +27,7 @@ pytestmark = [
     pytest.mark.usefixtures("_fresh_compiler"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),  # in torch's own compiler
     pytest.mark.filterwarnings("ignore:Guards may run slower"),  # on Python 3.13.0
+    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
     pytest.mark.filterwarnings("ignore:Skipping serialization"),  # torch 2.6, of its own settings
     pytest.mark.filterwarnings(
         "ignore:Trying to prepend a node to itself"
@@ -105,6 +106,22 @@ class Dropped(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = nn.functional.dropout(torch.tanh(layer(x)), 0.3)
+        return x
+
+
+class Halved(nn.Module):
+    """In bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (WIDTH, 2 * WIDTH, 2 * WIDTH, 2 * WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+        self.to(torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(torch.bfloat16)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
         return x
 
 
@@ -273,6 +290,22 @@ def accumulated_by_views(lane: Lane, i: int) -> None:
         lane.overlap.micro_batches(loss_of, batches)
 
 
+def clipped_by_value(lane: Lane, i: int) -> None:
+    usual(lane, i)
+    if lane.overlap is None:
+        nn.utils.clip_grad_value_(lane.bare.parameters(), 1e-4)
+
+
+def clipped_in_two_passes(lane: Lane, i: int) -> None:
+    loss = lane.model(x_of(i)).square().mean()
+    if lane.overlap is None:
+        loss.backward()
+        lane.extra["norm"] = nn.utils.clip_grad_norm_(lane.bare.parameters(), 1e-2)
+    else:
+        lane.overlap.backward(loss)
+        lane.extra["norm"] = lane.overlap.grad_norm
+
+
 def lost_graphs(lane: Lane, i: int) -> None:
     """A forward that nobody goes back through, and one of a graph that is kept."""
     lane.extra["kept"] = lane.model(x_of(i + 70))
@@ -292,6 +325,10 @@ def adamw(model: nn.Module, kernel: str = "fused") -> torch.optim.Optimizer:
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, weight_decay=0.1, nesterov=True)
+
+
+def with_masters(model: nn.Module, gradients: Any = None) -> torch.optim.Optimizer:
+    return instep.masters(torch.optim.AdamW, gradients=gradients)(model.parameters(), lr=1e-2, fused=True)
 
 
 def two_groups(model: nn.Module) -> torch.optim.Optimizer:
@@ -321,11 +358,12 @@ class Program:
     optimizer: MakeOptimizer = adamw
     how: str = COMPILED_FIRST
     bucket_bytes: int | None = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 ALL, NONE = (DEPTH,) * STEPS, (0,) * STEPS
 OF_ONE = "(1, as _orig_mod.layers.{}.weight's)"
-ELSEWHERE, OTHER_RUN = "something else in the graph leads there", "it is run by autograd.grad, with inputs="
+ELSEWHERE, OTHER_RUN = "something else in the graph leads there", "it is run by autograd.grad, with create_graph"
 HOOK = "there is a hook on it"
 PROGRAMS = {
     "usual": Program(Net, usual, ALL),
@@ -353,7 +391,13 @@ PROGRAMS = {
     "leaf-hook": Program(Net, hook_of_the_leaf, (DEPTH, DEPTH - 1, DEPTH - 1, DEPTH - 1), HOOK),
     "code-hook": Program(Net, hook_of_the_code, (DEPTH, 0, DEPTH, 0), "the node of the compiled code has a hook"),
     "by-hand": Program(Net, gradients_by_hand, (DEPTH, 0, DEPTH, 0), OTHER_RUN),
-    "inputs": Program(Net, some_inputs, NONE, OTHER_RUN),
+    "inputs": Program(Net, some_inputs, (1,) * STEPS),
+    "clip-value": Program(Net, clipped_by_value, ALL, options={"clip": instep.ClipValue(1e-4)}),
+    "two-passes": Program(
+        Net, clipped_in_two_passes, ALL, options={"clip": instep.ClipNorm(1e-2, mode="two_pass"), "nonfinite": "raise"}
+    ),
+    "masters": Program(Halved, usual, ALL, optimizer=with_masters),
+    "masters-fp32": Program(Halved, usual, ALL, optimizer=partial(with_masters, gradients="float32")),
     "anomaly": Program(Net, anomaly_looked_for, (DEPTH, 0, DEPTH, 0), OTHER_RUN),
     "checkpoint-outside": Program(Net, checkpointed_outside, NONE, ELSEWHERE),
     "accumulated": Program(Net, accumulated, NONE, "a gradient in its .grad"),
@@ -373,7 +417,9 @@ def lane_of(program: Program, *, attach: bool) -> Lane:
     def attached(model: nn.Module) -> instep.Attachment | None:
         if not attach:
             return None
-        return instep.attach(model, optimizer, schedule="backward", bucket_bytes=program.bucket_bytes)
+        return instep.attach(
+            model, optimizer, schedule="backward", bucket_bytes=program.bucket_bytes, **program.options
+        )
 
     if program.how == ATTACHED_FIRST:
         overlap = attached(bare)
@@ -387,6 +433,7 @@ def lane_of(program: Program, *, attach: bool) -> Lane:
 
 def state_of(lane: Lane) -> list[torch.Tensor]:
     found = [p.detach().clone() for p in lane.bare.parameters()]
+    found += [lane.extra["norm"]] if "norm" in lane.extra else []
     for p in lane.bare.parameters():
         found += [v.clone() for v in lane.optimizer.state.get(p, {}).values() if isinstance(v, torch.Tensor)]
     return found
@@ -394,6 +441,15 @@ def state_of(lane: Lane) -> list[torch.Tensor]:
 
 def run(program: Program, *, attach: bool) -> tuple[list[list[torch.Tensor]], tuple[int, ...], str]:
     """What is in the model after each step, how many gradients each has handed over, and what is said of the others."""
+    twice = program.step is clipped_in_two_passes  # as docs/clipping.md says it of compiled code
+    with (
+        torch._functorch.config.patch(donated_buffer=not twice),
+        torch._inductor.config.patch(force_disable_caches=twice),
+    ):
+        return _run(program, attach=attach)
+
+
+def _run(program: Program, *, attach: bool) -> tuple[list[list[torch.Tensor]], tuple[int, ...], str]:
     lane, after, taken, said = lane_of(program, attach=attach), list[list[torch.Tensor]](), list[int](), ""
     try:
         for i in range(STEPS):
@@ -744,13 +800,13 @@ def test_each_of_two_attachments_is_told_of_what_is_compiled() -> None:
 
 def test_options_that_keep_gradients_say_so() -> None:
     lane = lane_of(PROGRAMS["usual"], attach=False)
-    options = instep.ClipValue(1.0)
-    with instep.attach(lane.model, lane.optimizer, schedule="backward", clip=options, nonfinite="raise") as overlap:
+    clip = instep.ClipNorm(1.0, mode="per_bucket")
+    with instep.attach(lane.model, lane.optimizer, schedule="backward", clip=clip, accumulation_steps=1) as overlap:
         usual(lane, 0)
         lane.optimizer.step()
         lane.optimizer.zero_grad()
         for said in (overlap.advice, repr(overlap), str(overlap.plan)):
-            assert "with clip, nonfinite they may be needed for longer" in said
+            assert "with clip they may be needed for longer" in said
 
 
 def test_groups_that_are_handed_over_are_buckets() -> None:

@@ -20,6 +20,7 @@ import instep
 from instep._torch.engine import WHO_IS_TOLD
 from instep._torch.handing_over import HandedOver
 from instep._torch.inductor import BackwardGraph, HandOver
+from instep.sources.local import _as_accumulated
 
 pytestmark = [
     pytest.mark.usefixtures("_fresh_compiler"),
@@ -233,3 +234,15 @@ def test_the_compiler_has_the_names_that_are_used() -> None:
     """Where one is gone, gradients stay where torch puts them, without an error."""
     assert custom_graph_pass.get_custom_graph_passes(None) == ()
     assert taken_of(Net()) == 3
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="from torch 2.10 on")
+def test_what_is_handed_over_is_cast_as_autograd_casts_it() -> None:
+    parameter: Any = torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))
+    parameter.grad_dtype = torch.float32
+    gradient = torch.arange(6.0, dtype=torch.bfloat16).view(3, 2).T
+    found = _as_accumulated(parameter, gradient, is_kept=False)
+    parameter.grad = found
+    assert found.dtype is torch.float32
+    assert found.stride() == parameter.stride()
+    assert torch.equal(found, gradient.float())

@@ -126,8 +126,10 @@ class Schedule:
             return False
         if self._step.members.offered:
             return begun
-        accumulation, is_measured = self._step.accumulation, self._step.passes.running is not None
-        return not (self._step.leaves_all or accumulation.only_adds or accumulation.next_only_adds or is_measured)
+        accumulation, passes = self._step.accumulation, self._step.passes
+        # What is measured is freed as well. But not where nothing is stepped before all of it is known.
+        adds = accumulation.only_adds or accumulation.next_only_adds
+        return not (self._step.leaves_all or adds or passes.running == "all")
 
     def is_applied(self, attached: AttachedParameter) -> bool:
         """Whether the running backward has updated this parameter."""

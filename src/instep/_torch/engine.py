@@ -429,6 +429,10 @@ class Run:
         return [node for node in nodes if node is not None]
 
     @cached_property
+    def input_ids(self) -> frozenset[int]:
+        return frozenset(map(id, self.inputs))
+
+    @cached_property
     def reached(self) -> "Counter[Any]":
         """How often each node of its graph is reached, by edges and as a beginning. Nothing, if a part of the graph is
         still to be made: a segment that is checkpointed with ``use_reentrant=True`` hides its own."""

@@ -109,7 +109,7 @@ class HandedOver:
         a part of, nor in that one any more."""
         if run.is_traced:
             return
-        is_whole = run.accumulates and not run.inputs and not run.creates_graph
+        is_whole = run.accumulates and not run.creates_graph
         if graph_task() is None and is_whole and not torch.is_anomaly_enabled():  # which looks at what a node returns
             self._runs[threading.get_ident()] = weakref.ref(run)
         else:
@@ -127,6 +127,8 @@ class HandedOver:
             return set()
         found: dict[int, int] = {}
         for place, leaf in enumerate(leaves):
+            if run.inputs and id(getattr(leaf, "variable", None)) not in run.input_ids:
+                continue  # no gradient is asked for
             index = self._receives(leaf) if run.reached[leaf] == 1 else None
             if index is None:
                 self._keep([leaf], _LISTENED_TO if run.reached[leaf] == 1 else _REACHED_AGAIN)
@@ -169,7 +171,7 @@ class HandedOver:
 _receiving: "weakref.WeakSet[HandedOver]" = weakref.WeakSet()
 _RETURNED = "_instep_returned"
 _HEARD = "the node of the compiled code has a hook"
-_OTHER_RUN = "it is run by autograd.grad, with inputs= or create_graph, in another, or while anomalies are looked for"
+_OTHER_RUN = "it is run by autograd.grad, with create_graph, in another, or while anomalies are looked for"
 _REACHED_AGAIN = "something else in the graph leads there as well, or may"
 _LISTENED_TO = "there is a hook on it, or a gradient in its .grad"
 _ADDED_UP = "gradients are added up, or kept as the loop asks for"

@@ -31,7 +31,7 @@ from instep._torch.engine import WHO_IS_TOLD, Phase, current, graph_task, graph_
 from instep._torch.handing_over import SMALL, WORTH, HandedOver, open_for_compiling
 from instep._torch.hooks import WeakHook
 from instep._torch.lifetime import weakly
-from instep._torch.placeholders import HeldGradient, Placeholder, ZeroedGradient
+from instep._torch.placeholders import HeldGradient, Placeholder, ZeroedGradient, dtype_of_gradient
 from instep._torch.versions import is_pinned, versions_of
 from instep.buckets import Bucket, bucket_bytes_for, default_buckets, fill_buckets
 from instep.errors import InstepError
@@ -428,13 +428,14 @@ class LocalSource(Source):
 
 
 def _as_accumulated(parameter: torch.Tensor, gradient: torch.Tensor, *, is_kept: bool) -> torch.Tensor:
-    """``gradient`` as autograd would have it in ``.grad``: strided as the parameter is.
+    """``gradient`` as autograd would have it in ``.grad``: strided as the parameter is, and of its gradients' dtype.
 
     Args:
         is_kept: whether somebody else steps it, later.
     """
-    if gradient.stride() != parameter.stride():
-        return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+    dtype = dtype_of_gradient(parameter)
+    if gradient.stride() != parameter.stride() or gradient.dtype is not dtype:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(gradient)
     return gradient.clone() if is_kept else gradient
 
 
