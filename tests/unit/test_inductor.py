@@ -240,9 +240,9 @@ def test_the_compiler_has_the_names_that_are_used() -> None:
 def test_what_is_handed_over_is_cast_as_autograd_casts_it() -> None:
     parameter: Any = torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))
     parameter.grad_dtype = torch.float32
-    gradient = torch.arange(6.0, dtype=torch.bfloat16).view(3, 2).T
-    found = _as_accumulated(parameter, gradient, is_kept=False)
-    parameter.grad = found
-    assert found.dtype is torch.float32
-    assert found.stride() == parameter.stride()
-    assert torch.equal(found, gradient.float())
+    numbers = torch.arange(6.0, dtype=torch.bfloat16)
+    for gradient in (numbers.view(2, 3), numbers.view(3, 2).T):
+        parameter.grad = _as_accumulated(parameter, gradient, is_kept=False)
+        assert parameter.grad.dtype is torch.float32
+        assert parameter.grad.stride() == parameter.stride()
+        assert torch.equal(parameter.grad, gradient.float())
