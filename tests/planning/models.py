@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from instep_tools.training import ByteGPT, Shape
 
@@ -118,3 +119,24 @@ def tokens() -> torch.Tensor:
 
 def cross_entropy(logits: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), torch.zeros(16, dtype=torch.long))
+
+
+class Attending(nn.Module):
+    def __init__(self, *, checkpoints: bool) -> None:
+        super().__init__()
+        self.qkv, self.checkpoints = nn.Linear(16, 48), checkpoints
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.attend, x, use_reentrant=False) if self.checkpoints else self.attend(x)
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def attending() -> Any:
+    return Attending(checkpoints=False), (torch.ones(1, 32, 16),)
+
+
+def attending_and_checkpointed() -> Any:
+    return Attending(checkpoints=True), (torch.ones(1, 32, 16),)

@@ -245,7 +245,7 @@ def test_permanent_buckets() -> None:
 def test_times() -> None:
     buckets = [PlannedBucket(1_000_000, ("a",), 7_000_000), PlannedBucket(3_000_000, ("b",), 21_000_000)]
     machine = Machine(ranks=8, flops=1e12, memory_bytes=1e9, link_bytes=1e8, latency=1e-5)
-    found = times(buckets, machine, 0.004)
+    found = times(buckets, machine, (0.004, 0.008))
     assert found.algorithm == "ring"
     assert found.communication == pytest.approx(2 * 7 / 8 * 4e6 / 1e8 + 2 * 2 * 7 * 1e-5)
     assert (found.step, found.backward) == pytest.approx((0.028, 0.008))
@@ -261,8 +261,21 @@ def test_operations_of_the_forward_become_its_time() -> None:
     found = plan(Job(f"{HERE}:layers_and_rows", loss=f"{HERE}:squared", tflops=1e-6))
     operations = 2 * 3 * (8 * 16 + 16 * 16 + 16 * 4)
     assert found.times.forward == pytest.approx(operations / 1e6)
+    first = 2 * 3 * 8 * 16  # whose inputs need no gradient
+    assert found.times.backward == pytest.approx((2 * operations - first) / 1e6)
     assert not any("loss" in one for one in found.assumptions)
     assert plan(Job(f"{HERE}:layers", forward_ms=5)).times.forward == 0.005
+
+
+def test_attention_and_what_is_computed_again_take_their_time() -> None:
+    first, second = (
+        plan(Job(f"{HERE}:{name}", tflops=1e-6)).times for name in ("attending", "attending_and_checkpointed")
+    )
+    linear, attention = 2 * 32 * 16 * 48, 2 * 2 * 2 * 32 * 32 * 8
+    assert first.forward == second.forward == pytest.approx((linear + attention) / 1e6)
+    assert first.backward is not None
+    assert first.backward > (linear + 2 * attention) / 1e6
+    assert second.backward == pytest.approx(first.backward + (linear + attention) / 1e6)
 
 
 def test_the_verdict_of_a_model_whose_peak_is_gradients() -> None:

@@ -17,7 +17,7 @@ from instep_tools.planning.job import EVERYTHING, Estimate, Job, Offloaded, Plan
 from instep_tools.planning.model import MakeOptimizer, PlannedModel, optimizer_makers
 from instep_tools.planning.refusals import ask_attach, is_judged
 from instep_tools.planning.rehearse import DryRun, Measured, bytes_by_dtype, order_of_gradients
-from instep_tools.planning.times import forward_seconds, machine_of, times
+from instep_tools.planning.times import machine_of, seconds_of_passes, times
 
 PCIE_GBYTES = 25.0
 """The speed between host and device, unless the job says another."""
@@ -108,7 +108,7 @@ class _Planning:
             dict(sum(plain.state.values(), Counter())),
             plain.activations if self._planned.runs else None,
         )
-        found = times(buckets, machine, forward_seconds(job, self._planned, machine, self._assumptions))
+        found = times(buckets, machine, seconds_of_passes(job, self._planned, machine, self._assumptions))
         return Estimate(
             model=type(model).__name__,
             optimizer=name,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from instep import Attachment, ClipNorm, attach
 from instep_tools.harness import LiveBytes
@@ -232,13 +232,40 @@ def order_of_gradients(planned: PlannedModel) -> list[str]:
     return order
 
 
-def forward_flops(planned: PlannedModel) -> int:
-    """Return the operations of one forward: matrix products, convolutions and attention, which torch's own counter
-    counts."""
-    with planned.fakes(), _explained("forward"), FlopCounterMode(display=False) as counter:
-        planned.loss()
-    flops: int = counter.get_total_flops()
-    return flops
+_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+"""What attention is on a CPU, where the rehearsal is: torch's counter knows that of other devices alone."""
+
+
+def _in_forward(query: torch.Size, key: torch.Size, value: torch.Size, *_: object, **__: object) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+def _in_backward(
+    gradient: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *_: object, **__: object
+) -> int:
+    return int(sdpa_backward_flop_count(gradient, query, key, value))
+
+
+_OF_A_CPU = {
+    getattr(torch.ops.aten, name): operations
+    for name, operations in ((_ATTENTION, _in_forward), (f"{_ATTENTION}_backward", _in_backward))
+    if hasattr(torch.ops.aten, name)
+}
+
+
+def operations_of(planned: PlannedModel) -> tuple[int, int]:
+    """Return the operations of one forward and of its backward, with what that computes again: matrix products,
+    convolutions and attention, which torch's own counter counts."""
+    with planned.fakes(), FlopCounterMode(display=False, custom_mapping=_OF_A_CPU) as counter:
+        with _explained("forward"):
+            loss = planned.loss()
+        forward: int = counter.get_total_flops()
+        with _explained("backward"):
+            loss.backward()
+        total: int = counter.get_total_flops()
+    for parameter in planned.model.parameters():
+        parameter.grad = None
+    return forward, total - forward
 
 
 def bytes_by_dtype(tensors: Iterable[torch.Tensor]) -> Counter[str]:

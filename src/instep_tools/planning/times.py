@@ -15,13 +15,14 @@ from torch.utils.benchmark import Timer
 
 from instep_tools.planning.job import Job, PlannedBucket, PlannedTimes, Timing
 from instep_tools.planning.model import PlannedModel
-from instep_tools.planning.rehearse import forward_flops
+from instep_tools.planning.rehearse import operations_of
 from instep_tools.processes import device_of
 
 GBITS, LATENCY_US = 100.0, 20.0
 """The defaults of the rates that cannot be measured here."""
 BACKWARD_TO_FORWARD = 2.0
-"""For each matrix product of the forward, backward takes two: the gradients of the inputs, and of the weights."""
+"""Where the forward's time is given: for each of its matrix products backward takes two, the gradients of the inputs
+and of the weights. What checkpoints compute again is not known then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +54,11 @@ class Machine:
         return 2 * nbytes / self.link_bytes + 2 * (self.ranks - 1).bit_length() * self.latency
 
 
-def times(buckets: Sequence[PlannedBucket], machine: Machine, forward: float | None) -> PlannedTimes:
+def times(buckets: Sequence[PlannedBucket], machine: Machine, passes: tuple[float, float] | None) -> PlannedTimes:
     """Return how long an iteration takes under each schedule.
 
     Args:
-        forward: seconds of the whole forward; ``None``: not known, and then neither is an iteration.
+        passes: seconds of the whole forward, and of backward; ``None``: not known, and then neither is an iteration.
     """
     sizes = [bucket.nbytes for bucket in buckets]
     steps = [bucket.step_bytes / machine.memory_bytes for bucket in buckets]
@@ -65,9 +66,9 @@ def times(buckets: Sequence[PlannedBucket], machine: Machine, forward: float | N
     if machine.ranks > 1:  # by the algorithm that is sooner, as backends choose it
         ways = {way: [machine.allreduce(nbytes, way) for nbytes in sizes] for way in ("ring", "tree")}
         algorithm, sent = min(ways.items(), key=lambda one: sum(one[1]))
-    if forward is None:
+    if passes is None:
         return PlannedTimes(None, None, sum(steps), sum(sent), algorithm, ())
-    backward = BACKWARD_TO_FORWARD * forward
+    forward, backward = passes
     # Nothing tells how backward is spread over the layers: each bucket gets its share of the bytes.
     made = accumulate(backward * size / max(sum(sizes), 1) for size in sizes)
     arrived, stepped = 0.0, backward
@@ -106,20 +107,24 @@ def machine_of(job: Job, assumptions: list[str], *, has_forward: bool) -> Machin
     return Machine(job.world_size, (tflops or 1.0) * 1e12, terabytes * 1e12, *link, tuple(measured))
 
 
-def forward_seconds(job: Job, planned: PlannedModel, machine: Machine, assumptions: list[str]) -> float | None:
-    """Return the seconds of all forwards of a step; ``None``: they are not known."""
+def seconds_of_passes(
+    job: Job, planned: PlannedModel, machine: Machine, assumptions: list[str]
+) -> tuple[float, float] | None:
+    """Return the seconds of all forwards of a step, and of all backwards; ``None``: they are not known."""
     if job.forward_ms is not None:
-        return job.micro_batches * job.forward_ms / 1e3
+        forward = job.micro_batches * job.forward_ms / 1e3
+        return forward, BACKWARD_TO_FORWARD * forward
     if not planned.runs:
         assumptions.append("no activations, and no times of an iteration: the model has no --inputs")
         return None
     if planned.sums_outputs:
         assumptions.append("the loss is the sum of the model's outputs, which keeps nothing (--loss)")
-    flops = forward_flops(planned)
-    if not flops:
+    operations = operations_of(planned)
+    if not operations[0]:
         assumptions.append("no times of an iteration: the forward has no operations that torch counts")
         return None
-    return job.micro_batches * flops / machine.flops
+    each = job.micro_batches / machine.flops
+    return operations[0] * each, operations[1] * each
 
 
 SECONDS = 0.7
