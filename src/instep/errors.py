@@ -183,7 +183,8 @@ class TornStepError(InstepError):
         self.unsure = tuple(unsure)
         self.rank = rank
         self.cause = self.__cause__ = cause
-        reason = "backward raised" if cause is None else f"{type(cause).__name__}: {cause}"
+        said = str(cause).split(". ")[0] if isinstance(cause, InstepError) else cause  # the rest is what to do instead
+        reason = "backward raised" if cause is None else f"{type(cause).__name__}: {said}"
         # Of those that have had no final gradient yet nobody knows whether they are of the step.
         left = f" and {len(self.pending)} were left ({_some(self.pending)})" if self.pending else ""
         neither = f", and {len(self.unsure)} may have been updated or not ({_some(self.unsure)})" if unsure else ""

@@ -332,7 +332,7 @@ def test_the_verdict_on_ranks_names_replicate() -> None:
 def test_the_verdict_where_little_is_saved() -> None:
     said = list(verdict(plan(Job(f"{HERE}:layers", terabytes=1.0, bucket_bytes=1 << 30))))
     assert "nothing would be saved" in said[0]
-    assert said[-1] == "Take instep.attach(model, optimizer)"
+    assert said[-1].startswith("Take nothing for memory. instep.attach(model, optimizer) takes any loop")
 
 
 def test_the_verdict_where_backward_is_refused() -> None:

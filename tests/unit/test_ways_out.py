@@ -292,6 +292,7 @@ def test_the_message(mistake: Mistake) -> None:
 
     lockstep("backward", mistake.build, step, refused={"backward": Refused(mistake.error, mistake.then)})
     (message,) = messages
+    assert len(message.split()) <= 60, message
     assert re.search(mistake.says, message, re.DOTALL), message
     for way in (KEEP, "schedule='forward'", *(mistake.others or ())):
         assert way in message, message

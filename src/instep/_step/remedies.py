@@ -7,7 +7,7 @@ from instep._torch.placeholders import ACCUMULATE
 from instep.errors import AccumulationError, InstepError, SpentGradientError
 
 KEEP = "`with overlap.keep_gradients():`"
-_AS_IT_IS = "attach with schedule='forward' or undo=True (docs/errors.md)"
+_AS_IT_IS = "attach with schedule='forward', or add undo=True (docs/errors.md)"
 
 LEAVE_IT = f"put {KEEP} around that backward, or {_AS_IT_IS}"
 ANY_LOOP = f"Or {LEAVE_IT}"
@@ -76,8 +76,8 @@ def after_update(name: str, operation: str, *, clips: bool) -> tuple[InstepError
     if "unscale" in operation:
         return SpentGradientError(
             f"{call} found the gradient of {name!r} already applied, still scaled: this step's "
-            "weights are wrong. Give the scaler to attach(…, scaler=scaler, undo=True), or attach with "
-            "schedule='forward', which needs no scaler; or train in bfloat16 without a scaler; or put "
+            "weights are wrong. Attach with schedule='forward', which needs no scaler argument; or add scaler=scaler, "
+            "undo=True, which copies weights and state; or train in bfloat16 without a scaler; or put "
             f"{KEEP} around every scaled backward"
         ), True
     if graph_task() is not None:
@@ -101,8 +101,8 @@ def _in_place_of(call: str, *, clips: bool) -> str:
         if "value" in call:
             return "Remove the loop's own clipping, and attach with clip=instep.ClipValue(…). "
         return (
-            "Remove the loop's own clipping, and attach with clip=instep.ClipNorm(…, mode='two_pass'), with which "
-            "overlap.backward(loss) takes the place of loss.backward(). "
+            "Remove the loop's own clipping, and attach with clip=instep.ClipNorm(…, mode='two_pass'), with "
+            "overlap.backward(loss) for loss.backward(). "
         )
     if "norm" in call:
         return (
@@ -120,12 +120,12 @@ def never_cleared(name: str, operation: str) -> SpentGradientError:
     """In the step after that."""
     call = user_call(operation)
     other = (
-        " The gradient of a later backward was added to it, or this optimizer is not attached, or was stepped twice."
+        " The gradient of a later backward was added to it, or this optimizer is not attached."
         if call.endswith(".step()")
         else ""
     )
     return SpentGradientError(
-        f"{call} met the gradient of {name!r} from a step that is over: it was applied during backward and freed."
-        f"{other} Call zero_grad() between optimizer.step() and the next backward(). If something else needs the "
-        f"gradient, {LEAVE_IT}"
+        f"{call} met the gradient of {name!r} from a step that is over: it was applied, and freed."
+        f"{other} Call zero_grad() between optimizer.step() and the next backward(). If something else needs it, "
+        f"{LEAVE_IT}"
     )

@@ -72,13 +72,14 @@ def verdict(estimate: Estimate) -> Iterator[str]:
     peaks = {peak.way: peak for peak in estimate.peaks if peak.implementation == estimate.peaks[0].implementation}
     plain = peaks["plain"].total
     way, best = _best(peaks)
+    without = ", without activations: give --inputs" if estimate.sizes.activations is None else ""
     if best < plain:
         yield (
             f"{gradients}. {way} would save {size_of(plain - best)}: {size_of(best)} at the peak in place of "
-            f"{size_of(plain)} ({estimate.optimizer}, {peaks['plain'].implementation})"
+            f"{size_of(plain)} ({estimate.optimizer}, {peaks['plain'].implementation}{without})"
         )
     else:
-        yield f"{gradients}, of which nothing would be saved: {size_of(plain)} at the peak"
+        yield f"{gradients}, of which nothing would be saved: {size_of(plain)} at the peak{without}"
     times = {one.schedule: one for one in estimate.times.schedules}
     if times:
         share = 1 - times["no optimizer"].iteration / times["plain"].iteration
@@ -123,7 +124,7 @@ def _line(estimate: Estimate, way: str | None) -> str:
     if refused is not None:
         return f"instep.attach(model, optimizer). schedule='backward' is refused: {refused.reason}"
     if way is None:
-        return "instep.attach(model, optimizer)"
+        return "nothing for memory. instep.attach(model, optimizer) takes any loop, and hides the step where it can"
     wrap = f"model = {REPLICATE}(model), and " if REPLICATE in way else ""
     call = f", and {TOGETHER} in place of the loop over micro-batches" if TOGETHER in way else ""
     return f"{wrap}instep.attach(model, optimizer, {OFFLOAD if OFFLOAD in way else BACKWARD}){call}"
