@@ -334,6 +334,12 @@ def test_a_ratio_agrees_with_its_times(times: tuple[float, float, float, float, 
     assert time_taken(plain, Gain("default", "plain", 1, 1, *times)) == said
 
 
+def test_what_is_said_of_a_time_is_of_the_figures_shown() -> None:
+    """The median of ratios need not be the ratio of medians."""
+    plain, other = (Gain("plain", "plain", 1, 1, ms, 0.9, 0.85, 0.95, 8) for ms in (80.0, 100.0))
+    assert time_taken(plain, other) == "100.00 ms in place of 80.00 ms, 25% longer"
+
+
 @pytest.mark.usefixtures("tiny")
 def test_quiet_shows_the_table_alone(text: Path) -> None:
     code, output, errors = invoke("--ranks", 1, "--steps", 5, "--text", text, "-q")

@@ -162,8 +162,7 @@ def time_taken(plain: Gain, other: Gain) -> str:
     both = f"{time_of(other.milliseconds / 1e3)} in place of {time_of(plain.milliseconds / 1e3)}"
     if not other.tells:
         return f"{both}; {TOO_FEW}"
-    # The ratio is the plain loop's by this one's; what is said is how this one's time changed.
-    share = 1 / other.ratio
+    share = other.milliseconds / plain.milliseconds  # of the figures that are shown; the spread is that of pairs
     changed = f"{abs(1 - share):.0%} {'shorter' if share < 1 else 'longer'}"
     # Rounded: a change of less than half a per cent is none.
     changed = "as long" if changed.startswith("0%") else changed
