@@ -134,6 +134,11 @@ class Attending(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+def large_on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(24)))
+
+
 def attending() -> Any:
     return Attending(checkpoints=False), (torch.ones(1, 32, 16),)
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +266,16 @@ def test_operations_of_the_forward_become_its_time() -> None:
     assert found.times.backward == pytest.approx((2 * operations - first) / 1e6)
     assert not any("loss" in one for one in found.assumptions)
     assert plan(Job(f"{HERE}:layers", forward_ms=5)).times.forward == 0.005
+
+
+def test_buckets_are_those_of_a_cpu() -> None:
+    """Where a GPU's are larger, the plan says so, and how to ask for them."""
+    large = Job(f"{HERE}:large_on_meta", **RATES)
+    (said,) = (one for one in plan(large).assumptions if one.startswith("buckets of 16"))
+    size = 24 * 2048 * 2048 * 4 // 20
+    assert said.endswith(f"(--bucket-bytes {size})")
+    assert not [one for one in plan(replace(large, bucket_bytes=size)).assumptions if one.startswith("buckets of")]
+    assert not [one for one in plan(Job(f"{HERE}:layers")).assumptions if one.startswith("buckets of")]
 
 
 def test_attention_and_what_is_computed_again_take_their_time() -> None:

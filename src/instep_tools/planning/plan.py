@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from instep import attach
-from instep_tools.output import MIB, CannotRunError, Told
+from instep_tools.output import MIB, CannotRunError, Told, size_of
 from instep_tools.planning.job import EVERYTHING, Estimate, Job, Offloaded, PlannedBucket, PlannedPeak, Sizes
 from instep_tools.planning.model import MakeOptimizer, PlannedModel, optimizer_makers
 from instep_tools.planning.refusals import ask_attach, is_judged
@@ -23,6 +23,8 @@ PCIE_GBYTES = 25.0
 """The speed between host and device, unless the job says another."""
 DDP_MIB = (1, 25)
 """The sizes of DDP's first bucket, and of all others, where ``bucket_cap_mb`` is not given."""
+MOST_ON_CPU, SHARE = 16 * MIB, 20
+"""The most bytes of a bucket on a CPU, where the rehearsal is, and how many buckets there are elsewhere."""
 ON_THEIR_WAY = 2
 """How many buckets of ``replicate`` are on their way at most."""
 
@@ -93,6 +95,12 @@ class _Planning:
         if self._refused is None and is_judged(self._planned, make):
             self._assumptions.append(
                 f"{name} updates each parameter by itself, as its first updates show, with the memory of plain"
+            )
+        share = sum(p.nbytes for p in self._trained.values()) // SHARE
+        if job.world_size == 1 and job.bucket_bytes is None and share > MOST_ON_CPU:
+            self._assumptions.append(
+                f"buckets of {size_of(MOST_ON_CPU)}, as on a CPU: a GPU's are of {size_of(share)}, and one more is "
+                f"alive (--bucket-bytes {share})"
             )
         self._order = order_of_gradients(self._planned)
         peaks = self._peaks()
