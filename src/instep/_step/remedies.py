@@ -25,7 +25,10 @@ _IN_OWN_HOOK = "Read each gradient in a hook on its own parameter, registered be
 
 def several_backwards() -> str:
     """For a step of several backwards."""
-    in_loop = "Wrap all but the last micro-batch in `with overlap.accumulate():` (DDP: no_sync())"
+    in_loop = (
+        "Wrap all but the last micro-batch in `with overlap.accumulate():` (DDP: no_sync()), or call "
+        "overlap.micro_batches(), which frees gradients"
+    )
     if not is_used():
         return in_loop
     return f"{in_loop}, or give the pipeline's schedule to attach(…, pipeline=…)"
