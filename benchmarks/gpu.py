@@ -4,43 +4,50 @@
     python benchmarks/gpu.py --parts billion muon # these, again
     python benchmarks/gpu.py --device cpu --small # on a CPU, to try the benchmark itself
 
-Each part takes eight minutes at most on one H100, needs no network, and writes a file of its own into
-``benchmarks/results/DATE-DEVICE/``: what was found, with versions and the command. A part that was interrupted is begun
-again by the next call; one that has its file is left out. Equality is proved first, by the part ``selftest``: where it
-finds a difference, nothing is measured.
+The most telling part comes first. Each is meant for three minutes at most, the last, ``tests``, for eight. None needs a
+network, and each writes a file of its own into ``benchmarks/results/DATE-DEVICE/``: what was found, with versions and
+the command. A part that was interrupted is begun again by the next call; one that has its file is left out. Equality is
+proved first, by the part ``selftest``: where it finds a difference, nothing is measured.
 """
 
 import argparse
 import dataclasses
+import gc
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
+from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+import instep
 from instep_tools.environment import report
 from instep_tools.harness import wait
 from instep_tools.processes import name_of
 from instep_tools.selftest.features import muon
 from instep_tools.training import Job, Kind, Shape, TrainedLoop, measure_group, memory_of
 
-LIMIT = 480
+LIMIT, LIMIT_OF_TESTS = 180, 480
 """Seconds of a part that is a command of its own."""
 RESULTS = Path(__file__).parent / "results"
 GPT = Shape(width=1024, depth=12, heads=16)
 BILLION = Shape(width=2560, depth=13, heads=20)
-"""About 160 million and a billion parameters."""
+THREE_BILLION = Shape(width=3072, depth=26, heads=24)
+"""About 160 million, one and three billion parameters."""
+BUDGETS = 24, 48
+"""Gigabytes of a card."""
 SMALL = Shape(width=64, depth=2, heads=2)
 BACKWARD = {"schedule": "backward"}
 
@@ -64,6 +71,8 @@ class Run:
         job: what the loops train.
         usual: the same in bfloat16, with as many tokens as people train with.
         billion: the same, with a model of a billion parameters in bfloat16.
+        budget: rows of 512 tokens, with three billion: as many as fit.
+        most_rows: no more are tried.
     """
 
     def __init__(self, device: torch.device, folder: Path, small: bool) -> None:
@@ -73,6 +82,8 @@ class Run:
         self.job = Job(SMALL if small else GPT, device, torch.float32, 64, tried, rounds)
         self.usual = replace(self.job, dtype=torch.bfloat16, rows=2 if small else 256)
         self.billion = Job(SMALL if small else BILLION, device, torch.bfloat16, 64, 2, min(rounds, 10))
+        self.budget = Job(SMALL if small else THREE_BILLION, device, torch.bfloat16, 16 if small else 512)
+        self.most_rows = 3 if small else 512
 
 
 # The parts. Each returns what is to be kept.
@@ -81,7 +92,7 @@ class Run:
 def tests(run: Run) -> Any:
     """The bodies of the tests on this accelerator, and ranks of it."""
     os.environ["INSTEP_TEST_ACCELERATOR"] = run.device.type
-    done = _command("pytest", "-m", "accelerator and not nightly")
+    done = _command("pytest", "-m", "accelerator and not nightly", limit=LIMIT_OF_TESTS)
     found = re.findall(r"\d+ \w+", done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "")
     return {"rc": done.returncode, "closing line": found, "end": done.stdout[-4000:]}
 
@@ -142,6 +153,86 @@ def billion(run: Run) -> Any:
     return {kind.name: memory_of(kind, run.billion)[1] for kind in kinds}
 
 
+def budget(run: Run) -> Any:
+    """Tokens a second where memory is short: with the most rows that fit, on cards of ``BUDGETS``."""
+    found = []
+    for gigabytes in BUDGETS:
+        with _card_of(gigabytes, run.device):
+            for name, options in {"plain": None, "backward": BACKWARD}.items():
+                kind = Kind(name, "plain", options, ADAMW["fused"])
+                rows, seconds = _most_rows(kind, run.budget, run.most_rows)
+                speed = rows * run.budget.tokens / seconds if rows else 0.0
+                found.append({"GB": gigabytes, "loop": name, "rows": rows, "tokens a second": round(speed, 1)})
+    return found
+
+
+@contextmanager
+def _card_of(gigabytes: int, device: torch.device) -> Iterator[None]:
+    """torch asks for no more than such a card has, less a gigabyte that CUDA and the allocator take. Not on a CPU."""
+    if device.type != "cuda":
+        yield
+        return
+    there = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (gigabytes - 1) * 1e9 / there), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def _most_rows(kind: Kind, job: Job, most: int) -> tuple[int, float]:
+    """The most rows of a step that fit, to within an eighth, and the seconds of such a step; 0: one is too many."""
+    fits, seconds, too_many = 0, 0.0, most + 1
+    while too_many - fits > max(1, fits // 8):
+        rows = min(max(1, 2 * fits), fits + max(1, (too_many - fits) // 2))
+        taken = _seconds_of(kind, replace(job, rows=rows))
+        if taken is None:
+            too_many = rows
+        else:
+            fits, seconds = rows, taken
+    return fits, seconds
+
+
+def _seconds_of(kind: Kind, job: Job) -> float | None:
+    """Of a step, once there is state; ``None``: it does not fit."""
+    loop: TrainedLoop | None = None
+    try:
+        loop, steps = TrainedLoop(kind, job), []
+        for number in range(8):
+            wait(job.device)
+            started = perf_counter()
+            loop.step(number)
+            wait(job.device)
+            steps.append(perf_counter() - started)
+        loop.finish()
+        return median(steps[3:])
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        loop = None
+        gc.collect()  # an error refers to frames, and these to tensors
+        if job.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def masters(run: Run) -> Any:
+    """Time and memory of bfloat16 weights with fp32 masters."""
+    gradients: Sequence[Literal["float32"] | None] = [None]
+    if hasattr(torch.Tensor, "grad_dtype"):
+        gradients = [None, "float32"]
+    found = []
+    for each in gradients:
+        cls = instep.masters(AdamW, gradients=each)
+
+        def made(model: nn.Module, cls: type[AdamW] = cls) -> Sequence[Optimizer]:
+            return [cls(model.parameters(), lr=1e-4, fused=True)]
+
+        ways: Mapping[str, Mapping[str, Any] | None] = {"plain": None, "plain, again": None, "backward": BACKWARD}
+        group = [Kind(way, "plain", options, made) for way, options in ways.items()]
+        found += [{"gradients": each, **dataclasses.asdict(gain)} for gain in measure_group(group, run.usual)]
+    return found
+
+
 def offload(run: Run) -> Any:
     """Time of optimizer state in host memory, over PCIe."""
     if run.device.type == "cpu":
@@ -199,25 +290,27 @@ def trace(run: Run) -> Any:
 
 PARTS: Mapping[str, Callable[[Run], Any]] = {
     "selftest": selftest,
-    "tests": tests,
-    "steps": steps,
+    "budget": budget,
     "usual": usual,
     "billion": billion,
+    "steps": steps,
+    "masters": masters,
     "offload": offload,
     "muon": heavy,
-    "safety": safety,
     "trace": trace,
+    "safety": safety,
+    "tests": tests,
 }
 
 
-def _command(*arguments: str) -> "subprocess.CompletedProcess[str]":
+def _command(*arguments: str, limit: int = LIMIT) -> "subprocess.CompletedProcess[str]":
     try:
         return subprocess.run(
-            [sys.executable, "-m", *arguments], capture_output=True, text=True, check=False, timeout=LIMIT
+            [sys.executable, "-m", *arguments], capture_output=True, text=True, check=False, timeout=limit
         )
     except subprocess.TimeoutExpired as expired:
         said = expired.stdout.decode() if isinstance(expired.stdout, bytes) else expired.stdout or ""
-        return subprocess.CompletedProcess(arguments, 124, said, f"ran past {LIMIT} s")
+        return subprocess.CompletedProcess(arguments, 124, said, f"ran past {limit} s")
 
 
 def _folder(results: Path, device: torch.device) -> Path:

@@ -8,13 +8,17 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import bars
+import gpu
 import pytest
+import torch
 import what_fits
 
 from instep_tools.planning.job import PlannedBucket, PlannedPeak
+from instep_tools.training import Job, Kind
 from tests import net
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -225,7 +229,7 @@ def test_heavy_steps_writes_its_ratios(tmp_path: Path) -> None:
 def test_what_a_gpu_should_answer(tmp_path: Path) -> None:
     """On a CPU: each part writes its file, and the next call leaves it out."""
     options = ["--device", "cpu", "--small", "--results", str(tmp_path)]
-    parts = ["steps", "usual", "billion", "offload", "muon", "safety", "trace"]
+    parts = ["budget", "steps", "usual", "billion", "masters", "offload", "muon", "safety", "trace"]
     run("gpu.py", *options, "--parts", *parts)
     [folder] = tmp_path.iterdir()
     results = {part: json.loads((folder / f"{part}.json").read_text())["result"] for part in parts}
@@ -234,7 +238,37 @@ def test_what_a_gpu_should_answer(tmp_path: Path) -> None:
     assert {entry["AdamW"] for entry in results["steps"]} == {"fused", "foreach"}
     (folder / "selftest.json").write_text("{}")
     (folder / "tests.json").write_text("{}")
-    assert run("gpu.py", *options).count("has a result") == 9
+    assert [one["rows"] for one in results["budget"]] == [3] * 4  # a CPU takes all that are tried
+    assert {one["gradients"] for one in results["masters"]} <= {None, "float32"}
+    assert run("gpu.py", *options).count("has a result") == 11
+
+
+def test_a_step_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("the card is full")
+
+    job = Job(gpu.SMALL, torch.device("cpu"))
+    assert gpu._seconds_of(Kind("plain", "plain"), job) is not None
+    monkeypatch.setattr(gpu.TrainedLoop, "step", full)
+    assert gpu._seconds_of(Kind("plain", "plain"), job) is None
+
+
+def test_the_most_rows_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To within an eighth, of those that are tried."""
+    for there in (0, 1, 2, 3, 7, 37, 100):
+        tried: list[int] = []
+
+        def taken(kind: object, job: Any, there: int = there, tried: list[int] = tried) -> float | None:
+            tried.append(job.rows)
+            return float(job.rows) if job.rows <= there else None
+
+        monkeypatch.setattr(gpu, "_seconds_of", taken)
+        job = Job(gpu.SMALL, torch.device("cpu"))
+        rows, seconds = gpu._most_rows(Kind("plain", "plain"), job, 64)
+        least = min(there, 64)
+        assert least - least // 8 <= rows <= least
+        assert seconds == rows
+        assert len(tried) <= 14
 
 
 @pytest.mark.nightly
