@@ -18,7 +18,7 @@ import torch
 import what_fits
 
 from instep_tools.planning.job import PlannedBucket, PlannedPeak
-from instep_tools.training import Job, Kind
+from instep_tools.training import Job, Kind, TrainedLoop
 from tests import net
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -249,7 +249,7 @@ def test_a_step_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
     job = Job(gpu.SMALL, torch.device("cpu"))
     assert gpu._seconds_of(Kind("plain", "plain"), job) is not None
-    monkeypatch.setattr(gpu.TrainedLoop, "step", full)
+    monkeypatch.setattr(TrainedLoop, "step", full)
     assert gpu._seconds_of(Kind("plain", "plain"), job) is None
 
 
