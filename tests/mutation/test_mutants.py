@@ -3519,6 +3519,24 @@ MUTANTS = [
         "pass",
     ),
     Mutant(
+        "compiled code hands over gradients of what was frozen since",
+        "LocalSource.receives",
+        "not parameter.requires_grad",
+        "False",
+    ),
+    Mutant(
+        "a gradient takes the place of its stand-in in another dtype",
+        "_in_place_of",
+        "gradient.dtype is not stand_in.dtype",
+        "False",
+    ),
+    Mutant(
+        "compiled code hands over what is cast where it ends",
+        "_whole_because",
+        "dtype_of_gradient(attached.get()) is not attached.spec.dtype",
+        "False",
+    ),
+    Mutant(
         "what compiled code hands over is not cast",
         "_as_accumulated",
         "gradient.stride() != parameter.stride() or gradient.dtype is not dtype",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch._inductor import utils as inductor_utils
 from torch.utils.checkpoint import checkpoint
 
@@ -207,6 +208,13 @@ def frozen_in_some_steps(lane: Lane, i: int) -> None:
     usual(lane, i)
 
 
+def frozen_after_the_forward(lane: Lane, i: int) -> None:
+    loss = lane.model(x_of(i)).square().mean()
+    lane.bare.layers[1].requires_grad_(i != 1)
+    loss.backward()
+    lane.bare.layers[1].requires_grad_(True)
+
+
 def tensor_hook(lane: Lane, i: int) -> None:
     if i == 1:
         lane.bare.layers[1].weight.register_hook(lambda gradient: 3 * gradient)
@@ -387,6 +395,7 @@ PROGRAMS = {
     "looks": Program(Net, looks_without_gradients, ALL),
     "gradient-there": Program(Net, gradient_there, (DEPTH - 1, DEPTH, 0, 0), "a gradient in its .grad"),
     "frozen": Program(Net, frozen_in_some_steps, (DEPTH, DEPTH - 1, DEPTH, DEPTH)),
+    "frozen-later": Program(Net, frozen_after_the_forward, (DEPTH, DEPTH - 1, DEPTH, DEPTH)),
     "tensor-hook": Program(Net, tensor_hook, (DEPTH, DEPTH - 1, DEPTH - 1, DEPTH - 1), OF_ONE.format(1)),
     "leaf-hook": Program(Net, hook_of_the_leaf, (DEPTH, DEPTH - 1, DEPTH - 1, DEPTH - 1), HOOK),
     "code-hook": Program(Net, hook_of_the_code, (DEPTH, 0, DEPTH, 0), "the node of the compiled code has a hook"),
@@ -397,7 +406,9 @@ PROGRAMS = {
         Net, clipped_in_two_passes, ALL, options={"clip": instep.ClipNorm(1e-2, mode="two_pass"), "nonfinite": "raise"}
     ),
     "masters": Program(Halved, usual, ALL, optimizer=with_masters),
-    "masters-fp32": Program(Halved, usual, ALL, optimizer=partial(with_masters, gradients="float32")),
+    "masters-fp32": Program(
+        Halved, usual, NONE, "they are of another dtype", optimizer=partial(with_masters, gradients="float32")
+    ),
     "anomaly": Program(Net, anomaly_looked_for, (DEPTH, 0, DEPTH, 0), OTHER_RUN),
     "checkpoint-outside": Program(Net, checkpointed_outside, NONE, ELSEWHERE),
     "accumulated": Program(Net, accumulated, NONE, "a gradient in its .grad"),
@@ -687,6 +698,47 @@ def test_code_of_an_attached_model_is_right_without_an_attachment() -> None:
     usual(lane, 0)  # by now it is known that this code would hand over
     assert lane.taken == TAKEN
     lane.overlap.detach()
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="from torch 2.10 on")
+def test_code_that_hands_over_runs_for_a_model_of_wider_gradients() -> None:
+    """The engine has cast the stand-ins by the time in which gradients take their places."""
+    lane = lane_of(PROGRAMS["masters"], attach=True)
+    assert lane.overlap is not None
+    usual(lane, 0)
+    assert lane.taken == TAKEN
+    lane.optimizer.step()
+    lane.optimizer.zero_grad()
+    graphs = counters["stats"]["unique_graphs"]
+    for where in (lane.overlap, nullcontext()):  # attached to the other one, and to none
+        with where:
+            torch.manual_seed(0)
+            bare = Halved()
+            optimizer: Any = with_masters(bare, gradients="float32")
+            compiled: Any = torch.compile(bare)
+            compiled(x_of(0)).square().mean().backward()
+            assert {p.grad.dtype for p in bare.parameters() if p.grad is not None} == {torch.float32}
+            optimizer.step()
+            same = zip(bare.parameters(), lane.bare.parameters(), strict=True)  # of one backward the sums are the same
+            assert all(torch.equal(p, q) for p, q in same)
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.parametrize("inner", ["whole", "eager"])
+def test_a_compiled_function_that_calls_backward(inner: str) -> None:
+    """torch compiles within it what runs in backward, and tells whoever asks."""
+    lanes = [lane_of(PROGRAMS["usual"], attach=attach) for attach in (False, True)]
+    for lane in lanes:
+        torch._dynamo.reset()
+        called = lane.model if inner == "whole" else lane.bare
+        train = torch.compile(lambda x, called=called: called(x).square().mean().backward())
+        for i in range(2):
+            train(x_of(i))
+            lane.optimizer.step()
+            lane.optimizer.zero_grad()
+        if lane.overlap is not None:
+            lane.overlap.detach()
+    assert all(map(torch.equal, *map(state_of, lanes)))
 
 
 def test_a_model_that_was_compiled_before_says_so() -> None:

@@ -166,7 +166,10 @@ WHO_IS_TOLD: list[Any] = callback_handler.start_callbacks
 """Whom torch.compile tells before it compiles something. ``torch._dynamo.reset()`` empties it."""
 
 
+@untraced
 def told_of_compiling(*_: object) -> None:
+    # Untraced: a backward within a compiled function is compiled in there, and torch would trace this, and wait for its
+    # own lock.
     for listener in list(_listening):
         listener.before_compile()
 

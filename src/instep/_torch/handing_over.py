@@ -268,6 +268,8 @@ class _InPlaceOf(torch.autograd.Function):
 
 
 def _in_place_of(stand_in: torch.Tensor | None, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    if stand_in is not None and gradient is not None and gradient.dtype is not stand_in.dtype:
+        gradient = gradient.to(stand_in.dtype)  # as the engine has cast the stand-in, to the parameter's ``grad_dtype``
     if stand_in is None or gradient is None or not stand_in.requires_grad:
         return gradient
     with torch.enable_grad():
@@ -298,6 +300,7 @@ def open_for_compiling() -> None:
     _take_out = inductor.open_for(_pass)
 
 
+@untraced  # as ``engine.told_of_compiling``
 def _close(*_: object) -> None:
     global _take_out
     if _take_out is not None:

@@ -37,6 +37,7 @@ from instep._torch.handing_over import TELLS_OF_BACKWARD
 from instep._torch.hooks import BoundHook, PlainPickles, UntracedHook, first_of_post_hooks, last_of_pre_hooks
 from instep._torch.lifetime import Owners, weakly
 from instep._torch.mixed_precision import LowPrecision
+from instep._torch.placeholders import dtype_of_gradient
 from instep._wiring.advice import deferring_of, said_of_whole
 from instep._wiring.hooks import (
     CheckedReaders,
@@ -158,6 +159,8 @@ def _whole_because(options: Options, parameters: Sequence[AttachedParameter], *,
         return f"with {', '.join(options.keeping)} they may be needed for longer than that"
     if any(attached.stepper.is_foreign for attached in parameters):
         return "only optimizers of torch.optim are known not to keep them"
+    if any(dtype_of_gradient(attached.get()) is not attached.spec.dtype for attached in parameters):
+        return "they are of another dtype than the weights, and are cast where it ends"
     if any(attached.spec.device.type != "cpu" for attached in parameters):
         # An update runs on a stream of its own there, and the compiler would write to what it reads.
         return "only on a CPU does compiled code hand them over"

@@ -317,6 +317,8 @@ class LocalSource(Source):
         attached = self._layout.by_id.get(id(parameter))
         if attached is None or attached.peek() is not parameter or parameter.grad is not None:
             return None
+        if not parameter.requires_grad:
+            return None  # frozen since the forward: autograd gives it none
         hooks = parameter._post_accumulate_grad_hooks or ()
         ours = 1 if attached.spec.index in self._hooks.parameters else 0
         return attached.spec.index if len(hooks) == ours and not parameter._backward_hooks else None
