@@ -538,8 +538,8 @@ def _writes(parameters: AttachedParameters) -> list[int]:
 
 
 _NOT_ASKED = (
-    "it was compiled before attach(), by another backend than inductor, or with settings that rule it out; "
-    "torch.compiler.reset() has it compiled anew"
+    "it was compiled before attach() (torch.compiler.reset() has it compiled anew), by another backend than inductor, "
+    "with hooks of backward on its modules, or with settings that rule it out"
 )
 _MANY = 1000
 _REQUIRES_GRAD = attrgetter("requires_grad")
