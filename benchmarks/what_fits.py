@@ -33,15 +33,9 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep_tools.output import GIB, steps_left
+from instep_tools.planning.cards import CARDS, LEFT, card_of
 from instep_tools.planning.job import Job, PlannedBucket, PlannedPeak
-from instep_tools.planning.plan import plan
-
-CARDS = (16, 24, 48, 80)
-"""In GB, of 10**9 bytes."""
-LEFT = GIB
-"""What is left of a card to CUDA itself, and to what the allocator cannot use."""
-SHARE = 20
-"""``attach`` takes a twentieth of the gradients as the size of a bucket, on an accelerator."""
+from instep_tools.planning.plan import SHARE, plan
 
 
 @dataclass(frozen=True)
@@ -199,13 +193,8 @@ class Row:
         return f"| {self.model} | {self.part} | {self.tokens:,} | {checkpoints} | {' | '.join(cells)} |"
 
 
-def card(nbytes: int) -> int | None:
-    """Return the smallest card, in GB, that a peak fits; ``None``: it fits none."""
-    return next((one for one in CARDS if nbytes <= one * 10**9 - LEFT), None)
-
-
 def said(nbytes: int) -> str:
-    smallest = card(nbytes)
+    smallest = card_of(nbytes)
     return f"{nbytes / GIB:.2f} GiB: " + (f"{smallest} GB" if smallest else "none")
 
 
@@ -278,13 +267,13 @@ def picture(found: Iterable[Row]) -> bars.Panel:
         words = f"{model[:-1]} B, {part}, {tokens:,} tokens{'' if checkpoints else ', no checkpoints'}"
         drawn = (("plain", "plain", bars.OTHERS), ("instep", way, bars.OURS))
         groups[words] = [_bar(label, by_name[name][one], kind) for label, one, kind in drawn]
-    largest = card(max(nbytes for name in SHOWN for nbytes in by_name[name].values())) or CARDS[-1]
+    largest = card_of(max(nbytes for name in SHOWN for nbytes in by_name[name].values())) or CARDS[-1]
     marks = {f"{one} GB" if one == largest else f"{one}": (one * 10**9 - LEFT) / GIB for one in CARDS if one <= largest}
     return bars.Panel("Llama, bfloat16: peak in GiB, and the card", groups, marks=marks)
 
 
 def _bar(label: str, nbytes: int, kind: str) -> bars.Bar:
-    return bars.Bar(label, nbytes / GIB, kind, said=f"{nbytes / GIB:.1f} on {card(nbytes)} GB")
+    return bars.Bar(label, nbytes / GIB, kind, said=f"{nbytes / GIB:.1f} on {card_of(nbytes)} GB")
 
 
 def main() -> None:

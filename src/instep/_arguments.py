@@ -5,6 +5,7 @@ raises an error that says what was found, and what to give instead.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from inspect import isfunction
 from typing import Any
 
 import torch
@@ -123,6 +124,8 @@ def _found(value: Any) -> str:
         return f"the model {kind}: the model comes first, then its optimizer"
     if isinstance(value, Optimizer):
         return f"the optimizer {kind}: the model comes first, then its optimizer"
+    if isinstance(getattr(value, "__self__", None), nn.Module) or isfunction(value):
+        return f"{kind}: give the module itself (torch.compile of one that is compiled already returns a function)"
     if (held := _held_by(value)) is not None:
         return f"{class_name(value, in_full=True)}, {held}"
     if isinstance(value, torch.Tensor):

@@ -262,7 +262,7 @@ def test_a_critic_that_is_never_cleared() -> None:
     def step(lane: Contender, i: int) -> Any:
         return [critic_step(lane, i, clears=False), actor_step(lane, i)]
 
-    refused = Refused(SpentGradientError, "untouched", "of a later backward was added to it")
+    refused = Refused(SpentGradientError, "untouched", "a later backward added to it")
     lockstep("backward", agents, step, steps=STEPS, parts=parts, refused={"backward": refused})
 
 

@@ -139,6 +139,11 @@ def large_on_meta() -> nn.Module:
         return nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(24)))
 
 
+def a_billion_on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(5000, 5000, bias=False) for _ in range(40)))
+
+
 def attending() -> Any:
     return Attending(checkpoints=False), (torch.ones(1, 32, 16),)
 

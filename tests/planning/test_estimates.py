@@ -289,6 +289,17 @@ def test_attention_and_what_is_computed_again_take_their_time() -> None:
     assert second.backward == pytest.approx(first.backward + (linear + attention) / 1e6)
 
 
+def test_the_verdict_says_which_card_it_takes() -> None:
+    """Weights, gradients and state of a billion numbers are 16 GB; without gradients 12, and two buckets of 0.2."""
+    found = plan(Job(f"{HERE}:a_billion_on_meta", options=("fused=True",), **RATES))
+    (said,) = (one for one in verdict(found) if "card" in one)
+    assert said == 'The smallest card: 24 GB plain, 16 GB with schedule="backward"'
+    peaks = [replace(peak, total=peak.total + 68 * 10**9) for peak in found.peaks]
+    (said,) = (one for one in verdict(replace(found, peaks=tuple(peaks))) if "card" in one)
+    assert said == 'The smallest card: more than 80 GB plain, more than 80 GB with schedule="backward"'
+    assert not [one for one in verdict(plan(Job(f"{HERE}:layers", **RATES))) if "card" in one]
+
+
 def test_the_verdict_of_a_model_whose_peak_is_gradients() -> None:
     said = list(verdict(plan(Job(f"{HERE}:deep", terabytes=1.0, bucket_bytes=1))))
     assert 'schedule="backward" would save' in said[0]

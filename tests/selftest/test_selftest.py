@@ -83,8 +83,17 @@ def test_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "found.json"
     assert run.run(here().type, 1, file, quiet=True, gains=False)
     assert json.loads(file.read_text())["equal"]
-    assert "bit for bit, in all 8 comparisons" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "bit for bit, in all 8 comparisons" in said
+    assert "-: nothing to compare" not in said
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_dash_is_explained(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(run, "FEATURES", [BY_NAME["AdamW"]])
+    monkeypatch.setattr(run, "compare", lambda feature, way, device: Cell("-" if way else "equal", "refused by name"))
+    assert run.run(here().type, 1, None, quiet=True, gains=False)
+    assert "-: nothing to compare" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_machine_that_does_not_repeat_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

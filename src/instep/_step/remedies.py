@@ -123,7 +123,7 @@ def never_cleared(name: str, operation: str) -> SpentGradientError:
     """In the step after that."""
     call = user_call(operation)
     other = (
-        " The gradient of a later backward was added to it, or this optimizer is not attached."
+        " step() was called twice, a later backward added to it, or this optimizer is not attached."
         if call.endswith(".step()")
         else ""
     )

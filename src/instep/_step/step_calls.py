@@ -52,6 +52,7 @@ class StepCalls:
             if not raised:
                 step.times.step_returns()
                 step.times.committed()
+            step.freed.committed()
         step.has_gradients = False
         self._count_at_rest = None
 
@@ -132,6 +133,7 @@ class StepCalls:
             ledger.step_count += 1
             step.times.step_returns()
             step.times.committed()
+            step.freed.committed()
         else:
             ledger.skip_count += 1
         self._committed(taken=takes_step)

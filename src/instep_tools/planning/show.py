@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.table import Table
 
 from instep_tools.output import print_line, require_writable, size_of, steps_left, table, time_of, write_numbers
+from instep_tools.planning.cards import CARDS, card_of, said_of_card
 from instep_tools.planning.job import EVERYTHING, Estimate, Job, Offloaded, PlannedPeak, PlannedTimes
-from instep_tools.planning.plan import plan
+from instep_tools.planning.plan import SHARE, plan
 
 
 def run(job: Job, refusals: bool, json: Path | None, quiet: bool) -> None:
@@ -80,6 +81,9 @@ def verdict(estimate: Estimate) -> Iterator[str]:
         )
     else:
         yield f"{gradients}, of which nothing would be saved: {size_of(plain)} at the peak{without}"
+    if card_of(plain) != CARDS[0]:  # as a model has that is trained on no laptop
+        saved = f", {said_of_card(_with_larger_buckets(estimate, best))} with {way}" if best < plain else ""
+        yield f"The smallest card: {said_of_card(plain)} plain{saved}"
     times = {one.schedule: one for one in estimate.times.schedules}
     if times:
         share = 1 - times["no optimizer"].iteration / times["plain"].iteration
@@ -88,6 +92,13 @@ def verdict(estimate: Estimate) -> Iterator[str]:
     yield f"Take {_line(estimate, way if is_worth_it else None)}"
     if is_worth_it and TWO_PASS in peaks:
         yield _where_it_clips(estimate, plain - peaks[TWO_PASS].total)
+
+
+def _with_larger_buckets(estimate: Estimate, peak: int) -> int:
+    """Return the peak on an accelerator: there a bucket is a twentieth of all gradients, and is alive until the next
+    one has been stepped."""
+    largest = max(bucket.nbytes for bucket in estimate.buckets)
+    return peak - largest + 2 * max(largest, sum(estimate.sizes.gradients.values()) // SHARE)
 
 
 def _where_it_clips(estimate: Estimate, saved: int) -> str:

@@ -122,6 +122,8 @@ def _show(console: Console, result: Result) -> None:
         repeat = result.repeats.get(feature)
         cells_of.add_row(feature, "" if repeat is None else repeat.outcome, *(cells[way].outcome for way in WAYS))
     console.print(cells_of)
+    if any(cell.outcome == "-" for cells in result.cells.values() for cell in cells.values()):
+        print_line(console, "-: nothing to compare, as instep refuses it by name or it is not for this device")
     for line in [*result.wrong, *(f"{one}: the plain loop differs from itself" for one in result.unrepeatable)]:
         print_line(console, line)
     if result.gains:
