@@ -17,6 +17,7 @@ import pytest
 import torch
 import what_fits
 
+from instep_tools.planning.cards import card_of
 from instep_tools.planning.job import PlannedBucket, PlannedPeak
 from instep_tools.training import Job, Kind, TrainedLoop
 from tests import net
@@ -70,9 +71,9 @@ def test_marks_stand_where_their_values_are(tmp_path: Path) -> None:
 
 
 def test_what_a_card_has() -> None:
-    assert what_fits.card_of(16 * 10**9 - 2**30) == 16
-    assert what_fits.card_of(16 * 10**9 - 2**30 + 1) == 24
-    assert what_fits.card_of(80 * 10**9) is None
+    assert card_of(16 * 10**9 - 2**30) == 16
+    assert card_of(16 * 10**9 - 2**30 + 1) == 24
+    assert card_of(80 * 10**9) is None
 
 
 def test_what_fits_plans_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +106,7 @@ def test_the_table_and_the_picture_of_the_readme_are_of_what_was_found(tmp_path:
     shown = {}
     for row in found:
         way = what_fits.TOGETHER if what_fits.TOGETHER in row.peaks else "backward"
-        plain, ours = (f"{row.peaks[one] / 2**30:.2f} | {what_fits.card_of(row.peaks[one])}" for one in ("plain", way))
+        plain, ours = (f"{row.peaks[one] / 2**30:.2f} | {card_of(row.peaks[one])}" for one in ("plain", way))
         keeps = "yes" if row.checkpoints else "no"
         shown[f"| {row.model[0]} B, {row.part} | {row.tokens:,} | {keeps} | {plain} | {ours} |"] = row
     lines = (root / "README.md").read_text(encoding="utf-8").splitlines()
