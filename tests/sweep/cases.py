@@ -28,8 +28,6 @@ class Case:
     net: Callable[[], nn.Module] = models.Net
     imports: tuple[str, ...] = ()
     """Modules that are imported before processes are forked."""
-    odd: str = ""
-    """What it does that a loop would not expect."""
     beside: Callable[[nn.Module], tuple[nn.Module, Callable[[], None]]] | None = None
     """Of the model: a module that is compared, too, and what the loop calls after each step."""
     environment: str = MAIN
@@ -185,31 +183,28 @@ BY_NAME = [
         *(AO, "torchao.optim:_AdamW", {"lr": 1e-3, "bf16_stochastic_round": True}),
         label="stochastic rounding to bfloat16",
         net=models.half,
-        odd="draws from torch's generator",
     ),
     kind(
         *(AO, "torch.optim:SGD", {"lr": 1e-2}),
         label="over torchao's int8 weights",
         net=models.int8,
-        odd="each update of such a weight rounds stochastically: it draws",
     ),
     kind(
         *(AO, "torch.optim:AdamW", {"lr": 1e-3, "weight_decay": 0.0}),
         label="over torchao's int8 weights",
         net=models.int8,
-        odd="each update of such a weight rounds stochastically: it draws",
     ),
-    kind("prodigyopt==1.1.2", "prodigyopt:Prodigy", {"lr": 1.0}, odd="one step size of all parameters"),
-    kind("dadaptation==3.2", "dadaptation:DAdaptAdam", {"lr": 1.0}, odd="one step size of all parameters"),
-    kind("dadaptation==3.2", "dadaptation:DAdaptLion", {"lr": 1.0}, odd="one step size of all parameters"),
+    kind("prodigyopt==1.1.2", "prodigyopt:Prodigy", {"lr": 1.0}),
+    kind("dadaptation==3.2", "dadaptation:DAdaptAdam", {"lr": 1.0}),
+    kind("dadaptation==3.2", "dadaptation:DAdaptLion", {"lr": 1.0}),
     kind("lion-pytorch==0.2.5", "lion_pytorch:Lion"),
     kind("came-pytorch==0.1.3", "came_pytorch:CAME", {"lr": 1e-3}),
     kind("adabelief-pytorch==0.2.1", "adabelief_pytorch:AdaBelief", {"lr": 1e-3, "print_change_log": False}),
     kind(ADV, "adv_optm:AdamW_adv"),
-    kind(ADV, "adv_optm:AdamW_adv", label="bfloat16", net=models.half, odd="draws from a generator of its module"),
+    kind(ADV, "adv_optm:AdamW_adv", label="bfloat16", net=models.half),
     kind(ADV, "adv_optm:Lion_adv"),
     kind(ADV, "adv_optm:Adopt_adv"),
-    kind(ADV, "adv_optm:Prodigy_adv", {"lr": 1.0}, odd="one step size of all parameters"),
+    kind(ADV, "adv_optm:Prodigy_adv", {"lr": 1.0}),
     kind(
         *(ADV, "adv_optm:Muon_adv"),
         optimizer=grouped("adv_optm:Muon_adv", {"use_muon": True}, {"use_muon": False}, lr=1e-3),
@@ -219,13 +214,11 @@ BY_NAME = [
         "heavyball==3.2.1",
         "heavyball:SOAP",
         optimizer=_heavyball("heavyball:SOAP", lr=1e-3),
-        odd="keeps addresses of temporary tensors: under FSDP2 it is refused where a step, taken again, leaves others",
     ),
     kind("heavyball==3.2.1", "heavyball:PSGDKron", optimizer=_heavyball("heavyball:PSGDKron", lr=1e-3)),
     kind(
         "kron-torch==0.3.3",
         "kron_torch:Kron",
-        odd="compiles updates for each shape; draws when to update",
         environment=TRITON,
     ),
     kind(
@@ -237,7 +230,6 @@ BY_NAME = [
         "muon-fsdp2==0.3.0",
         "muon_fsdp2:Muon",
         optimizer=grouped("muon_fsdp2:Muon", {"use_muon": True, "lr": 1e-3}, {"use_muon": False, "lr": 1e-3}),
-        odd="compiles its iteration",
     ),
     kind(
         "galore-torch==1.0",
@@ -269,7 +261,7 @@ BY_NAME = [
         environment=TRITON,
     ),
     kind("sophia-opt==0.2.2", "sophia_opt:SophiaG"),
-    kind("torchastic==0.1.2", "torchastic:AdamW", net=models.half, odd="draws from torch's generator"),
+    kind("torchastic==0.1.2", "torchastic:AdamW", net=models.half),
     kind("opteon==0.1.0", "opteon:Opteon", {"lr": 1e-2}),
     kind("adafactor8bit==0.4.6", "adafactor8bit:Adafactor8Bit"),
     kind("transformers==5.24.0", "transformers.optimization:Adafactor", {"lr": None}, label="relative step"),
@@ -283,7 +275,6 @@ BY_NAME = [
         "geoopt:optim.RiemannianAdam",
         {"lr": 1e-3, "stabilize": 3},
         net=models.Spherical,
-        odd="makes an empty entry of state for a parameter that has no gradient",
     ),
     Case("peft: LoRA with torch's AdamW", PEFT, _adamw, models.adapted, ("peft",)),
     Case("peft: DoRA with torch's AdamW", PEFT, _adamw, partial(models.adapted, use_dora=True), ("peft",)),

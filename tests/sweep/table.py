@@ -16,17 +16,25 @@ from tests.sweep.judging import EQUAL, NOT_JUDGED, OTHER, PLAINLY, RAISES, REFUS
 DOCS = ROOT / "docs" / "optimizers.md"
 PROVED = ROOT / "src" / "instep" / "_optim" / "proved.json"
 BEGIN, END = "<!-- the sweep: begin -->", "<!-- the sweep: end -->"
-HEAD = f"""## Published optimizers
-
-`python -m tests.sweep` trains a small model with each of these for eight steps, on one device, on two ranks of DDP and
-on two of FSDP2, beside a process without instep (torch {torch.__version__.split("+")[0]}, CPU). *equal*: the same bits
-of weights and state after each step. *plainly*: `optimizer.step()` takes every step, and no gradient is freed, with
-`schedule="backward"` because parts of an update came out otherwise than the whole. *refused*: nothing was written, and
-the loop goes on."""
+HEAD = f"""`python -m tests.sweep` trains a small model for eight steps on one device, on two ranks of DDP and on two
+of FSDP2 (torch {torch.__version__.split("+")[0]}, CPU). Weights and state are those of the plain loop after each step,
+with `undo=True`, too. *Couples*: what it updates depends on which parameters step together. *Refused*: raises, and
+writes nothing of the step. \\*: the plain loop does not run under FSDP2. A shape in brackets: in that one alone."""
 WORST = (OTHER, RAISES, REFUSED, PLAINLY, NOT_JUDGED, EQUAL)
 SHAPES = {"one": "one device", "ddp": "DDP", "fsdp": "FSDP2"}
 BACKWARD = ("small", "backward")
-COLUMNS = {"`backward`": BACKWARD, "`undo=True`": ("undo",), "`forward`": ("defer",)}
+IN_BACKWARD = (*BACKWARD, "undo")
+COLUMNS = ("package", "stepped in backward", "not stepped in backward, and why")
+ROADS = {
+    "draws random numbers": "draws random numbers",
+    "`step()` raises without gradients": r"step\(\) raises when no parameter",
+    "changes parameters without gradients": "changes parameters that have no gradient",
+    "keeps a generator": "a generator, which has a finalizer",
+    "wraps another": "holds another optimizer|which has an optimizer",
+    "keeps what cannot be put back": "when the same step is taken again",
+    "couples": "which parameters step together|without the others|that it was not given",
+}
+"""Why an optimizer is not stepped in backward, in short, and what instep says then."""
 
 Row = dict[str, Any]
 """A line of the results: case, shape, way, verdict, why, optimizer, settings, log."""
@@ -66,48 +74,69 @@ def write(rows: list[Row]) -> None:
 
 
 def table(rows: Iterable[Row]) -> str:
+    """A line for each package."""
     cells: dict[str, dict[tuple[str, str], Row]] = defaultdict(dict)
     for row in rows:
         cells[row["case"]][row["shape"], row["way"]] = row
-    lines = [
-        f"| optimizer | package | {' | '.join(COLUMNS)} | what a loop would not expect |",
-        "|---" * (len(COLUMNS) + 3) + "|",
-    ]
+    packages: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for case in CASES:
         if case.pins and case.name in cells:
-            of = cells[case.name]
-            columns = [_cell(of, ways) for ways in COLUMNS.values()]
-            package = case.pins[0].replace("==", " ")
-            lines.append(f"| `{case.name}` | {package} | {' | '.join(columns)} | {case.odd or _why(of)} |")
-    return "\n".join(lines)
+            of = packages[case.pins[0].replace("==", " ")]
+            for found, shapes in _verdicts(cells[case.name]).items():
+                of[found].append(_title(case.name) + shapes)
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    for package, of in packages.items():
+        equal = ", ".join(of.pop("", ()))
+        others = "; ".join(f"{why}: {', '.join(names)}" for why, names in of.items())
+        lines.append(f"| {package} | {equal} | {others} |")
+    return "\n".join(line.replace("|  |", "| |") for line in lines)
 
 
-def _why(of: dict[tuple[str, str], Row]) -> str:
-    """What instep said of it, where it did not step it in backward."""
-    said = [row["why"] for row in of.values() if row["way"] in BACKWARD and row["verdict"] in (OTHER, REFUSED, PLAINLY)]
-    return _short(said[0], 120).replace("|", "/").replace("[", r"\[") if said else ""  # no links
+def _verdicts(of: dict[tuple[str, str], Row]) -> dict[str, str]:
+    """Why it is not stepped in backward (empty: it is), and in which shapes, as they stand behind its name."""
+    by_verdict: dict[str, list[str]] = defaultdict(list)
+    why: dict[str, str] = {}
+    for shape in SHAPES:
+        rows = [of[shape, way] for way in IN_BACKWARD if (shape, way) in of]
+        if rows:
+            worst = min(rows, key=lambda row: WORST.index(row["verdict"]))
+            by_verdict[worst["verdict"]].append(shape)
+            why.setdefault(worst["verdict"], _word(worst))
+    unable = by_verdict.pop(NOT_JUDGED, []) if len(by_verdict) > 1 else []
+    found = {}
+    for verdict, shapes in by_verdict.items():
+        titles = ", ".join(SHAPES[shape] for shape in shapes)
+        some = (
+            r"\*"
+            if unable == ["fsdp"] and len(by_verdict) == 1
+            else f" ({titles})"
+            if len(shapes) < len(SHAPES)
+            else ""
+        )
+        found[why[verdict]] = some
+    return found
 
 
-def _cell(of: dict[tuple[str, str], Row], ways: tuple[str, ...]) -> str:
-    """The worst of these ways; of each shape by itself where shapes differ."""
-    by_shape = {}
-    for shape, title in SHAPES.items():
-        found = [of[shape, way] for way in ways if (shape, way) in of]
-        if found:
-            worst = min(found, key=lambda row: WORST.index(row["verdict"]))
-            by_shape[title] = _word(worst)
-    if len(set(by_shape.values())) == 1:
-        return next(iter(by_shape.values()))
-    of_words: dict[str, list[str]] = defaultdict(list)
-    for title, word in by_shape.items():
-        of_words[word].append(title)
-    return "; ".join(f"{word} ({', '.join(titles)})" for word, titles in of_words.items())
+def _title(name: str) -> str:
+    """``package.module.Class, label`` without package and module."""
+    if ": " in name:
+        return name.partition(": ")[2]
+    name, _, label = name.partition(", ")
+    name, space, beside = name.partition(" ")
+    return f"`{name.rpartition('.')[2]}`{space}{beside}" + (f" ({label})" if label else "")
 
 
 def _word(row: Row) -> str:
+    if row["verdict"] == EQUAL:
+        return ""
     if row["verdict"] == NOT_JUDGED:
         return "plain is not repeatable" if row["why"].endswith("itself") else "plain does not run"
-    return str(row["verdict"]).replace(PLAINLY, "equal, plainly").replace(OTHER, "**other**")
+    road = next(
+        (road for road, text in ROADS.items() if re.search(text, row["why"])),
+        _short(row["why"], 120) or "nothing is said",
+    )
+    road = road.replace("|", "/").replace("[", r"\[")  # no links
+    return {PLAINLY: "", REFUSED: "refused, "}.get(row["verdict"], "**other**, ") + road
 
 
 def proved(rows: list[Row]) -> dict[str, Any]:

@@ -102,11 +102,25 @@ def test_what_is_proved() -> None:
     assert not proved(rows(LION, "peft.made.<locals>.Lion")), "made anew with each call"
 
 
+def line_of(**verdicts: str) -> str:
+    return table(rows(LION, "x.Lion", **verdicts)).splitlines()[2]
+
+
+def in_backward(shape: str, verdict: str) -> dict[str, str]:
+    return {f"{shape}_{way}": verdict for way in ("small", "backward", "undo")}
+
+
 def test_the_table() -> None:
-    lines = table(rows(LION, "x.Lion", fsdp_undo=REFUSED, one_defer=OTHER)).splitlines()
-    assert lines[2].split(" | ")[2:5] == ["equal", "equal (one device, DDP); refused (FSDP2)", lines[2].split(" | ")[4]]
-    assert lines[2].split(" | ")[4] == "**other** (one device); equal (DDP, FSDP2)"
-    assert {line.count("|") for line in lines} == {7}
+    assert line_of() == "| lion-pytorch 0.2.5 | `Lion` | |"
+    assert (
+        line_of(fsdp_undo=REFUSED)
+        == "| lion-pytorch 0.2.5 | `Lion` (one device, DDP) | refused, nothing is said: `Lion` (FSDP2) |"
+    )
+    assert "**other**" in line_of(one_small=OTHER)
+    assert line_of(**in_backward("fsdp", NOT_JUDGED)) == r"| lion-pytorch 0.2.5 | `Lion`\* | |"
+    assert line_of(**in_backward("ddp", NOT_JUDGED)) == "| lion-pytorch 0.2.5 | `Lion` (one device, FSDP2) | |"
+    of_all = {**in_backward("one", NOT_JUDGED), **in_backward("ddp", NOT_JUDGED), **in_backward("fsdp", NOT_JUDGED)}
+    assert line_of(**of_all) == "| lion-pytorch 0.2.5 | | plain does not run: `Lion` |"
 
 
 def test_where_the_table_goes() -> None:
