@@ -285,7 +285,6 @@ BY_NAME = [
         _riemannian,
         models.adapted,
         ("peft",),
-        "scales each pair of adapters by the other's weights, through the model",
     ),
     Case("peft: LoRA-FA", PEFT, _lora_fa, models.adapted, ("peft",)),
     Case(
@@ -294,7 +293,6 @@ BY_NAME = [
         lambda m: resolve_name("lora_pro:LoRAProAdamW")(m, lr=1e-3),
         models.adapted,
         ("lora_pro", "peft"),
-        "never calls the constructor of torch's Optimizer",
     ),
     Case(
         "ema_pytorch.EMA beside torch's AdamW",
