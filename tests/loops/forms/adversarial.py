@@ -23,7 +23,7 @@ def pair(run: Run, rate: float = 1e-2) -> tuple[Any, Any, Any, Any]:
     return generator, discriminator, of_g, of_d
 
 
-@form("DCGAN: gradients of the real and of the generated batch add up, samples with fixed noise", "pytorch/examples")
+@form("DCGAN", "pytorch/examples")
 def dcgan(run: Run) -> None:
     generator, discriminator, of_g, of_d = pair(run)
     fixed, bce = torch.randn(3, 4), F.binary_cross_entropy_with_logits
@@ -44,7 +44,7 @@ def dcgan(run: Run) -> None:
         run.saw(generator, discriminator, of_g, of_d, losses=[real.item(), made.item(), loss.item()], sample=sample)
 
 
-@form("WGAN: weights clamped after each step of the critic", "WGAN")
+@form("weights clamped after each step", "WGAN")
 def wgan(run: Run) -> None:
     generator, critic = mlp(4, 12), mlp(12, 1)
     of_g = torch.optim.RMSprop(generator.parameters(), lr=1e-3)
@@ -66,7 +66,7 @@ def wgan(run: Run) -> None:
         run.saw(generator, critic, of_g, of_c, gap=gap.item())
 
 
-@form("WGAN-GP: a penalty on the gradient of the critic, by `create_graph`", "WGAN-GP")
+@form("gradient penalty by `create_graph`", "WGAN-GP")
 def wgan_gp(run: Run) -> None:
     generator, critic, of_g, of_c = pair(run)
     for x, _ in rows():
@@ -86,7 +86,7 @@ def wgan_gp(run: Run) -> None:
         run.saw(generator, critic, of_g, of_c, penalty=penalty.item(), loss=loss.item())
 
 
-@form("CycleGAN: `itertools.chain` of two generators in one optimizer, discriminators frozen in turn", "CycleGAN")
+@form("two generators in one optimizer", "CycleGAN")
 def cyclegan(run: Run) -> None:
     there, back, judge_a, judge_b = mlp(12, 12), mlp(12, 12), mlp(12, 1), mlp(12, 1)
     of_g = torch.optim.Adam(itertools.chain(there.parameters(), back.parameters()), lr=1e-2)
@@ -112,7 +112,7 @@ def cyclegan(run: Run) -> None:
         run.saw(there, back, judge_a, judge_b, of_g, of_d, loss=loss.item(), losses=losses)
 
 
-@form("StyleGAN: R1 every few steps, an EMA of the generator with its buffers, lazy regularization", "StyleGAN2")
+@form("R1 every few steps, EMA", "StyleGAN2")
 def stylegan(run: Run) -> None:
     generator, discriminator, of_g, of_d = pair(run)
     ema = copy.deepcopy(generator).eval().requires_grad_(False)
@@ -143,7 +143,7 @@ def stylegan(run: Run) -> None:
         run.saw(generator, discriminator, ema, of_g, of_d, loss=loss.item(), sample=ema(torch.ones(1, 4)))
 
 
-@form("a discriminator with spectral normalization, hinge losses, orthogonal regularization of gradients", "BigGAN")
+@form("spectral normalization, orthogonal regularization", "BigGAN")
 def biggan(run: Run) -> None:
     generator = mlp(4, 12)
     discriminator = nn.Sequential(spectral_norm(nn.Linear(12, 16)), nn.ReLU(), spectral_norm(nn.Linear(16, 1)))
@@ -172,7 +172,7 @@ def biggan(run: Run) -> None:
         run.saw(generator, discriminator, of_g, of_d, loss=loss.item())
 
 
-@form("VQGAN: an adaptive weight, by the gradient of the last layer's weight for two losses", "taming-transformers")
+@form("weight of a loss by last layer's gradients", "VQGAN")
 def vqgan(run: Run) -> None:
     model, discriminator = nn.Sequential(mlp(12, 6), nn.Linear(6, 12)), mlp(12, 1)
     of_g = torch.optim.Adam(model.parameters(), lr=1e-2, betas=(0.5, 0.9))
@@ -196,7 +196,7 @@ def vqgan(run: Run) -> None:
         run.saw(model, discriminator, of_g, of_d, weight=weight, loss=loss.item(), size=last.norm().item())
 
 
-@form("adversarial training: PGD on the input, in evaluation mode, before each step", "robustness libraries")
+@form("PGD on the input", "robustness libraries")
 def adversarial_training(run: Run) -> None:
     model = ConvNet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -230,7 +230,7 @@ class Reversed(torch.autograd.Function):
         return -ctx.weight * grads[0], None
 
 
-@form("domain adaptation: a layer that reverses gradients", "DANN")
+@form("gradients reversed", "DANN")
 def gradient_reversal(run: Run) -> None:
     model = nn.ModuleDict({"body": mlp(out=8), "classes": nn.Linear(8, 4), "domain": nn.Linear(8, 2)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -17,7 +17,7 @@ def chances(model: nn.Module, text: torch.Tensor) -> torch.Tensor:
     return model(text[:, :-1]).log_softmax(-1).gather(2, text[:, 1:, None]).squeeze(2)
 
 
-@form("DPO: a frozen reference model, rewards and margins logged", "TRL")
+@form("DPO", "TRL")
 def dpo(run: Run) -> None:
     model = Text()
     reference = copy.deepcopy(model).eval().requires_grad_(False)
@@ -39,7 +39,7 @@ def dpo(run: Run) -> None:
         run.saw(model, optimizer, loss=loss.item(), margin=margin, norm=norm, lr=schedule.get_last_lr())
 
 
-@form("DPO with adapters: the reference is the model itself with the adapters switched off", "TRL with PEFT")
+@form("DPO, adapters off for reference", "TRL with PEFT")
 def dpo_without_reference(run: Run) -> None:
     model = Text().requires_grad_(False)
     adapter = nn.Sequential(nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False))
@@ -64,7 +64,7 @@ def dpo_without_reference(run: Run) -> None:
         run.saw(model, optimizer, loss=loss.item(), rewards=rewards)
 
 
-@form("PPO for text: sampled responses, a value head, a penalty for leaving the reference, several epochs", "TRL")
+@form("PPO for text", "TRL")
 def ppo_for_text(run: Run) -> None:
     model = Text()
     value_head = nn.Linear(16, 1)
@@ -96,7 +96,7 @@ def ppo_for_text(run: Run) -> None:
             run.saw(both, optimizer, loss=loss.item(), kl=kl.mean().item(), norm=norm, text=text)
 
 
-@form("GRPO: groups of samples, normalized rewards, weights handed to a generating copy after each step", "TRL, veRL")
+@form("GRPO", "TRL, veRL")
 def grpo(run: Run) -> None:
     model, sampler = Text(), Text()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
@@ -120,7 +120,7 @@ def grpo(run: Run) -> None:
         run.saw(model, sampler, optimizer, reward=reward, norm=norm)
 
 
-@form("a reward model on pairs, linear warm-up, no decay for biases and norms", "TRL, BERT fine-tuning")
+@form("reward model", "TRL")
 def reward_model(run: Run) -> None:
     body = Text()
     model = nn.ModuleDict({"body": body, "score": nn.Linear(16, 1)})
@@ -145,9 +145,7 @@ def reward_model(run: Run) -> None:
         run.saw(model, optimizer, accuracy=(score[:4] > score[4:]).float().mean().item(), lr=schedule.get_last_lr())
 
 
-@form(
-    "Adafactor with relative steps, and `AdafactorSchedule`, which reads the optimizer's state", "T5 with transformers"
-)
+@form("Adafactor, `AdafactorSchedule`", "T5")
 def adafactor(run: Run) -> None:
     model = Text()
     optimizer = Adafactor(model.parameters(), scale_parameter=True, relative_step=True, warmup_init=True, lr=None)

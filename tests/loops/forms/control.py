@@ -41,7 +41,7 @@ class Policy(nn.Module):
         return self.critic(self.value_features(x)).flatten(), chosen.log_prob(action), chosen.entropy()
 
 
-@form("A2C: RMSprop, a shared feature extractor, the rate set before each update", "Stable-Baselines3")
+@form("A2C", "Stable-Baselines3")
 def a2c(run: Run) -> None:
     policy = Policy(shared=True)
     policy.optimizer = torch.optim.RMSprop(policy.parameters(), lr=7e-3, alpha=0.99, eps=1e-5)
@@ -64,9 +64,7 @@ def a2c(run: Run) -> None:
         run.saw(policy, policy.optimizer, loss=loss.item(), values=values)
 
 
-@form(
-    "PPO: several epochs over a buffer, separate feature extractors, clip fraction, an end by KL", "Stable-Baselines3"
-)
+@form("PPO", "Stable-Baselines3")
 def ppo_policy(run: Run) -> None:
     policy = Policy(shared=False)
     policy.optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2, eps=1e-5)
@@ -101,7 +99,7 @@ def ppo_policy(run: Run) -> None:
         run.saw(policy, policy.optimizer, updates=updates)
 
 
-@form("DQN: `smooth_l1_loss`, a target network by `torch.add(…, out=…)`", "Stable-Baselines3")
+@form("DQN", "Stable-Baselines3")
 def dqn_policy(run: Run) -> None:
     net, target = mlp(4, 3), mlp(4, 3)
     target.load_state_dict(net.state_dict())
@@ -141,7 +139,7 @@ class Critics(nn.Module):
         return tuple(net(torch.cat([x, a], dim=1)) for net in self.q_networks)
 
 
-@form("TD3: the first critic alone for the actor's loss, a target of both by polyak updates", "Stable-Baselines3")
+@form("TD3", "Stable-Baselines3")
 def td3_policy(run: Run) -> None:
     actor, critic = nn.Sequential(mlp(4, 2), nn.Tanh()), Critics()
     slow_actor, slow_critic = copy.deepcopy(actor), copy.deepcopy(critic)
@@ -177,7 +175,7 @@ def squashed(actor: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return action.tanh(), (drawn.log_prob(action) - torch.log(1 - action.tanh() ** 2 + 1e-6)).sum(1, keepdim=True)
 
 
-@form("SAC: the actor's loss by the smaller critic, the entropy's coefficient learned", "Stable-Baselines3")
+@form("SAC", "Stable-Baselines3")
 def sac_policy(run: Run) -> None:
     actor, critic = mlp(4, 4), Critics()
     slow = Critics()
@@ -212,7 +210,7 @@ def sac_policy(run: Run) -> None:
         run.saw(actor, critic, slow, optimizer, critic.optimizer, loss=loss.item(), coefficient=coefficient)
 
 
-@form("SAC: critics frozen by `requires_grad` while the actor's loss goes through them", "Spinning Up")
+@form("SAC, critics frozen for the actor", "Spinning Up")
 def frozen_critics(run: Run) -> None:
     agent = nn.ModuleDict({"pi": mlp(4, 4), "q1": mlp(6, 1), "q2": mlp(6, 1)})
     target = copy.deepcopy(agent).requires_grad_(False)
@@ -255,7 +253,7 @@ def frozen(*modules: nn.Module) -> Iterator[None]:
             p.requires_grad = flag
 
 
-@form("a world model, an actor and a critic, each trained through the others, which are frozen", "Dreamer")
+@form("world model, actor and critic in turn", "Dreamer")
 def dreamer(run: Run) -> None:
     world = nn.ModuleDict({"enc": mlp(4, 8), "cell": nn.GRUCell(2, 8), "reward": nn.Linear(8, 1), "dec": mlp(8, 4)})
     actor, critic = mlp(8, 2), mlp(8, 1)
@@ -290,7 +288,7 @@ def dreamer(run: Run) -> None:
         run.saw(world, actor, critic, *optimizers, norms=norms, losses=[model_loss, actor_loss, critic_loss])
 
 
-@form("evolution strategies: gradients made of noise and rewards, without a backward", "ES, blackbox optimization")
+@form("evolution strategies: no backward", "ES")
 def evolution(run: Run) -> None:
     model = mlp(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

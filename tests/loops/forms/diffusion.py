@@ -27,7 +27,7 @@ class Denoiser(nn.Module):
         return F.mse_loss(self((1 - t) * x + t * noise, t), noise)
 
 
-@form("DDPM: accumulation, clipping, an EMA that begins late, samples from the EMA", "lucidrains")
+@form("DDPM: accumulation, clipping, EMA", "lucidrains")
 def ddpm(run: Run) -> None:
     model = Denoiser()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, betas=(0.9, 0.99))
@@ -54,7 +54,7 @@ def ddpm(run: Run) -> None:
         run.saw(model, ema, optimizer, loss=total, sample=sample)
 
 
-@form("several EMAs, an annealed rate, norms of weights and gradients logged in every step", "guided-diffusion")
+@form("several EMAs, norms logged", "guided-diffusion")
 def guided_diffusion(run: Run) -> None:
     model = Denoiser()
     parameters = list(model.parameters())
@@ -81,7 +81,7 @@ def guided_diffusion(run: Run) -> None:
         run.saw(model, optimizer, averages, norms=[grad_norm, param_norm])
 
 
-@form("EDM: `nan_to_num` on each gradient, a ramp of the rate, an EMA by half-life, a snapshot by `deepcopy`", "EDM")
+@form("`nan_to_num` on gradients, EMA", "EDM")
 def edm(run: Run) -> None:
     net = Denoiser().train().requires_grad_(True)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
@@ -105,8 +105,8 @@ def edm(run: Run) -> None:
 
 
 @form(
-    "score models: EMA stored, copied in to evaluate, and the trained weights restored",
-    "score_sde, diffusers' EMAModel",
+    "EMA copied in to evaluate",
+    "score_sde",
 )
 def ema_stored_and_restored(run: Run) -> None:
     model = Denoiser()
@@ -135,7 +135,7 @@ def ema_stored_and_restored(run: Run) -> None:
         run.saw(model, optimizer, loss=loss.item(), evaluated=evaluated, shadow=shadow)
 
 
-@form("textual inversion: one row of the embedding is trained, the others are put back after each step", "diffusers")
+@form("one row of an embedding trained", "diffusers")
 def textual_inversion(run: Run) -> None:
     words = nn.Embedding(20, 12)
     model = Denoiser().requires_grad_(False)
@@ -155,7 +155,7 @@ def textual_inversion(run: Run) -> None:
         run.saw(words, optimizer, loss=loss.item(), learned=words.weight[19].detach().clone())
 
 
-@form("DreamBooth: a denoiser and a text encoder in one optimizer, a loss of prior preservation", "diffusers")
+@form("DreamBooth: two models, one optimizer", "diffusers")
 def dreambooth(run: Run) -> None:
     denoiser, encoder = Denoiser(), nn.Embedding(4, 12)
     parameters = [*denoiser.parameters(), *encoder.parameters()]
@@ -172,7 +172,7 @@ def dreambooth(run: Run) -> None:
         run.saw(denoiser, encoder, optimizer, loss=loss.item(), norm=norm)
 
 
-@form("consistency training: the target is the model itself a moment ago, by EMA; RAdam", "consistency models")
+@form("target by EMA, RAdam", "consistency models")
 def consistency(run: Run) -> None:
     model = Denoiser()
     target = copy.deepcopy(model).requires_grad_(False).train()
@@ -192,7 +192,7 @@ def consistency(run: Run) -> None:
         run.saw(model, target, optimizer, loss=loss.item())
 
 
-@form("NeRF: a coarse and a fine network in one optimizer, the rate decayed by hand after each step", "nerf-pytorch")
+@form("two networks, rate decayed by hand", "NeRF")
 def nerf(run: Run) -> None:
     coarse, fine = mlp(12, 4), mlp(12, 4)
     grad_vars = list(coarse.parameters())
@@ -222,7 +222,7 @@ class Splats(nn.Module):
 
 
 @form(
-    "Gaussian splatting: parameters and their state are replaced by longer ones in the middle of training",
+    "parameters and state replaced by longer ones",
     "Gaussian splatting",
 )
 def splatting(run: Run) -> None:

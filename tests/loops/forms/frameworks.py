@@ -58,12 +58,12 @@ def hugging_face(run: Run, optimizers: Any = (None, None), model: nn.Module | No
         run.saw(trainer.model, trainer.optimizer.optimizer, history=len(trainer.state.log_history))
 
 
-@form("`Trainer` as it is: clipping by norm, a linear schedule", "transformers", by_itself=True)
+@form("`Trainer`", "transformers", by_itself=True)
 def trainer(run: Run) -> None:
     hugging_face(run, max_steps=6, per_device_train_batch_size=2)
 
 
-@form("`Trainer`: accumulation, bfloat16, evaluation, the best model loaded in the end", "transformers", by_itself=True)
+@form("`Trainer`: accumulation, bfloat16, best model", "transformers", by_itself=True)
 def trainer_with_evaluation(run: Run) -> None:
     often: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     more: dict[str, Any] = {
@@ -75,7 +75,7 @@ def trainer_with_evaluation(run: Run) -> None:
     hugging_face(run, max_steps=6, per_device_train_batch_size=2, lr_scheduler_type="cosine", **often, **more)
 
 
-@form("accelerate: `accumulate`, clipping where gradients are synchronized, an EMA, a prepared scheduler", "diffusers")
+@form("accelerate: `accumulate`, clipping, EMA", "diffusers")
 def accelerate_loop(run: Run) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -103,7 +103,7 @@ def accelerate_loop(run: Run) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@form("accelerate: adapters alone are trained, in a `state_dict` of their own", "diffusers, LoRA scripts")
+@form("accelerate: adapters alone", "LoRA scripts")
 def accelerate_adapters(run: Run) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
@@ -125,7 +125,7 @@ def accelerate_adapters(run: Run) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@form("Fabric: accumulation in `no_backward_sync`, `clip_gradients`, a rate set by hand", "litgpt")
+@form("Fabric: `no_backward_sync`, `clip_gradients`", "litgpt")
 def fabric_loop(run: Run) -> None:
     with lightnings_own_warnings():
         fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
@@ -184,7 +184,7 @@ def lightning(run: Run, module: pl.LightningModule, **settings: Any) -> None:
         trainer.fit(module, loader, loader)
 
 
-@form("Lightning's `Trainer`: `gradient_clip_val`, accumulation, validation", "Lightning", by_itself=True)
+@form("clipping, accumulation, validation", "Lightning", by_itself=True)
 def lightning_trainer(run: Run) -> None:
     settings: dict[str, Any] = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "max_epochs": 2}
     lightning(run, Lit(run, ConvNet()), **settings)
@@ -225,6 +225,6 @@ class LitGan(Lit):
         return [torch.optim.Adam(self.net[name].parameters(), lr=1e-2) for name in ("g", "d")], []
 
 
-@form("Lightning: manual optimization of a GAN, with `toggle_optimizer`", "Lightning", by_itself=True)
+@form("manual optimization of a GAN", "Lightning", by_itself=True)
 def lightning_gan(run: Run) -> None:
     lightning(run, LitGan(run), max_epochs=1)

@@ -13,7 +13,7 @@ from tests.loops.form import Run, form
 from tests.loops.parts import ConvNet, fit, images, mlp, rows
 
 
-@form("norms of gradients logged every three steps, layer by layer", "experiment trackers")
+@form("gradient norms now and then", "trackers")
 def norms_now_and_then(run: Run) -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -30,7 +30,7 @@ def norms_now_and_then(run: Run) -> None:
 
 
 @form(
-    "gradients, weights and activations as histograms, by hooks and by `.numpy()`, after each step",
+    "histograms by hooks and `.numpy()`",
     "TensorBoard, wandb.watch",
 )
 def histograms(run: Run) -> None:
@@ -52,7 +52,7 @@ def histograms(run: Run) -> None:
         run.saw(model, optimizer, **seen)
 
 
-@form("`zero_grad` is never called: gradients add up from the first step to the last", "mistakes that are trained with")
+@form("`zero_grad` never called", "mistakes")
 def never_zeroed(run: Run) -> None:
     model = mlp()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -64,9 +64,7 @@ def never_zeroed(run: Run) -> None:
         run.saw(model, optimizer, loss=loss.item(), first=next(model.parameters()).grad)
 
 
-@form(
-    "`zero_grad(set_to_none=False)` after the step, also of parameters that were not used", "code from before torch 2.0"
-)
+@form("`zero_grad(set_to_none=False)`", "before torch 2.0")
 def zeroed_in_place(run: Run) -> None:
     model = nn.ModuleDict({"a": mlp(), "b": mlp()})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
@@ -80,8 +78,8 @@ def zeroed_in_place(run: Run) -> None:
 
 
 @form(
-    "gradients in views of one flat buffer, which is clipped as a whole, and zeroed before the next forward",
-    "apex, DeepSpeed-like",
+    "gradients in one flat buffer",
+    "apex",
 )
 def flat_gradients(run: Run) -> None:
     model = mlp()
@@ -113,8 +111,8 @@ def flattened(model: nn.Module) -> torch.Tensor:
 
 
 @form(
-    "parameters that are views of one flat tensor, from which nothing is read in the loop",
-    "flat RNN weights, fused code",
+    "parameters that are views of one tensor",
+    "fused RNNs",
 )
 def flat_parameters(run: Run) -> None:
     model = mlp()
@@ -124,7 +122,7 @@ def flat_parameters(run: Run) -> None:
     fit(run, model, optimizer, elements=flat.numel)
 
 
-@form("parameters that are views of one flat tensor, whose average is taken after each step", "flat EMA")
+@form("the same, averaged after each step", "flat EMA")
 def flat_average(run: Run) -> None:
     model = mlp()
     flat = flattened(model)
@@ -139,7 +137,7 @@ def flat_average(run: Run) -> None:
         run.saw(model, optimizer, average=average)
 
 
-@form("one flat parameter is stepped, and the modules' weights are views of it", "flat master weights")
+@form("one flat parameter, modules have views", "flat masters")
 def flat_master(run: Run) -> None:
     model = mlp()
     master = nn.ParameterList([flattened(model)])
@@ -158,7 +156,7 @@ def flat_master(run: Run) -> None:
         run.saw(model, master, optimizer, loss=loss.item())
 
 
-@form("a NumPy view of a weight, made once and read after each step", "plots and notebooks")
+@form("a weight's NumPy view, kept", "notebooks")
 def numpy_view(run: Run) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -167,7 +165,7 @@ def numpy_view(run: Run) -> None:
     fit(run, model, optimizer, size=lambda: float(abs(view).sum()))
 
 
-@form("a detached weight, made once and read after each step", "monitors of one layer")
+@form("a detached weight, kept", "monitors")
 def detached_alias(run: Run) -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -176,7 +174,7 @@ def detached_alias(run: Run) -> None:
     fit(run, model, optimizer, spectrum=lambda: torch.linalg.svdvals(watched))
 
 
-@form("a tensor of the optimizer's state, taken once and read after each step", "monitors of the second moment")
+@form("a tensor of state, kept", "monitors")
 def state_alias(run: Run) -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -191,9 +189,7 @@ def state_alias(run: Run) -> None:
         run.saw(model, optimizer, size=watched.sqrt().mean().item())
 
 
-@form(
-    "sharpness-aware minimization by hand: weights moved up, a second backward, weights moved back", "SAM in the loop"
-)
+@form("weights moved up and back", "SAM")
 def sharpness_aware(run: Run) -> None:
     model = ConvNet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -216,7 +212,7 @@ def sharpness_aware(run: Run) -> None:
         run.saw(model, optimizer, loss=loss.item(), norm=norm)
 
 
-@form("noise on gradients, gradients centralized and put anew into `.grad`, hooks that clamp", "tricks in the loop")
+@form("noise on gradients, `.grad` set, hooks that clamp", "tricks")
 def changed_gradients(run: Run) -> None:
     def halve(p: torch.Tensor) -> None:
         assert p.grad is not None
@@ -240,7 +236,7 @@ def changed_gradients(run: Run) -> None:
         run.saw(model, optimizer, loss=loss.item())
 
 
-@form("gradients of each sample by `vmap`, clipped one by one, with noise, and put into `.grad`", "DP-SGD, Opacus-like")
+@form("gradients of each sample by `vmap`", "DP-SGD")
 def private(run: Run) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -262,7 +258,7 @@ def private(run: Run) -> None:
         run.saw(model, optimizer, norms=norms)
 
 
-@form("a spike of the loss: model, optimizer and scheduler go back to a copy from before", "long pre-trainings")
+@form("back to a copy after a spike", "pre-training")
 def rolled_back(run: Run) -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -284,7 +280,7 @@ def rolled_back(run: Run) -> None:
         run.saw(model, optimizer, loss=loss.item(), lr=scheduler.get_last_lr())
 
 
-@form("steps left out where the norm is too large or not finite", "speech and RL trainers")
+@form("steps left out by norm", "speech")
 def left_out(run: Run) -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -302,8 +298,8 @@ def left_out(run: Run) -> None:
 
 
 @form(
-    "a search of the rate: it rises until the loss does, then model and optimizer are loaded anew",
-    "fastai, Lightning's tuner",
+    "search of the rate",
+    "fastai",
 )
 def rate_finder(run: Run) -> None:
     model = mlp()
@@ -327,7 +323,7 @@ def rate_finder(run: Run) -> None:
             optimizer.load_state_dict(before[1])
 
 
-@form("another module that shares a layer with the trained one, and is evaluated after each step", "shared encoders")
+@form("another model shares a layer", "shared encoders")
 def shared_layer(run: Run) -> None:
     model = mlp()
     other = nn.Sequential(model[0], nn.ReLU(), nn.Linear(16, 2))
@@ -344,8 +340,8 @@ def shared_layer(run: Run) -> None:
 
 
 @form(
-    "an ensemble: `stack_module_state`, one optimizer of the stacked weights, `vmap` over `functional_call`",
-    "torch.func tutorials",
+    "`stack_module_state`, `vmap`",
+    "torch.func",
 )
 def ensemble(run: Run) -> None:
     models = [mlp() for _ in range(3)]
@@ -363,7 +359,7 @@ def ensemble(run: Run) -> None:
         run.saw(*parameters.values(), optimizer, loss=loss.item())
 
 
-@form("a temperature and log-variances that no module owns, clipped and scheduled with the rest", "CLIP, VAEs")
+@form("parameters of no module", "CLIP")
 def loose_parameters(run: Run) -> None:
     model = mlp()
     temperature = nn.Parameter(torch.tensor(0.5))
@@ -384,7 +380,7 @@ def loose_parameters(run: Run) -> None:
         run.saw(model, optimizer, temperature, spread, loss=loss.item())
 
 
-@form("latents that are optimized through a frozen network, beside an adapter", "inversion, textual inversion")
+@form("latents through a frozen network", "inversion")
 def latents(run: Run) -> None:
     network, adapter = mlp().requires_grad_(False), nn.Linear(4, 4)
     latent = torch.zeros(8, 12, requires_grad=True)
@@ -405,7 +401,7 @@ def compiled(function: Any) -> Any:
     return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
-@form("a compiled penalty of two weights, and a compiled average of all", "regularizers, EMA with `torch.compile`")
+@form("compiled penalty and average", "EMA")
 def compiled_penalty(run: Run) -> None:
     model, averaged = mlp(), [p.detach().clone() for p in mlp().parameters()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
@@ -427,7 +423,7 @@ def compiled_penalty(run: Run) -> None:
         run.saw(model, optimizer, loss=loss.item(), averaged=averaged[0].sum().item())
 
 
-@form("a compiled norm of the gradients, logged after `step()`", "experiment trackers with `torch.compile`")
+@form("compiled norm of gradients", "trackers")
 def compiled_norm(run: Run) -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)

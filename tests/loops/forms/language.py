@@ -22,7 +22,7 @@ def decay_groups(model: nn.Module, decay: float) -> list[dict[str, Any]]:
     return [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
-@form("minGPT: `model.zero_grad(set_to_none=True)` before backward, clipping, callbacks after each batch", "minGPT")
+@form("`model.zero_grad()` before backward, clipping, callbacks", "minGPT")
 def min_gpt(run: Run) -> None:
     model = Text(tied=False)
     optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=3e-3, betas=(0.9, 0.95))
@@ -40,7 +40,7 @@ def min_gpt(run: Run) -> None:
         run.saw(model, optimizer, loss=loss.item(), norm=norm, written=written)
 
 
-@form("nanoGPT: accumulation, autocast, a scaler that is off, a rate set in every group, fused AdamW", "nanoGPT")
+@form("accumulation, autocast, rate set in groups", "nanoGPT")
 def nano_gpt(run: Run) -> None:
     model = Text()
     optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=1e-2, betas=(0.9, 0.95), fused=True)
@@ -98,7 +98,7 @@ class SmallMuon(torch.optim.Optimizer):
                 p.add_(x.to(p.dtype), alpha=-group["lr"] * max(1, p.shape[0] / p.shape[1]) ** 0.5)
 
 
-@form("Muon for the matrices, AdamW for the rest, a warm-up of the momentum, one schedule for both", "modded-nanogpt")
+@form("Muon beside AdamW", "modded-nanogpt")
 def muon_and_adamw(run: Run) -> None:
     model = Text(tied=False)
     matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
@@ -123,7 +123,7 @@ def muon_and_adamw(run: Run) -> None:
 
 
 @form(
-    "a word language model: hidden state carried on, the best model in a file and back, rate divided by 4",
+    "hidden state carried on, rate divided by 4",
     "pytorch/examples",
 )
 def word_language_model(run: Run) -> None:
@@ -150,7 +150,7 @@ def word_language_model(run: Run) -> None:
 
 
 @form(
-    "AWD-LSTM: SGD, then `detach()`, ASGD and the line; averages put in as `p.data` to evaluate, and taken out",
+    "SGD, then ASGD; averages as `p.data`",
     "AWD-LSTM",
 )
 def averaged_sgd(run: Run) -> None:
@@ -185,7 +185,7 @@ def averaged_sgd(run: Run) -> None:
 
 
 @form(
-    "the Transformer's schedule: a rate from the width and the step, smoothed labels, tied weights",
+    "the Transformer's schedule, tied weights",
     "Annotated Transformer",
 )
 def noam(run: Run) -> None:
@@ -204,9 +204,7 @@ def noam(run: Run) -> None:
         run.saw(model, optimizer, loss=loss.item(), lr=optimizer.param_groups[0]["lr"])
 
 
-@form(
-    "token-weighted accumulation: gradients are multiplied once all micro-batches have come", "fairseq, Megatron-like"
-)
+@form("accumulation weighted by tokens", "fairseq")
 def multiplied_gradients(run: Run) -> None:
     model = Text()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, betas=(0.9, 0.98))
@@ -233,7 +231,7 @@ def multiplied_gradients(run: Run) -> None:
         run.saw(model, optimizer, loss=total / count, norm=norm)
 
 
-@form("weights in bfloat16, with float32 master weights that the optimizer has", "apex O2, Megatron-like")
+@form("bfloat16 with float32 masters", "apex O2")
 def master_weights(run: Run) -> None:
     model = Text().bfloat16()
     masters = nn.ParameterList(p.detach().clone().float() for p in model.parameters())
@@ -254,7 +252,7 @@ def master_weights(run: Run) -> None:
         run.saw(model, masters, optimizer, loss=loss.item())
 
 
-@form("all in bfloat16: weights, gradients and the optimizer's state", "torchtune, sd-scripts")
+@form("all in bfloat16", "torchtune")
 def all_bfloat16(run: Run) -> None:
     model = Text().bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
@@ -289,7 +287,7 @@ class Experts(nn.Module):
         return self.head(x + out).view(*text.shape, -1)
 
 
-@form("a mixture of experts, some of which get no gradient in a step, with a loss of balance", "MoE models")
+@form("unused experts", "MoE models")
 def mixture_of_experts(run: Run) -> None:
     model = Experts()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
@@ -304,7 +302,7 @@ def mixture_of_experts(run: Run) -> None:
 
 
 @form(
-    "stages of a pipeline by hand: activations and their gradients are passed on, micro-batch by micro-batch",
+    "stages by hand",
     "pipelines",
 )
 def pipeline(run: Run) -> None:
@@ -334,7 +332,7 @@ def pipeline(run: Run) -> None:
         run.saw(stages, *optimizers, losses=losses)
 
 
-@form("LoRA adapters by hand: the rest frozen, only adapters saved, merged and unmerged to evaluate", "LoRA, PEFT-like")
+@form("adapters by hand, merged to evaluate", "LoRA")
 def lora(run: Run) -> None:
     class Adapted(nn.Module):
         def __init__(self, base: nn.Linear) -> None:
@@ -369,9 +367,7 @@ def lora(run: Run) -> None:
         run.saw(model, optimizer, loss=loss.item(), adapters=adapters, written=written)
 
 
-@form(
-    "layers dropped at random in each step, also the same batch again after a failure of memory", "LayerDrop, fairseq"
-)
+@form("layers dropped at random", "LayerDrop")
 def layer_drop(run: Run) -> None:
     model = Text(depth=3)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)

@@ -15,7 +15,7 @@ from tests.loops.form import Run, form
 from tests.loops.parts import ConvNet, fit, images, mlp, rows
 
 
-@form("MAML: inner steps by `functional_call` with `create_graph`, an outer optimizer", "meta-learning")
+@form("MAML by `functional_call`", "meta-learning")
 def maml(run: Run) -> None:
     model = mlp()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -35,7 +35,7 @@ def maml(run: Run) -> None:
         run.saw(model, optimizer, loss=total.item())
 
 
-@form("first-order MAML: a deep copy learns, its gradients are added to the model's", "meta-learning")
+@form("first-order MAML", "meta-learning")
 def first_order_maml(run: Run) -> None:
     model = mlp()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -58,7 +58,7 @@ def first_order_maml(run: Run) -> None:
         run.saw(model, optimizer, losses=losses)
 
 
-@form("Reptile: the model learns a task, then goes back most of the way to where it was", "meta-learning")
+@form("Reptile", "meta-learning")
 def reptile(run: Run) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -76,8 +76,8 @@ def reptile(run: Run) -> None:
 
 
 @form(
-    "federated averaging: clients are copies with optimizers of their own, the server averages states",
-    "federated learning",
+    "federated averaging",
+    "clients as copies",
 )
 def federated(run: Run) -> None:
     server = mlp()
@@ -98,7 +98,7 @@ def federated(run: Run) -> None:
 
 
 @form(
-    "elastic weight consolidation: squared gradients and old weights of an earlier task in the loss",
+    "elastic weight consolidation",
     "continual learning",
 )
 def consolidation(run: Run) -> None:
@@ -122,7 +122,7 @@ def consolidation(run: Run) -> None:
         old = {name: p.data.clone() for name, p in model.named_parameters()}
 
 
-@form("differentiable architecture search: weights and architecture in turn, each with its own batch", "DARTS")
+@form("weights and architecture in turn", "DARTS")
 def architecture_search(run: Run) -> None:
     model = nn.ModuleDict({"one": mlp(), "two": nn.Linear(12, 4)})
     choice = nn.Parameter(1e-3 * torch.randn(2))
@@ -148,7 +148,7 @@ def architecture_search(run: Run) -> None:
         run.saw(model, optimizer, architect, loss=loss.item(), mix=choice.softmax(0))
 
 
-@form("Lookahead by hand: slow weights, every three steps", "tricks in the loop")
+@form("Lookahead by hand", "tricks")
 def lookahead_by_hand(run: Run) -> None:
     model = mlp()
     optimizer = torch.optim.RAdam(model.parameters(), lr=1e-2)
@@ -192,17 +192,17 @@ def plain_loop(run: Run, optimizer_of: Any) -> None:
     fit(run, model, optimizer)
 
 
-@form("Lookahead as an optimizer around another one", "timm")
+@form("Lookahead as an optimizer", "timm")
 def lookahead(run: Run) -> None:
     plain_loop(run, lambda model: Lookahead(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)))
 
 
-@form("LAMB, which clips by the norm of all gradients", "timm, large-batch training")
+@form("LAMB", "timm")
 def lamb(run: Run) -> None:
     plain_loop(run, lambda model: Lamb(model.parameters(), lr=1e-2, pre_norm=True))
 
 
-@form("Prodigy, which finds its own rate from all parameters", "sd-scripts, OneTrainer")
+@form("Prodigy", "sd-scripts")
 def prodigy(run: Run) -> None:
     plain_loop(run, lambda model: Prodigy(model.parameters(), lr=1.0))
 
@@ -223,7 +223,7 @@ class Rounded(torch.optim.Optimizer):
                     p.copy_(new.bitwise_and_(-65536).view(torch.float32))
 
 
-@form("stochastic rounding of bfloat16 weights", "OneTrainer, musubi-tuner, torchao")
+@form("stochastic rounding", "OneTrainer, torchao")
 def stochastic_rounding(run: Run) -> None:
     model = mlp().bfloat16()
     optimizer = Rounded(model.parameters(), lr=1e-2)
@@ -237,8 +237,8 @@ def stochastic_rounding(run: Run) -> None:
 
 
 @form(
-    "an optimizer whose `step` was replaced on the object by another function",
-    "sd-scripts' patched Adafactor",
+    "`step` replaced on the object",
+    "sd-scripts",
     by_itself=True,
 )
 def patched_step(run: Run) -> None:
@@ -264,7 +264,7 @@ def patched_step(run: Run) -> None:
     fit(run, model, optimizer)
 
 
-@form("a schedule-free optimizer, with its modes for training and evaluation", "schedulefree")
+@form("schedule-free", "schedulefree")
 def schedule_free(run: Run) -> None:
     model = mlp()
     optimizer = AdamWScheduleFree(model.parameters(), lr=1e-2, warmup_steps=2)
@@ -284,8 +284,8 @@ def schedule_free(run: Run) -> None:
 
 
 @form(
-    "Adam for the first epochs, then `detach()`, a new SGD for the same model, and the line once more",
-    "SWATS, papers' fine-tuning",
+    "Adam, then `detach()` and SGD",
+    "SWATS",
 )
 def second_optimizer(run: Run) -> None:
     model = mlp()
@@ -304,7 +304,7 @@ def second_optimizer(run: Run) -> None:
 
 
 @form(
-    "a model that is traced once, and whose trace is evaluated after each step",
+    "a trace, evaluated after each step",
     "export checks",
     fails="TorchScript reads the weights in C++, and does not wait",
 )
@@ -322,7 +322,7 @@ def traced(run: Run) -> None:
         run.saw(model, optimizer, output=output)
 
 
-@form("a truncated backward through time: the graph is kept for a second loss, `retain_graph=True`", "RNN tutorials")
+@form("`retain_graph=True`", "RNNs")
 def retained(run: Run) -> None:
     model = nn.ModuleDict({"cell": nn.GRUCell(12, 8), "out": nn.Linear(8, 4)})
     optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-2)
@@ -339,8 +339,8 @@ def retained(run: Run) -> None:
 
 
 @form(
-    "Hutchinson's estimate of the curvature: a backward with `create_graph`, products by `autograd.grad`",
-    "AdaHessian, Sophia-like",
+    "curvature by `create_graph`",
+    "AdaHessian",
 )
 def curvature(run: Run) -> None:
     model = mlp()
@@ -358,7 +358,7 @@ def curvature(run: Run) -> None:
         run.saw(model, optimizer, loss=loss.item())
 
 
-@form("blocks in `torch.compile`, the rest as it is", "torch tutorials")
+@form("compiled blocks", "torch tutorials")
 def compiled_blocks(run: Run) -> None:
     model = nn.Sequential(nn.Linear(12, 12), nn.Sequential(nn.Linear(12, 12), nn.Tanh()), nn.Linear(12, 4))
     model[1].compile(backend="aot_eager")
@@ -374,8 +374,8 @@ def compiled_blocks(run: Run) -> None:
 
 
 @form(
-    "the scales of batch normalization alone, trained by entropy, with evaluations in `inference_mode`",
-    "test-time adaptation, TENT",
+    "batch normalization alone, `inference_mode`",
+    "TENT",
 )
 def adaptation(run: Run) -> None:
     model = ConvNet().requires_grad_(False)
@@ -396,7 +396,7 @@ def adaptation(run: Run) -> None:
         run.saw(model, optimizer, loss=loss.item(), output=output)
 
 
-@form("a second stage with another optimizer, after the same line again", "staged fine-tuning, notebooks")
+@form("the line again, with another optimizer", "notebooks")
 def second_stage(run: Run) -> None:
     model = mlp()
     for stage in range(2):
@@ -412,7 +412,7 @@ def second_stage(run: Run) -> None:
                 run.saw(model, optimizer, loss=loss.item())
 
 
-@form("all frozen at first, thawed after two steps", "linear probing, then fine-tuning")
+@form("all frozen at first, then thawed", "linear probing")
 def thawed(run: Run) -> None:
     body, head = mlp(), nn.Linear(4, 4)
     model = nn.Sequential(body, head)

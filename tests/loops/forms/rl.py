@@ -36,7 +36,7 @@ class ActorCritic(nn.Module):
         return action, chosen.log_prob(action), chosen.entropy(), self.critic(x).squeeze(-1)
 
 
-@form("REINFORCE: log-probabilities of an episode, one update at its end", "pytorch/examples")
+@form("REINFORCE", "pytorch/examples")
 def reinforce(run: Run) -> None:
     model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 2))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -59,7 +59,7 @@ def reinforce(run: Run) -> None:
         run.saw(model, optimizer, loss=loss.item(), running=running)
 
 
-@form("actor-critic: two heads on one body, losses of both added up", "pytorch/examples")
+@form("actor-critic: two heads", "pytorch/examples")
 def actor_critic(run: Run) -> None:
     model = nn.ModuleDict({"body": nn.Linear(4, 16), "actor": nn.Linear(16, 2), "value": nn.Linear(16, 1)})
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-2)
@@ -81,7 +81,7 @@ def actor_critic(run: Run) -> None:
         run.saw(model, optimizer, loss=loss.item())
 
 
-@form("PPO: annealed rate, minibatches, clipping, an early end by KL, explained variance", "CleanRL")
+@form("PPO", "CleanRL")
 def ppo(run: Run) -> None:
     agent = ActorCritic()
     optimizer = torch.optim.Adam(agent.parameters(), lr=2.5e-3, eps=1e-5)
@@ -122,7 +122,7 @@ def ppo(run: Run) -> None:
         run.saw(agent, optimizer, variance=(1 - (returns - values).var() / returns.var()).item())
 
 
-@form("recurrent PPO: an LSTM whose hidden state goes on from step to step", "CleanRL")
+@form("recurrent PPO", "CleanRL")
 def recurrent_ppo(run: Run) -> None:
     agent = nn.ModuleDict({"lstm": nn.LSTM(4, 8), "actor": nn.Linear(8, 2), "critic": nn.Linear(8, 1)})
     optimizer = torch.optim.Adam(agent.parameters(), lr=1e-2)
@@ -155,7 +155,7 @@ def replay(size: int = 8) -> tuple[torch.Tensor, ...]:
     return torch.randn(size, 4), torch.rand(size, 2) * 2 - 1, torch.rand(size), torch.randn(size, 4)
 
 
-@form("DQN: actions chosen by the network each step, a target network by `tau`", "CleanRL")
+@form("DQN", "CleanRL")
 def dqn(run: Run) -> None:
     net, target = mlp(4, 2), mlp(4, 2)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
@@ -188,7 +188,7 @@ class Critic(nn.Module):
         return self.net(torch.cat([x, a], 1)).squeeze(1)
 
 
-@form("DDPG: the actor's loss goes through the critic, whose gradients are thrown away", "CleanRL")
+@form("DDPG", "CleanRL")
 def ddpg(run: Run) -> None:
     actor, critic = mlp(4, 2), Critic()
     slow_actor, slow_critic = copy.deepcopy(actor), copy.deepcopy(critic)
@@ -214,7 +214,7 @@ def ddpg(run: Run) -> None:
         run.saw(actor, critic, slow_actor, slow_critic, optimizer, q_optimizer, losses=[q_loss, loss])
 
 
-@form("TD3: one optimizer over two critics, a delayed actor", "CleanRL")
+@form("TD3", "CleanRL")
 def td3(run: Run) -> None:
     actor, qf1, qf2 = mlp(4, 2), Critic(), Critic()
     slow = copy.deepcopy(nn.ModuleList([actor, qf1, qf2]))
@@ -242,7 +242,7 @@ def td3(run: Run) -> None:
         run.saw(actor, qf1, qf2, slow, optimizer, q_optimizer, losses=[q_loss, loss])
 
 
-@form("SAC: two critics, an actor with several updates at once, a temperature of its own", "CleanRL")
+@form("SAC", "CleanRL")
 def sac(run: Run) -> None:
     actor, qf1, qf2 = mlp(4, 4), Critic(), Critic()
     slow1, slow2 = copy.deepcopy(qf1), copy.deepcopy(qf2)
@@ -289,7 +289,7 @@ def sac(run: Run) -> None:
         run.saw(actor, qf1, qf2, slow1, slow2, optimizer, q_optimizer, losses=[q_loss, loss], alpha=alpha)
 
 
-@form("random network distillation: one optimizer over the agent and the predictor", "CleanRL")
+@form("random network distillation", "CleanRL")
 def random_network_distillation(run: Run) -> None:
     agent = ActorCritic()
     rnd = nn.ModuleDict({"predictor": mlp(4, 6), "target": mlp(4, 6).requires_grad_(False)})
@@ -309,7 +309,7 @@ def random_network_distillation(run: Run) -> None:
         run.saw(agent, rnd, optimizer, loss=loss.item())
 
 
-@form("asynchronous actor-critic: a local copy computes, its gradients are put into the shared model", "A3C")
+@form("asynchronous actor-critic", "A3C")
 def shared_model(run: Run) -> None:
     shared, local = ActorCritic(), ActorCritic()
     optimizer = torch.optim.Adam(shared.parameters(), lr=1e-2)
@@ -329,7 +329,7 @@ def shared_model(run: Run) -> None:
         run.saw(shared, optimizer, loss=loss.item(), bytes=len(file.getvalue()))
 
 
-@form("a trust region: the critic by an optimizer, the actor by a line search on a flat vector", "TRPO")
+@form("actor by a line search", "TRPO")
 def trust_region(run: Run) -> None:
     agent = ActorCritic()
     optimizer = torch.optim.Adam(agent.critic.parameters(), lr=1e-2)

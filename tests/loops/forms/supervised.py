@@ -13,7 +13,7 @@ from tests.loops.form import Run, form
 from tests.loops.parts import ConvNet, images, mlp, rows
 
 
-@form("MNIST: dropout, Adadelta, `StepLR`, an evaluation every epoch", "pytorch/examples")
+@form("MNIST: Adadelta, `StepLR`, evaluations", "pytorch/examples")
 def mnist(run: Run) -> None:
     model = ConvNet()
     optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
@@ -34,7 +34,7 @@ def mnist(run: Run) -> None:
         run.saw(model, optimizer, losses=losses, lr=scheduler.get_last_lr())
 
 
-@form("ImageNet: autocast in bfloat16, `GradScaler`, the best checkpoint in a file", "pytorch/examples")
+@form("ImageNet: autocast, `GradScaler`, best checkpoint", "pytorch/examples")
 def imagenet_amp(run: Run) -> None:
     model = ConvNet(3)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)
@@ -58,7 +58,7 @@ def imagenet_amp(run: Run) -> None:
     run.saw(model, optimizer, saved=torch.load(io.BytesIO(file.getvalue())))
 
 
-@form("a checkpoint in the middle, and a new model, optimizer and scheduler that go on from it", "pytorch/examples")
+@form("new model, optimizer and scheduler from a checkpoint", "pytorch/examples")
 def resumed(run: Run) -> None:
     def build() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         model = mlp()
@@ -83,7 +83,7 @@ def resumed(run: Run) -> None:
         run.saw(model, optimizer, loss=loss.item(), lr=scheduler.get_last_lr())
 
 
-@form("a siamese network: one encoder runs twice in each step", "pytorch/examples")
+@form("one encoder that runs twice", "pytorch/examples")
 def siamese(run: Run) -> None:
     model = nn.ModuleDict(
         {"encoder": ConvNet(out=6), "judge": nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 1))}
@@ -99,7 +99,7 @@ def siamese(run: Run) -> None:
         run.saw(model, optimizer, loss=loss.item())
 
 
-@form("a variational autoencoder that samples after each step", "pytorch/examples")
+@form("VAE that samples after each step", "pytorch/examples")
 def vae(run: Run) -> None:
     model = nn.ModuleDict(
         {"enc": nn.Linear(12, 16), "mu": nn.Linear(16, 4), "var": nn.Linear(16, 4), "dec": mlp(4, 12)}
@@ -121,7 +121,7 @@ def vae(run: Run) -> None:
         run.saw(model, optimizer, loss=train_loss, sample=sample)
 
 
-@form("super-resolution: `PixelShuffle`, the whole model saved by `torch.save(model)`", "pytorch/examples")
+@form("super-resolution: `torch.save(model)`", "pytorch/examples")
 def super_resolution(run: Run) -> None:
     model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3, padding=1), nn.PixelShuffle(2))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -139,7 +139,7 @@ def super_resolution(run: Run) -> None:
         run.saw(model, optimizer, psnr=psnr.item(), saved=saved.state_dict())
 
 
-@form("forward-forward: each layer has an optimizer and a loss of its own", "pytorch/examples")
+@form("forward-forward: an optimizer and loss for each layer", "pytorch/examples")
 def forward_forward(run: Run) -> None:
     layers = nn.ModuleList([nn.Linear(12, 16), nn.Linear(16, 16)])
     optimizers = []
@@ -162,7 +162,7 @@ def forward_forward(run: Run) -> None:
         run.saw(layers, *optimizers, losses=losses)
 
 
-@form("a time sequence: LSTM cells in float64, L-BFGS with a closure", "pytorch/examples")
+@form("LSTM cells in float64, L-BFGS", "pytorch/examples")
 def time_sequence(run: Run) -> None:
     model = nn.ModuleDict({"cell": nn.LSTMCell(1, 8), "out": nn.Linear(8, 1)}).double()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)
@@ -184,7 +184,7 @@ def time_sequence(run: Run) -> None:
         run.saw(model, optimizer, loss=optimizer.step(closure).item())
 
 
-@form("SGD whose `step` is given a closure", "the documentation of `torch.optim`")
+@form("SGD with a closure", "torch.optim")
 def closure_sgd(run: Run) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -220,7 +220,7 @@ class Graph(nn.Module):
         return edges @ self.second((edges @ h).relu())
 
 
-@form("GCN: one full batch, weight decay for one layer, train, validate and test every epoch", "PyG")
+@form("GCN: one full batch", "PyG")
 def gcn(run: Run) -> None:
     model = Graph(attention=False)
     decayed: dict[str, Any] = {"params": model.first.parameters(), "weight_decay": 5e-4}
@@ -241,7 +241,7 @@ def gcn(run: Run) -> None:
         run.saw(model, optimizer, loss=loss.item(), best=best, right=right)
 
 
-@form("GAT: early stopping, and the best weights, copied by `deepcopy`, restored in the end", "PyG, pytorch/examples")
+@form("GAT: early stopping, best weights by `deepcopy`", "PyG")
 def early_stopping(run: Run) -> None:
     model = Graph(attention=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-2, weight_decay=5e-4)
@@ -265,7 +265,7 @@ def early_stopping(run: Run) -> None:
     run.saw(model, optimizer, output=model(x))
 
 
-@form("`best_state = model.state_dict()` without a copy, which goes on changing", "notebooks")
+@form("`best_state = model.state_dict()`, uncopied", "notebooks")
 def best_state_by_reference(run: Run) -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
@@ -283,7 +283,7 @@ def best_state_by_reference(run: Run) -> None:
     run.saw(model, optimizer, best_state=best_state)
 
 
-@form("`ReduceLROnPlateau`, stepped with the loss of a validation", "Keras-like trainers")
+@form("`ReduceLROnPlateau`", "Keras-like trainers")
 def plateau(run: Run) -> None:
     model = mlp()
     optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-2)
@@ -299,7 +299,7 @@ def plateau(run: Run) -> None:
         run.saw(model, optimizer, validation=validation.item(), lr=optimizer.param_groups[0]["lr"])
 
 
-@form("matrix factorization: sparse embeddings and `SparseAdam`, with `Adam` for the rest", "recommenders, word2vec")
+@form("`SparseAdam` beside `Adam`", "word2vec")
 def sparse_embeddings(run: Run) -> None:
     model = nn.ModuleDict({"users": nn.Embedding(20, 8, sparse=True), "things": nn.Embedding(20, 8), "out": mlp(16, 1)})
     sparse = torch.optim.SparseAdam(model["users"].parameters(), lr=1e-2)

@@ -15,7 +15,7 @@ from tests.loops.form import Run, form
 from tests.loops.parts import ConvNet, images, mlp, rows
 
 
-@form("mixup with soft targets, clipping by norm, an EMA of the model, `scheduler.step_update`", "timm")
+@form("mixup, clipping, EMA, `step_update`", "timm")
 def timm_ema(run: Run) -> None:
     model = ConvNet()
     decayed = [p for p in model.parameters() if p.ndim > 1]
@@ -56,7 +56,7 @@ def timm_clip_value(run: Run) -> None:
         run.saw(model, optimizer, loss=loss.item())
 
 
-@form("adaptive gradient clipping, which reads the norm of each weight and of its gradient", "timm (NFNet)")
+@form("adaptive gradient clipping", "NFNet")
 def timm_agc(run: Run) -> None:
     model = ConvNet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -80,7 +80,7 @@ def timm_agc(run: Run) -> None:
         run.saw(model, optimizer, loss=loss.item())
 
 
-@form("stochastic weight averaging: `AveragedModel`, `SWALR`, `update_bn`", "torch.optim.swa_utils")
+@form("stochastic weight averaging", "torch.optim.swa_utils")
 def swa(run: Run) -> None:
     model = ConvNet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -101,7 +101,7 @@ def swa(run: Run) -> None:
     run.saw(model, optimizer, average.state_dict())
 
 
-@form("a frozen backbone that is thawed later, by `add_param_group`", "fine-tuning tutorials")
+@form("backbone thawed by `add_param_group`", "fine-tuning")
 def unfreezing(run: Run) -> None:
     model = ConvNet()
     model.body.requires_grad_(False)
@@ -118,7 +118,7 @@ def unfreezing(run: Run) -> None:
         run.saw(model, optimizer, loss=loss.item())
 
 
-@form("discriminative learning rates, `OneCycleLR` that cycles the momentum too, channels last", "fastai")
+@form("`OneCycleLR`, momentum too", "fastai")
 def one_cycle(run: Run) -> None:
     model = ConvNet(3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch leaves it out
     groups = [{"params": model.body.parameters()}, {"params": model.head.parameters()}]
@@ -134,7 +134,7 @@ def one_cycle(run: Run) -> None:
         run.saw(model, optimizer, loss=loss.item(), betas=optimizer.param_groups[0]["betas"])
 
 
-@form("detection: a sum of losses, a linear warm-up by `LambdaLR`, an end if the loss is not finite", "torchvision")
+@form("detection: `LambdaLR`, an end if not finite", "torchvision")
 def detection(run: Run) -> None:
     model = nn.ModuleDict({"body": mlp(out=8), "classes": nn.Linear(8, 4), "boxes": nn.Linear(8, 4)})
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
@@ -156,7 +156,7 @@ def detection(run: Run) -> None:
         run.saw(model, optimizer, losses=losses, lr=optimizer.param_groups[0]["lr"])
 
 
-@form("a momentum encoder, which follows the trained one by hand, and a queue of its keys", "MoCo")
+@form("momentum encoder, queue of keys", "MoCo")
 def momentum_encoder(run: Run) -> None:
     model = ConvNet(out=8)
     slow = copy.deepcopy(model).requires_grad_(False)
@@ -178,7 +178,7 @@ def momentum_encoder(run: Run) -> None:
         run.saw(model, slow, optimizer, loss=loss.item())
 
 
-@form("a teacher by EMA, weight decay by schedule, clipping of each parameter, frozen last layer", "DINO")
+@form("EMA teacher, clipping of each parameter", "DINO")
 def dino(run: Run) -> None:
     student, teacher = nn.Sequential(mlp(), nn.Linear(4, 6)), nn.Sequential(mlp(), nn.Linear(4, 6))
     teacher.load_state_dict(student.state_dict())
@@ -210,7 +210,7 @@ def dino(run: Run) -> None:
         run.saw(student, teacher, optimizer, loss=loss.item(), norms=norms)
 
 
-@form("distillation from a frozen teacher", "pytorch tutorials, DeiT")
+@form("frozen teacher", "DeiT")
 def distillation(run: Run) -> None:
     teacher, student = mlp(width=20).eval(), mlp()
     optimizer = torch.optim.NAdam(student.parameters(), lr=1e-2)
@@ -226,7 +226,7 @@ def distillation(run: Run) -> None:
         run.saw(student, optimizer, loss=loss.item())
 
 
-@form("activation checkpointing of each block, with dropout inside", "timm, torchvision")
+@form("activation checkpointing with dropout", "timm")
 def checkpointed(run: Run) -> None:
     blocks = nn.ModuleList(
         nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.Dropout(0.2), nn.Linear(24, 12)) for _ in range(3)
@@ -245,7 +245,7 @@ def checkpointed(run: Run) -> None:
 
 
 @form(
-    "a pruned network: masks are applied to the weights after each step, and the weights are rewound once",
+    "pruned by masks, rewound once",
     "lottery tickets",
 )
 def pruned(run: Run) -> None:
@@ -269,7 +269,7 @@ def pruned(run: Run) -> None:
         run.saw(model, optimizer, loss=loss.item(), zeros=[int((p == 0).sum()) for p in model.parameters()])
 
 
-@form("several tasks: gradients of each by `autograd.grad`, projected, and written into `.grad`", "PCGrad, MGDA")
+@form("several tasks' gradients, projected", "PCGrad")
 def projected_gradients(run: Run) -> None:
     model = nn.ModuleDict({"body": mlp(out=8), "one": nn.Linear(8, 4), "two": nn.Linear(8, 4)})
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
