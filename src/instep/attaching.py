@@ -138,7 +138,7 @@ def attach(
 
     With ``INSTEP_DISABLE=1`` in the environment the same training runs without overlap, and a warning says so: torch
     takes each step, and gradients are clipped and looked at where ``optimizer.step()`` begins. What cannot be had that
-    way is refused: ``ClipNorm(mode="per_bucket")``, ``comm_hook``, ``mixed_precision``, and ``random`` where an
+    way is refused: ``comm_hook``, ``mixed_precision``, and ``random`` where an
     optimizer is not torch's own.
 
     Since 0.1.0.

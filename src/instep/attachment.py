@@ -518,9 +518,8 @@ class Attachment:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs beside the model's and the optimizer's: the number of steps, with
-        ``ClipNorm(mode="previous_norm")`` the norm that the next step clips by, with ``random="keyed"`` the seed and
-        the step from which draws go on, of a pipeline the number of its stages, and whether all of the last step was
-        applied.
+        ``random="keyed"`` the seed and the step from which draws go on, of a pipeline the number of its stages, and
+        whether all of the last step was applied.
 
         Always the same keys, each of one type, equal on all ranks: the attachment is a ``Stateful`` of
         ``torch.distributed.checkpoint``. Nothing is changed, and nothing raised: a checkpoint that mends a torn step

@@ -1,6 +1,5 @@
 """A run that goes on from a checkpoint is, bit for bit, the run that was not interrupted."""
 
-import math
 import os
 import random
 import signal
@@ -16,7 +15,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import instep
-from instep import ClipNorm
 from instep.errors import CheckpointError, TornStepError, UncommittedStepError
 from instep_tools.harness import first_difference, training_state
 from tests.cases import Blocks, batch, two_groups
@@ -28,8 +26,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 loss_of = nn.functional.cross_entropy
 KEYS = {
     "step_count": int,
-    "previous_norm": float,
-    "norm_dtype": str,
     "seed": int,
     "draws": int,
     "stages": int,
@@ -143,22 +139,6 @@ def test_the_keys_are_the_same_always(way: str) -> None:
         loop.learn(range(1))
     loop.close()
     assert {key: type(value) for key, value in loop.attached.state_dict().items()} == KEYS
-
-
-def test_the_previous_norm(tmp_path: Path) -> None:
-    clip = ClipNorm(0.1, mode="previous_norm")
-    whole, first, then = (Loop("AdamW", "backward", clip=clip) for _ in range(3))
-    whole.learn(range(6))
-    first.learn(range(3))
-    assert math.isnan(then.attached.state_dict()["previous_norm"])
-    saved.save(tmp_path, first.model, first.optimizer, first.overlap)
-    saved.load(tmp_path, then.model, then.optimizer, then.overlap)
-    assert torch.equal(then.attached.grad_norm, first.attached.grad_norm)
-    assert then.attached.grad_norm.dtype == first.attached.grad_norm.dtype
-    then.learn(range(3, 6))
-    assert first_difference(whole.state(), then.state()) is None
-    for loop in (whole, first, then):
-        loop.close()
 
 
 def test_keyed_draws(tmp_path: Path) -> None:

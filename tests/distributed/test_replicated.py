@@ -5,6 +5,7 @@ on the buckets' layout: there both loops run one backward first, after which DDP
 order in which gradients arrived.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -272,40 +273,30 @@ def test_backward_with_a_scaler_anyway_says_so(two_ranks: RankPool) -> None:
     two_ranks.run(body_scaler_in_backward)
 
 
-def body_clipped_by_hand(clip: ClipNorm, make: Any, loss: Any, ddp: dict[str, Any]) -> str | None:
-    plain, replica = both(Case("backward", clip=clip, make=make, loss=loss, ddp=ddp))
-    named = dict(plain.model.module.named_parameters())
-    previous, found = None, []
+def body_measures(make: Any, loss: Any, ddp: dict[str, Any]) -> str | None:
+    plain, replica = both(Case("backward", clip=ClipNorm(math.inf), make=make, loss=loss, ddp=ddp))
+    found = []
     for i in range(4):
-        plan = replica.overlap.plan  # the first backward changes it
         for loop in (replica, plain):
             loss(loop.model, 1000 * dist.get_rank() + i).backward()
         replica.optimizer.step()
-        norm = nn.utils.get_total_norm([p.grad for p in named.values() if p.grad is not None])
-        if clip.mode == "per_bucket":
-            for bucket in plan.buckets:
-                nn.utils.clip_grad_norm_([named[spec.name] for spec in bucket.parameters], clip.max_norm)
-        elif previous is not None:
-            nn.utils.clip_grads_with_norm_(named.values(), clip.max_norm, previous)
-        previous = norm
+        norm = nn.utils.get_total_norm([p.grad for p in plain.model.parameters() if p.grad is not None])
         plain.optimizer.step()
         for loop in (replica, plain):
             loop.optimizer.zero_grad()
-        found.append(difference_of(plain, replica))
+        norms = None if torch.equal(replica.overlap.grad_norm, norm) else "the norm is another one"
+        found.append(difference_of(plain, replica) or norms)
     return first_of(found)
 
 
-@pytest.mark.parametrize("mode", ["per_bucket", "previous_norm"])
-def test_clipping_without_the_norm_of_this_step(three_ranks: RankPool, mode: Any) -> None:
-    clip = ClipNorm(0.05, mode=mode)
-    assert three_ranks.run(body_clipped_by_hand, clip, Blocks, blocks_loss, {}) == [None] * 3
+def test_an_infinite_limit_takes_the_norm_alone(three_ranks: RankPool) -> None:
+    assert three_ranks.run(body_measures, Blocks, blocks_loss, {}) == [None] * 3
 
 
 @pytest.mark.parametrize("loss", [expert_of_this_rank, sometimes_an_expert])
-def test_per_bucket_where_ranks_use_other_parameters(two_ranks: RankPool, loss: Any) -> None:
-    """All ranks clip by the norm of the same gradients: those that any of them has used."""
-    clip, ddp = ClipNorm(0.05, mode="per_bucket"), {"find_unused_parameters": True}
-    assert two_ranks.run(body_clipped_by_hand, clip, Sometimes, loss, ddp) == [None] * 2
+def test_the_norm_where_ranks_use_other_parameters(two_ranks: RankPool, loss: Any) -> None:
+    """All ranks take the norm of the same gradients: those that any of them has used."""
+    assert two_ranks.run(body_measures, Sometimes, loss, {"find_unused_parameters": True}) == [None] * 2
 
 
 def body_mixed_precision(way: str, clip: ClipNorm | None, micro: int) -> str | None:

@@ -1,5 +1,6 @@
 """Three ranks under DistributedDataParallel: ``schedule="forward"``, ``undo`` and the policies, against plain DDP."""
 
+import math
 from collections import deque
 from contextlib import nullcontext
 from dataclasses import replace
@@ -11,13 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
 import instep
 import instep.options
 from instep import ClipNorm, ClipValue
-from instep.errors import AccumulationError, AttachError, SpentGradientError
+from instep.errors import AccumulationError, SpentGradientError
 from instep.sources.ddp.buckets import Reduction
 from instep_tools.harness import first_difference, training_state
 from tests.cases import Sometimes
@@ -137,79 +137,35 @@ def test_two_pass_runs_backward_once(three_ranks: RankPool, view: bool) -> None:
     assert three_ranks.run(body_passes, view) == [[1, 1, 1]] * 3
 
 
-def body_by_hand_where_all_has_arrived_on_one_rank(clip: ClipNorm, view: bool) -> str | None:
+def body_measures(case: Case) -> str | None:
+    """Some ranks step several buckets at once, where those have arrived."""
     with patch.object(Reduction, "arrived", property(lambda _: dist.get_rank() == 1)):
-        return body_by_hand(clip, view)
-
-
-def body_by_hand(clip: ClipNorm, view: bool) -> str | None:
-    plain, attached = Loop(Case("backward", view), False), Loop(Case("backward", view, clip), True)
-    named = dict(plain.model.module.named_parameters())
-    previous: torch.Tensor | None = None
-    found: list[str | None] = []
-    with attached.overlap as overlap:
-        for i in range(5):
-            for loop in (attached, plain):
-                blocks_loss(loop.model, 1000 * dist.get_rank() + i).backward()
-            attached.optimizer.step()
-            norm = get_total_norm([p.grad for p in named.values()])
-            if clip.mode == "per_bucket":
-                for bucket in overlap.plan.buckets:
-                    clip_grad_norm_([named[spec.name] for spec in bucket.parameters], clip.max_norm)
-            elif previous is not None:
-                clip_grads_with_norm_(named.values(), clip.max_norm, previous)
-            plain.optimizer.step()
-            previous = norm
-            for loop in (attached, plain):
-                loop.optimizer.zero_grad()
-            norms = None if torch.equal(overlap.grad_norm, norm) else f"the norm is {norm}, not {overlap.grad_norm}"
-            found.append(difference_of(plain, attached) or norms)
-    return first_of(found)
+        plain, attached = Loop(replace(case, clip=None), False), Loop(case, True)
+        found: list[str | None] = []
+        with attached.overlap as overlap:
+            for i in range(5):
+                for loop in (attached, plain):
+                    case.loss(loop.model, 1000 * dist.get_rank() + i).backward()
+                attached.optimizer.step()
+                norm = get_total_norm([p.grad for p in plain.model.parameters() if p.grad is not None])
+                plain.optimizer.step()
+                for loop in (attached, plain):
+                    loop.optimizer.zero_grad()
+                norms = None if torch.equal(overlap.grad_norm, norm) else f"the norm is {norm}, not {overlap.grad_norm}"
+                found.append(difference_of(plain, attached) or norms)
+        return first_of(found)
 
 
 @in_both_views
-@pytest.mark.parametrize("max_norm", [0.05, 1.0])
-def test_per_bucket_clips_each_bucket_by_its_own_norm(three_ranks: RankPool, max_norm: float, view: bool) -> None:
-    clip = ClipNorm(max_norm, mode="per_bucket")
-    assert three_ranks.run(body_by_hand_where_all_has_arrived_on_one_rank, clip, view) == [None] * 3
-
-
-def body_weights(clip: ClipNorm, loss: Any) -> list[torch.Tensor]:
-    """The weights after a few steps."""
-    case = Case("backward", clip=clip, make=Sometimes, loss=loss, ddp={"find_unused_parameters": True})
-    loop = Loop(replace(case, optimizer="SGD-1-for-loop"), True)
-    with loop.overlap:
-        for i in range(4):
-            loss(loop.model, 1000 * dist.get_rank() + i).backward()
-            loop.optimizer.step()
-            loop.optimizer.zero_grad()
-    return [p.detach().cpu() for p in loop.model.parameters()]
+def test_an_infinite_limit_takes_the_norm_alone(three_ranks: RankPool, view: bool) -> None:
+    assert three_ranks.run(body_measures, Case("backward", view, ClipNorm(math.inf))) == [None] * 3
 
 
 @pytest.mark.parametrize("loss", [expert_of_this_rank, sometimes_an_expert])
-@pytest.mark.parametrize("mode", ["previous_norm"])
-def test_all_ranks_keep_the_same_weights_where_one_alone_uses_a_parameter(
-    three_ranks: RankPool, mode: Any, loss: Any
-) -> None:
-    first, *others = three_ranks.run(body_weights, ClipNorm(0.05, mode=mode), loss)
-    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
-
-
-def body_refused() -> None:
-    model = DistributedDataParallel(Sometimes(), find_unused_parameters=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(AttachError, match=r"per_bucket.*find_unused_parameters"):
-        instep.attach(model, optimizer, clip=ClipNorm(0.05, mode="per_bucket"), schedule="backward")
-
-
-def test_per_bucket_is_refused_where_ranks_may_use_other_parameters(two_ranks: RankPool) -> None:
-    two_ranks.run(body_refused)
-
-
-@in_both_views
-@pytest.mark.parametrize("max_norm", [0.05, 4.0])
-def test_previous_norm_clips_by_the_norm_of_the_step_before(three_ranks: RankPool, max_norm: float, view: bool) -> None:
-    assert three_ranks.run(body_by_hand, ClipNorm(max_norm, mode="previous_norm"), view) == [None] * 3
+def test_the_norm_alone_where_one_rank_uses_a_parameter(three_ranks: RankPool, loss: Any) -> None:
+    ddp = {"find_unused_parameters": True}
+    case = Case("backward", clip=ClipNorm(math.inf), make=Sometimes, loss=loss, ddp=ddp)
+    assert three_ranks.run(body_measures, case) == [None] * 3
 
 
 @pytest.mark.parametrize("loss", [expert_of_this_rank, sometimes_an_expert])

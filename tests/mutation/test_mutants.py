@@ -183,7 +183,12 @@ MUTANTS = [
         "False",
     ),
     Mutant("prepared: a bucket is not freed", "BucketSink.step_prepared", "self._writes.retire(bucket, tensors)"),
-    Mutant("prepared: freed bytes are not counted", "BucketSink.step_prepared", "step.freed_bytes += bucket.nbytes"),
+    Mutant(
+        "stats: gradients of earlier backwards are not alive",
+        "BucketSink.arrive",
+        "step.ledger.has_added |= had_gradients",
+    ),
+    Mutant("prepared: freed bytes are not counted", "BucketSink.step_prepared", "step.freed.bytes += bucket.nbytes"),
     Mutant(
         "prepared: nobody knows of its optimizer",
         "BucketSink.step_prepared",
@@ -1652,10 +1657,16 @@ MUTANTS = [
         "True",
     ),
     Mutant(
-        "a key of a checkpoint comes with the first norm",
+        "a key of a checkpoint comes with random=",
         "saved_state",
-        "NORM: math.nan if norm is None else norm.item(),",
-        "**({} if norm is None else {NORM: norm.item()}),",
+        "DRAWS: 0 if draws is None else draws.number,",
+        "**({} if draws is None else {DRAWS: draws.number}),",
+    ),
+    Mutant(
+        "an infinite limit that is to raise is taken with backward",
+        "_measures",
+        " and not clip.error_if_nonfinite",
+        "",
     ),
     Mutant("load what was saved in the middle of a step", "load_state", "if not state[WHOLE]:", "if False:"),
     Mutant("load draws of another seed", "load_state", "if state[SEED] != seed:", "if False:"),
@@ -1679,13 +1690,6 @@ MUTANTS = [
         "a load does not tell ranks that wait for a step that was left out", "load_state", "schedule.cast_owed()", "()"
     ),
     Mutant("keyed: begin anew after a checkpoint", "load_state", "earlier = state[DRAWS] - state", "earlier = -state"),
-    Mutant(
-        "a load clips by no norm first",
-        "load_state",
-        "if clipping.mode == _PREVIOUS:\n        norm, device",
-        "if False:\n        norm, device",
-    ),
-    Mutant("the norm to clip by comes back in another dtype", "load_state", "dtype, device", "torch.float64, device"),
     Mutant("forget gradients that were noted and not announced", "LocalSource._end", "self._offer()"),
     Mutant(
         "take a bucket for one that lay where it lies",
@@ -3070,9 +3074,6 @@ MUTANTS = [
     Mutant("judge: with undo nothing is compared", "TrialWrites._prepare", "step.before_update(stepper, left)"),
     Mutant(
         "judge: in backward nothing is compared", "FinalWrites.before_step", "self._step.before_update(stepper, left)"
-    ),
-    Mutant(
-        "judge: what is left whole is clipped as one bucket", "Writes.clip_rest", "self._step.judge.leaves_all", "False"
     ),
     Mutant(
         "judge: a verdict is not told to the other ranks",

@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
 from torch.amp import GradScaler
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.checkpoint import checkpoint
 
 import instep
@@ -163,18 +163,17 @@ def test_clip_norm_measures_only_what_is_attached(way: str, build: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "options"),
+    ("clip", "options"),
     [
-        ("exact", {"schedule": "forward", "defer": True}),
-        ("exact", {"schedule": "backward", "undo": True}),
-        ("two_pass", {"schedule": "backward"}),
-        ("per_bucket", {"schedule": "backward"}),
-        ("previous_norm", {"schedule": "backward"}),
+        (ClipNorm(1.0), {"schedule": "forward", "defer": True}),
+        (ClipNorm(1.0), {"schedule": "backward", "undo": True}),
+        (ClipNorm(1.0, mode="two_pass"), {"schedule": "backward"}),
+        (ClipNorm(math.inf), {"schedule": "backward"}),
     ],
 )
-def test_grad_norm_is_none_before_the_first_step(mode: Any, options: dict[str, Any]) -> None:
+def test_grad_norm_is_none_before_the_first_step(clip: ClipNorm, options: dict[str, Any]) -> None:
     model, optimizer = blocks()
-    with instep.attach(model, optimizer, clip=ClipNorm(1.0, mode=mode), **options) as overlap:
+    with instep.attach(model, optimizer, clip=clip, **options) as overlap:
         assert overlap.grad_norm is None
         overlap.backward(loss_of(model(batch(0)[0]), batch(0)[1]))
         optimizer.step()
@@ -881,7 +880,7 @@ def test_overlap_backward_is_the_plain_backward_in_all_other_modes(way: str) -> 
         nonlocal passes
         passes += 1
 
-    clip = ClipNorm(0.5, mode="per_bucket" if way == "backward" else "exact")
+    clip = ClipNorm(math.inf if way == "backward" else 0.5)
     model, optimizer = blocks()
     with instep.attach(model, optimizer, clip=clip, **WAYS[way]) as overlap:
         model.inner.weight.register_hook(count)
@@ -917,56 +916,18 @@ def test_clip_value_in_a_step_without_gradients(way: str) -> None:
     compare(way, blocks, step, clip=clip)
 
 
-# Other algorithms, against loops written out.
-
-
-def written_out(clip: ClipNorm, by_hand: Callable[[Any, list[list[nn.Parameter]], torch.Tensor | None], None]) -> None:
-    """Train beside a plain loop that clips by hand, given the buckets of each step and the norm of the one before."""
-    lanes = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        lanes.append(Contender(*blocks(), {}))
-    plain, attached = lanes
-    previous: torch.Tensor | None = None
-    with instep.attach(
-        attached.model, attached.optimizer, bucket_bytes=SMALL, clip=clip, schedule="backward"
-    ) as overlap:
-        for i in range(5):
-            loss(attached, i).backward()
-            attached.optimizer.step()
-            attached.zero_grad()
-            buckets = [[spec.name for spec in bucket.parameters] for bucket in overlap.plan.buckets]
-            assert len(buckets) > 3
-            loss(plain, i).backward()
-            named = dict(plain.model.named_parameters())
-            norm = get_total_norm([p.grad for p in named.values()], clip.norm_type)
-            by_hand(plain.model, [[named[name] for name in bucket] for bucket in buckets], previous)
-            plain.optimizer.step()
-            plain.zero_grad()
-            previous = norm
-            assert overlap.grad_norm is not None
-            assert torch.equal(overlap.grad_norm, norm)
-            states = [training_state(lane.model, lane.optimizers) for lane in lanes]
-            assert first_difference(*states) is None, f"after step {i + 1}"
+# The norm alone.
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-@pytest.mark.parametrize("max_norm", [0.05, 1.0])
-def test_per_bucket_clips_each_bucket_by_its_own_norm(max_norm: float, norm_type: float) -> None:
-    def by_hand(model: Any, buckets: list[list[nn.Parameter]], previous: torch.Tensor | None) -> None:
-        for bucket in buckets:
-            clip_grad_norm_(bucket, max_norm, norm_type)
-
-    written_out(ClipNorm(max_norm, norm_type, mode="per_bucket"), by_hand)
-
-
-@pytest.mark.parametrize("max_norm", [0.05, 4.0])
-def test_previous_norm_clips_by_the_norm_of_the_step_before(max_norm: float) -> None:
-    def by_hand(model: Any, buckets: list[list[nn.Parameter]], previous: torch.Tensor | None) -> None:
-        if previous is not None:
-            clip_grads_with_norm_(model.parameters(), max_norm, previous)
-
-    written_out(ClipNorm(max_norm, mode="previous_norm"), by_hand)
+@pytest.mark.parametrize("build", [blocks, two_optimizers, mixed_dtypes])
+@pytest.mark.parametrize("way", ["backward", "forward", "late", *UNDO])
+def test_an_infinite_limit_takes_the_norm_and_scales_nothing(way: str, build: Any, norm_type: float) -> None:
+    """Also where backward writes weights before the norm is known."""
+    clip = ClipNorm(math.inf, norm_type)
+    lane = compare(way, build, clipping(clip), clip=clip)
+    assert lane.overlap.redo_count == 0
+    assert lane.overlap.grad_norm is not None
 
 
 # The loop clips by itself.
@@ -1206,7 +1167,7 @@ def parameters_of(model: nn.Module) -> Iterator[Any]:
         yield parameter._backward_hooks, parameter._post_accumulate_grad_hooks, type(parameter)
 
 
-CHOICES = r"schedule='forward'.*undo=True.*two_pass.*overlap\.backward\(loss\).*per_bucket.*previous_norm"
+CHOICES = r"schedule='forward'.*undo=True.*two_pass.*overlap\.backward\(loss\)"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "text as clip": (
         {"clip": "1"},
@@ -1230,21 +1191,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"undo": "host", "schedule": "forward", "defer": True},
         "undo='host' does not go with schedule='forward'",
     ),
-    **{
-        f"{mode} and forward": (
-            {"clip": ClipNorm(1.0, mode=mode), "schedule": "forward", "defer": True},
-            rf"ClipNorm\(mode='{mode}'\) does not go with schedule='forward'.*mode='exact'",
-        )
-        for mode in ("two_pass", "per_bucket", "previous_norm")
-    },
+    "two passes and forward": (
+        {"clip": ClipNorm(1.0, mode="two_pass"), "schedule": "forward", "defer": True},
+        r"ClipNorm\(mode='two_pass'\) does not go with schedule='forward'.*mode='exact'",
+    ),
     "exact and backward": ({"clip": ClipNorm(1.0)}, CHOICES),
-    **{
-        f"{mode} and undo": (
-            {"clip": ClipNorm(1.0, mode=mode), "undo": True},
-            rf"ClipNorm\(mode='{mode}'\) does not go with undo=True.*mode='exact'.*leave out undo",
-        )
-        for mode in ("two_pass", "per_bucket", "previous_norm")
-    },
+    "the norm alone, but for an error": ({"clip": ClipNorm(math.inf, error_if_nonfinite=True)}, CHOICES),
+    "two passes and undo": (
+        {"clip": ClipNorm(1.0, mode="two_pass"), "undo": True},
+        r"ClipNorm\(mode='two_pass'\) does not go with undo=True.*mode='exact'.*leave out undo",
+    ),
     "a scaler and backward": (
         {"scaler": GradScaler("cpu")},
         r"scaler does not go with .*schedule='forward'.*undo=True",
@@ -1277,12 +1233,7 @@ def test_what_does_not_go_together_is_refused_with_the_choices(case: str) -> Non
         (lambda: ClipNorm(True), "ClipNorm: max_norm"),
         (lambda: ClipNorm("1"), "ClipNorm: max_norm"),  # type: ignore[arg-type]
         (lambda: ClipNorm(1.0, norm_type=-2.0), "ClipNorm: norm_type"),
-        (lambda: ClipNorm(1.0, mode="sometimes"), "exact, two_pass, per_bucket, previous_norm"),  # type: ignore[arg-type]
-        (
-            lambda: ClipNorm(1.0, error_if_nonfinite=True, mode="per_bucket"),
-            "error_if_nonfinite.*'exact' or 'two_pass'",
-        ),
-        (lambda: ClipNorm(1.0, error_if_nonfinite=True, mode="previous_norm"), "error_if_nonfinite"),
+        (lambda: ClipNorm(1.0, mode="sometimes"), "exact, two_pass"),  # type: ignore[arg-type]
         (lambda: ClipValue(-0.1), "ClipValue: clip_value"),
         (lambda: ClipValue(math.nan), "ClipValue: clip_value"),
     ],

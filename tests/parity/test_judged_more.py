@@ -594,21 +594,6 @@ def test_a_verdict_leaves_every_step_whole() -> None:
     assert not any(found.freed)
 
 
-def test_buckets_are_clipped_by_themselves_while_steps_are_left_whole() -> None:
-    weights = []
-    for make in (Plain, lambda model: torch.optim.SGD(model.parameters(), 0.05)):
-        model = layers()
-        optimizer = make(model)
-        clip = instep.ClipNorm(0.1, mode="per_bucket")
-        with own_steps_are_judged(), instep.attach(model, optimizer, schedule="backward", bucket_bytes=64, clip=clip):
-            for i in range(3):
-                backward(model, i)
-                optimizer.step()
-                optimizer.zero_grad()
-        weights.append([*model.parameters()])
-    assert all(map(torch.equal, *weights))
-
-
 # Later updates.
 
 

@@ -133,22 +133,6 @@ def test_a_loss_scale_of_two_optimizers(scaled: str) -> None:
         assert plain.difference(disabled) is None
 
 
-def test_the_norm_of_the_step_before() -> None:
-    plain, disabled = Loop(None), Loop({"clip": ClipNorm(MAX_NORM, mode="previous_norm")})
-    previous: list[torch.Tensor] = []
-
-    def by_previous_norm(parameters: list[nn.Parameter]) -> None:
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if previous:
-            nn.utils.clip_grads_with_norm_(parameters, MAX_NORM, previous[-1])
-        previous.append(norm)
-
-    for i in range(4):
-        plain.step(i, by_previous_norm)
-        disabled.step(i, None)
-        assert plain.difference(disabled) is None
-
-
 @pytest.mark.parametrize("optimizers", [1, 2])
 @pytest.mark.parametrize(
     "options",
@@ -271,7 +255,6 @@ def test_nothing_stays() -> None:
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"clip": ClipNorm(1.0, mode="per_bucket")}, "per_bucket"),
         ({"comm_hook": (None, lambda state, bucket: None)}, "comm_hook"),
         ({"mixed_precision": object()}, "mixed_precision"),
         ({"schedule": "sideways"}, "sideways"),

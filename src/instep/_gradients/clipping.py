@@ -21,7 +21,7 @@ from instep._optim.stepper import Stepper
 from instep._torch.versions import memory_of
 from instep.errors import AttachError
 
-Mode = Literal["exact", "two_pass", "per_bucket", "previous_norm"]
+Mode = Literal["exact", "two_pass"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +31,16 @@ class ClipNorm:
     The norm is that of the gradients of all attached parameters, in the model's order.
 
     Attributes:
-        max_norm: every gradient is multiplied by ``min(max_norm / (norm + 1e-6), 1)``.
+        max_norm: every gradient is multiplied by ``min(max_norm / (norm + 1e-6), 1)``. With ``math.inf`` none is: the
+            norm is taken for ``overlap.grad_norm`` alone, with every schedule.
         norm_type: the p of the p-norm; ``inf`` is the largest absolute value.
-        error_if_nonfinite: raise ``RuntimeError`` where the norm is not finite, before any gradient is scaled. With
-            ``"exact"`` and ``"two_pass"``, whose norm is known before a weight is lost.
-        mode: how the norm is known before the first update.
+        error_if_nonfinite: raise ``RuntimeError`` where the norm is not finite, before any gradient is scaled.
+        mode: how the norm is known before the first update. Both have the plain loop's numbers.
 
-            - ``"exact"``: the plain loop's numbers. With ``schedule="forward"``, or with ``undo``.
-            - ``"two_pass"``: the plain loop's numbers with ``schedule="backward"``: ``overlap.backward(loss)`` in
-              place of ``loss.backward()`` runs backward twice, to measure and to step (LOMO, arXiv:2306.09782).
-              Under DDP, whose buckets hold all gradients anyway, once.
-            - ``"per_bucket"``: *another algorithm*. Every bucket is clipped by its own norm, so the result depends on
-              ``bucket_bytes``.
-            - ``"previous_norm"``: *another algorithm*. The factor comes from the norm of the step before; the first
-              step is not clipped.
+            - ``"exact"``: with ``schedule="forward"``, or with ``undo``.
+            - ``"two_pass"``: with ``schedule="backward"``. ``overlap.backward(loss)`` in place of ``loss.backward()``
+              runs backward twice, to measure and to step (LOMO, arXiv:2306.09782). Under DDP, whose buckets hold all
+              gradients anyway, once.
 
     Since 0.1.0.
 
@@ -72,11 +68,6 @@ class ClipNorm:
             raise AttachError(f"ClipNorm: error_if_nonfinite must be True or False, not {self.error_if_nonfinite!r}")
         if self.mode not in get_args(Mode):
             raise AttachError(f"ClipNorm: mode={self.mode!r} is not known: it is one of {', '.join(get_args(Mode))}")
-        if self.error_if_nonfinite and self.mode not in ("exact", "two_pass"):
-            raise AttachError(
-                f"ClipNorm: error_if_nonfinite=True does not fit mode={self.mode!r}, which updates weights before the "
-                "norm is known. Use mode='exact' or 'two_pass', or leave it out"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +126,6 @@ class Clipping:
         self.total: torch.Tensor | None = None
         self.clipped_count = 0
         self.has_clipped = False
-        self._previous: torch.Tensor | None = None
         self._so_far: torch.Tensor | None = None  # the norm of the gradients that were measured, where it was asked for
         self.norms: dict[int, torch.Tensor] = {}
         self._steppers_left: set[Stepper] = set()  # whose step() has still to use the norm
@@ -145,18 +135,10 @@ class Clipping:
         """The mode of a ``ClipNorm``; ``None`` for another policy."""
         return self.policy.mode if isinstance(self.policy, ClipNorm) else None
 
-    @property
-    def clips_buckets(self) -> bool:
-        """Whether each bucket is clipped by its own norm. An infinite limit clips nothing, and only has norms taken."""
-        return (
-            isinstance(self.policy, ClipNorm) and self.policy.mode == "per_bucket" and self.policy.max_norm < math.inf
-        )
-
     def begin(self) -> None:
         """A step begins: none of its gradients is known yet."""
         self._steppers_left.clear()
         self.total = None
-        self._previous = self.grad_norm
         self.drop_norms()
 
     def measure(self, parameters: Sequence[AttachedParameter], gradients: Sequence[torch.Tensor]) -> None:
@@ -246,7 +228,7 @@ class Clipping:
     def as_of_now(self) -> Clip:
         """``clip`` with the norm of this moment, for a later one: an update that is put off clips by the norm of its
         own step, when the next step has its norm already."""
-        return partial(_clip, self.policy, self._previous if self.mode == "previous_norm" else self.total)
+        return partial(_clip, self.policy, self.total)
 
 
 def _clip(policy: ClipNorm | ClipValue | None, total: torch.Tensor | None, parameters: Sequence[torch.Tensor]) -> None:
@@ -255,10 +237,6 @@ def _clip(policy: ClipNorm | ClipValue | None, total: torch.Tensor | None, param
     if isinstance(policy, ClipValue):
         for members in by_mesh([p if p.grad is None else p.grad for p in parameters]):
             torch.nn.utils.clip_grad_value_([parameters[i] for i in members], policy.clip_value)
-    elif isinstance(policy, ClipNorm) and policy.mode == "per_bucket":
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        own = total_norm(gradients, norms_of(gradients, policy.norm_type), policy.norm_type)
-        clip_by(parameters, policy.max_norm, own)
     elif isinstance(policy, ClipNorm) and total is not None:
         clip_by(parameters, policy.max_norm, total)
 

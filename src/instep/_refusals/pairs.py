@@ -6,12 +6,13 @@ one that its option takes. The documentation shows this table (``docs/features.m
 writes it there.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from instep._gradients.clipping import ClipNorm, Clipping, ClipValue
+from instep._gradients.clipping import ClipNorm, ClipValue
 from instep._optim.kinds import is_elementwise
 from instep._refusals.model import kind_of
 from instep._refusals.optimizers import drawing_by_key
@@ -80,13 +81,7 @@ _BACKWARD_WITHOUT_UNDO = Choice(
 _BUCKET_BYTES = Choice(
     "`bucket_bytes`", lambda t, o: o.bucket_bytes is not None, lambda t, o: f"bucket_bytes={o.bucket_bytes}"
 )
-_NOT_EXACT = Choice(
-    '`ClipNorm(mode=…)` other than `"exact"`',
-    lambda t, o: _mode(o) not in (None, "exact"),
-    lambda t, o: f"ClipNorm(mode={_mode(o)!r})",
-)
 _TWO_PASS = Choice('`ClipNorm(mode="two_pass")`', lambda t, o: _mode(o) == "two_pass")
-_PER_BUCKET = Choice('`ClipNorm(mode="per_bucket")`', lambda t, o: Clipping(o.clip).clips_buckets)
 _UNDO = Choice("`undo`", lambda t, o: bool(o.undo), lambda t, o: f"undo={o.undo!r}")
 _SKIP = Choice('`nonfinite="skip"`', lambda t, o: o.nonfinite == "skip")
 _COMM_HOOK = Choice("`comm_hook`", lambda t, o: o.communication.comm_hook is not None)
@@ -117,6 +112,12 @@ _DISABLED = Choice("`INSTEP_DISABLE=1`", lambda t, o: o.left_to_torch == BY_ENVI
 
 def _mode(options: Options) -> str | None:
     return options.clip.mode if isinstance(options.clip, ClipNorm) else None
+
+
+def _measures(options: Options) -> bool:
+    """Whether ``ClipNorm`` takes the norm and scales nothing, so that it need not be known before the first update."""
+    clip = options.clip
+    return isinstance(clip, ClipNorm) and clip.max_norm == math.inf and not clip.error_if_nonfinite
 
 
 def _dtype(options: Options, name: str) -> torch.dtype | None:
@@ -157,8 +158,6 @@ def _ways_to_clip(target: Target, options: Options) -> str:
             "ClipNorm(mode='two_pass') (exact: two backwards, by overlap.backward(loss) or "
             "overlap.micro_batches(loss_of, batches))"
         )
-    if not scales:
-        ways.append("or, as other algorithms, mode='per_bucket' or mode='previous_norm'")
     return f"Choose {'; '.join(ways)}"
 
 
@@ -225,16 +224,16 @@ OF_OPTIONS: Mapping[str, Pair] = {
     ),
     "UNDO_WITH_FORWARD": Pair(_UNDO, _FORWARD, "nothing is written before `step()`"),
     "MODE_WITH_FORWARD": Pair(
-        _NOT_EXACT, _FORWARD, 'the norm is known before anything is written, and `mode="exact"` costs nothing'
+        _TWO_PASS, _FORWARD, 'the norm is known before anything is written, and `mode="exact"` costs nothing'
     ),
     "EXACT_WITH_BACKWARD": Pair(
         # FullyShardedDataParallel takes no mode of ClipNorm, and has a row of its own.
-        Choice('`ClipNorm(mode="exact")`', lambda t, o: _mode(o) == "exact" and not t.fsdp1),
+        Choice('`ClipNorm(mode="exact")`', lambda t, o: _mode(o) == "exact" and not _measures(o) and not t.fsdp1),
         _BACKWARD_WITHOUT_UNDO,
         "every gradient is needed before the first update",
         _ways_to_clip,
     ),
-    "MODE_WITH_UNDO": Pair(_NOT_EXACT, _UNDO, '`mode="exact"` goes with `undo`', "Use mode='exact', or leave out undo"),
+    "MODE_WITH_UNDO": Pair(_TWO_PASS, _UNDO, '`mode="exact"` goes with `undo`', "Use mode='exact', or leave out undo"),
     "SCALER_WITH_BACKWARD": Pair(
         Choice("`scaler`", lambda t, o: o.scaler is not None),
         _BACKWARD_WITHOUT_UNDO,
@@ -410,16 +409,6 @@ OF_PARAMETERS: Mapping[str, Pair] = {
         "optimizer state is in host memory as it is",
         "Leave out offload, which keeps it away from an accelerator",
     ),
-    "PER_BUCKET_WITH_UNUSED_PARAMETERS": Pair(
-        _PER_BUCKET,
-        Choice(
-            "`find_unused_parameters=True`",
-            lambda t, o: any(getattr(wrapper, "find_unused_parameters", False) for wrapper in t.wrapped),
-        ),
-        "ranks that use other parameters would clip by other norms",
-        "Use mode='previous_norm'; or leave out mode, and use schedule='forward'; or, without shard_state, "
-        "mode='two_pass' or undo=True",
-    ),
     "TWO_PASS_WITH_PARAMETERS_OUTSIDE": Pair(
         _TWO_PASS,
         Choice(
@@ -437,9 +426,6 @@ _OTHER_NUMBERS = "the plain loop has other numbers"
 _TORCHS_OWN = "Leave it out (register_comm_hook and torch.autocast are torch's own), or unset INSTEP_DISABLE"
 
 OF_DISABLED: Mapping[str, Pair] = {
-    "PER_BUCKET_WITH_DISABLE": Pair(
-        _PER_BUCKET, _DISABLED, "the plain loop has no buckets", "Use another mode, or unset INSTEP_DISABLE"
-    ),
     "COMM_HOOK_WITH_DISABLE": Pair(_COMM_HOOK, _DISABLED, _OTHER_NUMBERS, _TORCHS_OWN),
     "MIXED_PRECISION_WITH_DISABLE": Pair(_MIXED_PRECISION, _DISABLED, _OTHER_NUMBERS, _TORCHS_OWN),
     "RANDOM_WITH_DISABLE": Pair(

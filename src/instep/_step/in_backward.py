@@ -71,7 +71,6 @@ class BucketSink(Schedule):
     def __init__(self, step: RunningStep, writes: Writes, deferring: Callable[[], Deferring] | None) -> None:
         super().__init__(step)
         self.at_open: Sequence[weakref.ref[Callable[[], None]]] = ()
-        self.by_bucket = step.passes.clipping.mode == "per_bucket"  # each has a norm of its own
         self.frees_gradients = writes.frees_gradients
         self._clips = step.passes.clipping.policy is not None
         self._looks = self._clips or step.ledger.nonfinite == "raise"  # at gradients, before they are applied

@@ -110,8 +110,7 @@ class Passes:
             raise InstepError(
                 f"the first pass of ClipNorm(mode='two_pass') has written a buffer of shape {tuple(lost.shape)} of the "
                 "model, which is too large, or of a kind, to be put back for the second: a checkpointed segment "
-                "computes it in each. Nothing was updated. Leave that part out of the checkpointing, or use "
-                "mode='per_bucket'"
+                "computes it in each. Nothing was updated. Leave that part out of the checkpointing, or use undo=True"
             )
         self.clipping.compute_total_norm(members, gradient_of)
 
@@ -325,7 +324,7 @@ class MeasuringSink:
     A gradient that is used after it was measured is measured again by ``optimizer.step()``.
     """
 
-    waits_for_all = by_bucket = frees_gradients = keeps_gradients = measures = updates_beside = False
+    waits_for_all = frees_gradients = keeps_gradients = measures = updates_beside = False
 
     def __init__(self, accumulation: Accumulation, clipping: Clipping, times: StepTimes) -> None:
         self.streams = StepStreams()

@@ -109,8 +109,8 @@ def _in_place_of(call: str, *, clips: bool) -> str:
         )
     if "norm" in call:
         return (
-            "For a log of the norm attach with clip=instep.ClipNorm(float('inf'), mode='two_pass'), call "
-            "overlap.backward(loss), and read overlap.grad_norm. "
+            "For a log of the norm attach with clip=instep.ClipNorm(float('inf')), which clips nothing, and read "
+            "overlap.grad_norm. "
         )
     if call.endswith(".zero_grad()"):
         return "Call zero_grad() after optimizer.step(), or before backward(). "

@@ -504,21 +504,19 @@ class Listener(Recorder, Protocol):
         """Another thread will let go of these, once it has updated by them."""
 
 
+@dataclass(slots=True)
 class FreedBytes:
     """Of gradients that backward has freed before ``optimizer.step()``.
 
     Attributes:
         bytes: in all steps, with that which is running.
+        before: before the running step.
         in_last: in the last one that was committed.
     """
 
-    def __init__(self) -> None:
-        self.bytes = 0
-        self.in_last = 0
-        self._before = 0  # the running step
-
-    def committed(self) -> None:
-        self.in_last, self._before = self.bytes - self._before, self.bytes
+    bytes: int = 0
+    before: int = 0
+    in_last: int = 0
 
 
 class StepTimes:

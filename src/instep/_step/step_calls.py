@@ -52,7 +52,6 @@ class StepCalls:
             if not raised:
                 step.times.step_returns()
                 step.times.committed()
-            step.freed.committed()
         step.has_gradients = False
         self._count_at_rest = None
 
@@ -133,7 +132,8 @@ class StepCalls:
             ledger.step_count += 1
             step.times.step_returns()
             step.times.committed()
-            step.freed.committed()
+            freed = step.freed
+            freed.in_last, freed.before = freed.bytes - freed.before, freed.bytes
         else:
             ledger.skip_count += 1
         self._committed(taken=takes_step)

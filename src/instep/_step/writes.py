@@ -13,7 +13,6 @@ from instep._gradients.scaling import all_finite, kernel_scale, nonfinite_error
 from instep._optim.kernels import GRADIENT, InBucket
 from instep._optim.parameters import AttachedParameter, AttachedParameters, calls_of
 from instep._optim.stepper import PreparedUpdate, Stepper, writes_state_without_gradient, writes_without_gradient
-from instep._step.judging import in_buckets
 from instep._step.remedies import ANY_LOOP, KEEP_ALL, WRITE_LATER, never_cleared, several_backwards, several_losses
 from instep._step.state import Event, Gathered, first_written, gradient_of
 from instep._step.step import RunningStep
@@ -248,11 +247,7 @@ class Writes(ABC):
                 passes.clipping.drop_norms()  # the loop may change these gradients, and call step() again
             raise
         there = [a for a in left if gradient_of(a) is not None]
-        if passes.clipping.clips_buckets and self._step.judge is not None and self._step.judge.leaves_all:
-            for bucket in in_buckets(there, self._step.buckets() or ()):
-                passes.clipping.clip(bucket.tensors())
-        else:
-            passes.clipping.clip([a.get() for a in there])
+        passes.clipping.clip([a.get() for a in there])
 
     def require_at_rest(self, stepper: Stepper) -> None:
         """``step()`` returns: it has found no gradient of the parameters that backward had applied, and must have left

@@ -5,22 +5,17 @@ checkpoints (DCP) ask ``state_dict()`` first, for what they are to read. It may 
 the checkpoint may be what mends it. All ranks have the same values: DCP takes entries of one name for copies.
 """
 
-import math
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-import torch
-
 from instep._wiring.build import Parts
 from instep.errors import CheckpointError
 
-STEPS, NORM, DTYPE, SEED, DRAWS = "step_count", "previous_norm", "norm_dtype", "seed", "draws"
+STEPS, SEED, DRAWS = "step_count", "seed", "draws"
 STAGES, WHOLE = "stages", "whole"
-_KEYS = (STEPS, NORM, DTYPE, SEED, DRAWS, STAGES, WHOLE)
+_KEYS = (STEPS, SEED, DRAWS, STAGES, WHOLE)
 _NO_SEED = -1
-_PREVIOUS = "previous_norm"
-_OF_NORMS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def saved_state(parts: Parts, stages: int) -> dict[str, Any]:
@@ -31,11 +26,9 @@ def saved_state(parts: Parts, stages: int) -> dict[str, Any]:
     """
     with suppress(Exception):  # what it says is in the state of the schedule, too
         parts.schedule.synchronize()
-    norm, draws = parts.clipping.grad_norm if parts.clipping.mode == _PREVIOUS else None, parts.draws
+    draws = parts.draws
     return {
         STEPS: parts.schedule.step_count,
-        NORM: math.nan if norm is None else norm.item(),
-        DTYPE: "float32" if norm is None else str(norm.dtype).removeprefix("torch."),
         SEED: _NO_SEED if draws is None else draws.seed,
         DRAWS: 0 if draws is None else draws.number,
         STAGES: stages,
@@ -52,7 +45,7 @@ def load_state(parts: Parts, state: Mapping[str, Any], stages: int) -> None:
             raise CheckpointError(f"state_dict has no {key!r}: give what overlap.state_dict() has returned")
     if type(state[STEPS]) is not int or state[STEPS] < 0:
         raise CheckpointError(f"state_dict has {STEPS!r}: {state[STEPS]!r}, which is no number of steps")
-    schedule, clipping, draws = parts.schedule, parts.clipping, parts.draws
+    schedule, draws = parts.schedule, parts.draws
     if not state[WHOLE]:
         raise CheckpointError(
             f"the checkpoint was saved in the middle of step {state[STEPS] + 1}, or after a part of it: load an "
@@ -76,11 +69,6 @@ def load_state(parts: Parts, state: Mapping[str, Any], stages: int) -> None:
     if draws is not None:
         draws.earlier = state[DRAWS] - state[STEPS]
     schedule.step_count = state[STEPS]
-    if clipping.mode == _PREVIOUS:
-        norm, device = state[NORM], parts.step.members.living()[0].device
-        dtype = next(dtype for dtype in _OF_NORMS if str(dtype).endswith(f".{state[DTYPE]}"))
-        clipping.grad_norm = None if math.isnan(norm) else torch.tensor(norm, dtype=dtype, device=device)
-        clipping.begin()
 
 
 def _in_words(seed: int) -> str:

@@ -29,7 +29,7 @@ try:
     from lightning.pytorch.plugins import DoublePrecision
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 except ImportError as missing:
-    raise ImportError("instep.integrations.lightning needs Lightning: pip install 'instep[lightning]'") from missing
+    raise ImportError("instep.integrations.lightning needs Lightning: pip install lightning") from missing
 
 __all__ = ["InstepCallback", "fabric_backward"]
 

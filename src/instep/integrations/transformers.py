@@ -23,7 +23,7 @@ try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 except ImportError as error:
     raise ImportError(
-        "instep.integrations.transformers needs transformers and accelerate: pip install 'instep[hf]'"
+        "instep.integrations.transformers needs transformers and accelerate: pip install transformers accelerate"
     ) from error
 
 from instep._gradients.clipping import ClipNorm
@@ -225,7 +225,7 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
                 "schedule='backward' updates during backward. (max_grad_norm is 1.0 unless told.) Write "
                 f"{'; '.join(self._exact_lines(args))}; or, not to clip, TrainingArguments(max_grad_norm=0)"
             )
-        return ClipNorm(math.inf, mode="per_bucket")  # clips nothing, and knows the norm, which the Trainer logs
+        return ClipNorm(math.inf)  # clips nothing, and knows the norm, which the Trainer logs
 
     def _exact_lines(self, args: TrainingArguments) -> list[str]:
         """The lines that clip as the ``Trainer`` does, with what each costs: first those that free gradients."""

@@ -33,8 +33,6 @@ SCHEDULES: Mapping[str, dict[str, Any]] = {
 OPTIONS: Mapping[str, dict[str, Any]] = {
     "clip=ClipNorm(1.0)": {"clip": ClipNorm(1.0)},
     "clip=ClipNorm(1.0, mode='two_pass')": {"clip": ClipNorm(1.0, mode="two_pass")},
-    "clip=ClipNorm(1.0, mode='per_bucket')": {"clip": ClipNorm(1.0, mode="per_bucket")},
-    "clip=ClipNorm(1.0, mode='previous_norm')": {"clip": ClipNorm(1.0, mode="previous_norm")},
     "clip=ClipValue(1.0)": {"clip": ClipValue(1.0)},
     "accumulation_steps=2": {"accumulation_steps": 2},
     "scaler=GradScaler()": {"scaler": GradScaler("cpu")},

@@ -178,17 +178,13 @@ class Reduction(LaunchedBucket):
         return [slices[i].to(self.members[i].dtype) for i in self._positions]
 
 
-def as_they_arrive(reductions: Sequence[Reduction], *, one_by_one: bool) -> Iterator[list[Reduction]]:
+def as_they_arrive(reductions: Sequence[Reduction]) -> Iterator[list[Reduction]]:
     """Yield the buckets to step next, in the order of sending: the first one that is left, with those right behind it
-    that have arrived already. One call of the optimizer for all of these costs less than one each.
-
-    Args:
-        one_by_one: leave those behind it for later calls.
-    """
+    that have arrived already. One call of the optimizer for all of these costs less than one each."""
     start = 0
     while start < len(reductions):
         end = start + 1
-        while not one_by_one and end < len(reductions) and reductions[end].arrived:
+        while end < len(reductions) and reductions[end].arrived:
             end += 1
         yield list(reductions[start:end])
         start = end

@@ -110,7 +110,7 @@ class DDPSource(Source):
         self._sink.join()
 
     def _step_each(self, reductions: Sequence[Reduction]) -> bool:
-        for arrived in as_they_arrive(reductions, one_by_one=self._sink.by_bucket):
+        for arrived in as_they_arrive(reductions):
             members = self._mine(arrived)
             if members:
                 with grad_as_left([attached.get() for attached in members]):

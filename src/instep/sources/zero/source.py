@@ -249,7 +249,7 @@ class ZeroSource(DDPSource):
 
     def _step_each(self, reductions: Sequence[Reduction]) -> bool:
         done = True
-        for arrived in as_they_arrive(reductions, one_by_one=self._sink.by_bucket):
+        for arrived in as_they_arrive(reductions):
             with grad_as_left([parameter for reduction in arrived for parameter in reduction.parameters]):
                 done = self._sink.apply(self._members(arrived), partial(self._fetch, arrived)) and done
             self._send(arrived)
