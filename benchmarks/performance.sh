@@ -23,6 +23,6 @@ run python benchmarks/default_bucket.py --mib 1 4 16 64
 run python benchmarks/micro_batches.py --mib 1 4 16 --rounds 25
 run python benchmarks/one_device.py --rounds 25 --depth 6 --dtypes float32 --times-only \
     --variants "plain, again" default backward forward "no optimizer"
-run python benchmarks/heavy_steps.py --float32 --rounds 6
+run python benchmarks/heavy_steps.py --float32 --rounds 4
 run python benchmarks/two_ranks.py --gbits 2 10 --variants "plain DDP" backward "no optimizer"
 run torchrun --standalone --nproc-per-node 2 benchmarks/zero.py --muon --rounds 10

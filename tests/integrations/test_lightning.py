@@ -184,6 +184,11 @@ def test_stats_of_a_step_that_takes_its_batches() -> None:
     assert sum("instep/steps" in entry for entry in logger.kept) > 1
 
 
+def test_accumulation_where_the_step_takes_its_batches() -> None:
+    with pytest.raises(AttachError, match=r"_batches=3 with training_step\(dataloader_iter\).*undo=True"):
+        fit(WAYS["backward"], Iterates, accumulate_grad_batches=3)
+
+
 class SpentBy(Classifier):
     def __init__(self) -> None:
         super().__init__()

@@ -7,6 +7,7 @@ another way (twice, or once for several batches): the module's ``backward``, a h
 
 from contextlib import ExitStack
 from functools import partial
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -131,6 +132,7 @@ class InstepCallback(Callback):
         self._refuse_precision(trainer)
         self._refuse_clipping(trainer)
         self._refuse_backward(pl_module)
+        self._refuse_iterator(trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._refuse_torn()
@@ -263,6 +265,19 @@ class InstepCallback(Callback):
             raise AttachError(
                 f"{type(module).__name__} has a backward() of its own, and InstepCallback({option}) runs backward in "
                 f"its place. Leave out {option}, or that method"
+            )
+
+
+    def _refuse_iterator(self, trainer: Trainer, module: LightningModule) -> None:
+        """A ``training_step`` that takes its batches itself: Lightning has fetched the next one when it asks whether
+        this one is the last of a window, and this callback is told of another number than Lightning steps by."""
+        if "dataloader_iter" not in signature(module.training_step).parameters:
+            return
+        if self._writes_in_backward and trainer.accumulate_grad_batches > 1:
+            raise AttachError(
+                f"accumulate_grad_batches={trainer.accumulate_grad_batches} with training_step(dataloader_iter): "
+                "which backward is a step's last is not known before it runs, and schedule='backward' steps in it. "
+                "Use InstepCallback(schedule='forward') or InstepCallback(schedule='backward', undo=True)"
             )
 
 
