@@ -930,6 +930,22 @@ def test_an_infinite_limit_takes_the_norm_and_scales_nothing(way: str, build: An
     assert lane.overlap.grad_norm is not None
 
 
+@pytest.mark.parametrize("way", ["forward", "backward", "undo"])
+def test_a_norm_that_is_not_finite_makes_all_gradients_nan_where_it_is_known_in_time(way: str) -> None:
+    """As ``clip_grad_norm_`` does, whose factor is NaN then. Backward has applied the others by then."""
+    model, optimizer = blocks()
+    with instep.attach(model, optimizer, clip=ClipNorm(math.inf), bucket_bytes=SMALL, **WAYS[way]) as overlap:
+        handle = [*model.parameters()][0].register_hook(lambda gradient: gradient * math.inf)
+        loss_of(model(batch(0)[0]), batch(0)[1]).backward()
+        optimizer.step()
+        overlap.synchronize()
+        handle.remove()
+        assert overlap.grad_norm is not None
+        assert not overlap.grad_norm.isfinite()
+        assert all(p.isnan().all() for p in model.parameters()) is (way != "backward")
+        assert all(p.isfinite().all() for p in [*model.parameters()][-2:]) is (way == "backward")
+
+
 # The loop clips by itself.
 
 

@@ -31,8 +31,9 @@ class ClipNorm:
     The norm is that of the gradients of all attached parameters, in the model's order.
 
     Attributes:
-        max_norm: every gradient is multiplied by ``min(max_norm / (norm + 1e-6), 1)``. With ``math.inf`` none is: the
-            norm is taken for ``overlap.grad_norm`` alone, with every schedule.
+        max_norm: every gradient is multiplied by ``min(max_norm / (norm + 1e-6), 1)``. With ``math.inf`` a finite norm
+            is taken for ``overlap.grad_norm`` alone, with every schedule. Where it is not finite, torch makes all
+            gradients NaN, and ``schedule="backward"`` without ``undo`` has applied them as they were.
         norm_type: the p of the p-norm; ``inf`` is the largest absolute value.
         error_if_nonfinite: raise ``RuntimeError`` where the norm is not finite, before any gradient is scaled.
         mode: how the norm is known before the first update. Both have the plain loop's numbers.

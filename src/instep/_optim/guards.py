@@ -308,7 +308,7 @@ class FoundState(NamedTuple):
         """``known``: the layout of the step before."""
         entries: list[Entry] = list(state.values())
         keys, sizes, names = list(map(id, state)), list(map(length_hint, entries)), _names_of(entries)
-        if known is None or keys != known.keys or sizes != known.sizes or not _are(names, known.names):
+        if known is None or keys != known.keys or sizes != known.sizes or names != known.names:
             known = StateLayout(keys, sizes, names)
         values = _values_of(entries)
         ids = list(map(id, values))
@@ -323,7 +323,7 @@ class FoundState(NamedTuple):
             _are(entries, self.entries)
             and list(map(id, state)) == self.layout.keys
             and list(map(length_hint, entries)) == self.layout.sizes
-            and _are(_names_of(entries), self.layout.names)
+            and _names_of(entries) == self.layout.names
             and _are(_values_of(entries), self.values)
         )
 

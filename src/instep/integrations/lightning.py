@@ -267,7 +267,6 @@ class InstepCallback(Callback):
                 f"its place. Leave out {option}, or that method"
             )
 
-
     def _refuse_iterator(self, trainer: Trainer, module: LightningModule) -> None:
         """A ``training_step`` that takes its batches itself: Lightning has fetched the next one when it asks whether
         this one is the last of a window, and this callback is told of another number than Lightning steps by."""
