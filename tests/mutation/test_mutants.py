@@ -32,7 +32,7 @@ MUTANTS = [
         "self._sparse for number in range(len(self._parameters))]",
     ),
     Mutant(
-        "prepared: names of state are those of the step before", "FoundState.of", " or not _are(names, known.names)", ""
+        "prepared: names of state are those of the step before", "FoundState.of", " or names != known.names", ""
     ),
     Mutant("prepared: entries have as many values as before", "FoundState.of", " or sizes != known.sizes", ""),
     Mutant(
