@@ -935,7 +935,7 @@ def test_a_norm_that_is_not_finite_makes_all_gradients_nan_where_it_is_known_in_
     """As ``clip_grad_norm_`` does, whose factor is NaN then. Backward has applied the others by then."""
     model, optimizer = blocks()
     with instep.attach(model, optimizer, clip=ClipNorm(math.inf), bucket_bytes=SMALL, **WAYS[way]) as overlap:
-        handle = [*model.parameters()][0].register_hook(lambda gradient: gradient * math.inf)
+        handle = next(iter(model.parameters())).register_hook(lambda gradient: gradient * math.inf)
         loss_of(model(batch(0)[0]), batch(0)[1]).backward()
         optimizer.step()
         overlap.synchronize()

@@ -15,11 +15,12 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import config, custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses import FakeTensorMode
+from torch.torch_version import TorchVersion
 
 import instep
 from instep._torch.engine import WHO_IS_TOLD
 from instep._torch.handing_over import HandedOver
-from instep._torch.inductor import BackwardGraph, HandOver
+from instep._torch.inductor import BackwardGraph, HandOver, _read, _written
 from instep.sources.local import _as_accumulated
 
 pytestmark = [
@@ -29,6 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Skipping serialization"),  # torch 2.6, of its own settings
 ]
 WIDTH = 64
+HAS_SEVERAL_PASSES = TorchVersion(torch.__version__) >= "2.13"  # else a pass of the user's takes the only place
 
 
 @pytest.fixture
@@ -94,6 +96,17 @@ def test_a_gradient_waits_for_the_last_reader_of_its_weight() -> None:
     assert output.args[0][1].target is getitem
     assert output.args[0][1].meta["val"].shape == made.weight.shape
     assert output.args[0][2] is of_x
+
+
+def test_stand_ins_have_the_form_of_gradients_and_one_number_of_memory() -> None:
+    """Their forms are written into code that may be read from disk, by another process."""
+    gradients = [torch.ones(2, 3), torch.ones(5, dtype=torch.bfloat16), torch.ones((), dtype=torch.float64)]
+    made = [_read(",".join(map(_written, gradients))) for _ in range(2)]
+    for gradient, *found in zip(gradients, *made, strict=True):
+        assert {(one.shape, one.dtype, one.device) for one in (gradient, *found)} == {
+            (gradient.shape, gradient.dtype, gradient.device)
+        }
+        assert {one.untyped_storage().nbytes() for one in found} == {gradient.element_size()}
 
 
 def test_a_weight_of_which_the_forward_may_have_saved_a_view_stays() -> None:
@@ -188,7 +201,7 @@ def test_a_pass_of_the_users_own_runs_before() -> None:
     mine = Counts()
     patched: Any = config
     with patched.patch(post_grad_custom_post_pass=mine):
-        assert taken_of(Net()) == 3
+        assert taken_of(Net()) == (3 if HAS_SEVERAL_PASSES else 0)
         assert config.post_grad_custom_post_pass is mine
     forward, backward = mine.graphs
     assert not any("hand_over" in name for name in (*forward, *backward))
@@ -232,7 +245,7 @@ def test_nothing_is_asked_of_the_compiler_but_while_it_compiles() -> None:
 
 def test_the_compiler_has_the_names_that_are_used() -> None:
     """Where one is gone, gradients stay where torch puts them, without an error."""
-    assert custom_graph_pass.get_custom_graph_passes(None) == ()
+    assert not HAS_SEVERAL_PASSES or custom_graph_pass.get_custom_graph_passes(None) == ()
     assert taken_of(Net()) == 3
 
 

@@ -2,8 +2,8 @@
 
 ``torch.compile`` of a whole model makes one backward graph, which returns all gradients at its end. ``HandOver`` is a
 pass over that graph: behind the last kernel that can read a weight it puts a call of ``instep::hand_over`` with the
-weight's gradient, and returns a stand-in in the gradient's place, of its form and without its memory. What the call
-does, and what becomes of the stand-in, is for ``handing_over`` to say.
+weight's gradient, and returns a stand-in (``instep::stand_ins``) in the gradient's place, of its form and without its
+memory. What the call does, and what becomes of the stand-in, is for ``handing_over`` to say.
 
 Everything here that is private to torch is named where it is used, and looked at by ``tests/unit/test_inductor.py``.
 This module imports inductor: it is imported once something is compiled that may want it.
@@ -12,6 +12,7 @@ This module imports inductor: it is imported once something is compiled that may
 import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from operator import getitem
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,53 +25,56 @@ from torch._inductor import config, custom_graph_pass
 
 from instep._torch.handing_over import SMALL, WORTH
 
-NAME = "hand_over"
+NAME, STAND_INS = "hand_over", "stand_ins"
 
 _library = torch.library.Library("instep", "DEF")
 _TAGS = ("needs_fixed_stride_order", "cudagraph_unsafe")
 # Inductor may not move a reader of a weight behind the call, nor a writer before it, since the call is said to write
-# the weights. A CUDA graph must end before it: Python runs in it.
+# the weights. It returns nothing: before torch 2.12 inductor takes no operator that both writes and returns tensors.
+# A CUDA graph must end before it: Python runs in it.
 _library.define(
-    f"{NAME}(Tensor[] gradients, int[] edges, int edge_count, Tensor(a!)[] weights) -> Tensor[]",
+    f"{NAME}(Tensor[] gradients, int[] edges, int edge_count, Tensor(a!)[] weights) -> ()",
     tags=[getattr(torch.Tag, tag) for tag in _TAGS if hasattr(torch.Tag, tag)],
 )
+torch.library.register_fake(f"instep::{NAME}", lambda *_: None, lib=_library)
+_library.define(f"{STAND_INS}(str forms) -> Tensor[]")
 
 
-def stand_in(gradient: torch.Tensor) -> torch.Tensor:
+def stand_in(dtype: torch.dtype, device: torch.device, shape: Sequence[int]) -> torch.Tensor:
     """One number that stands for all of a gradient's, since nobody reads them. Autograd looks at the form."""
-    return gradient.new_zeros(()).expand(gradient.shape)
+    return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
-torch.library.register_fake(f"instep::{NAME}", lambda gradients, *_: list(map(stand_in, gradients)), lib=_library)
+def _written(gradient: torch.Tensor) -> str:
+    """The form of ``gradient``, for code that may be kept on disk."""
+    return f"{gradient.dtype} {gradient.device} {' '.join(map(str, gradient.shape))}".removeprefix("torch.")
 
 
-def _never(*_: object) -> None:
-    """Inductor takes an operator that both writes and returns tensors only if somebody has said how it is expressed
-    without the writes. Nobody asks how: the call is put in after that."""
-    raise NotImplementedError
+def _read(forms: str) -> list[torch.Tensor]:
+    parts = (form.split() for form in forms.split(","))
+    return [
+        stand_in(getattr(torch, dtype), torch.device(device), tuple(map(int, shape))) for dtype, device, *shape in parts
+    ]
 
 
-_library.impl(NAME, _never, "Functionalize")
-_HAND_OVER = torch.ops.instep.hand_over.default
+torch.library.register_fake(f"instep::{STAND_INS}", _read, lib=_library)
+_HAND_OVER, _STAND_INS = torch.ops.instep.hand_over.default, torch.ops.instep.stand_ins.default
 fx.node.has_side_effect(_HAND_OVER)
 
 
 def define(function: Callable[[Sequence[torch.Tensor], Sequence[int], int], object]) -> None:
     """``function`` is what a call does, on each device."""
 
-    known: dict[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = {}  # whose number nobody reads
-
-    def call(gradients: Sequence[torch.Tensor], edges: Sequence[int], edge_count: int, _: object) -> list[torch.Tensor]:
+    def call(gradients: Sequence[torch.Tensor], edges: Sequence[int], edge_count: int, _: object) -> None:
         function(gradients, edges, edge_count)
-        found = []
-        for gradient in gradients:
-            form = gradient.shape, gradient.dtype, gradient.device
-            if form not in known:
-                known[form] = stand_in(gradient)
-            found.append(known[form].detach())  # a tensor of its own: autograd may note the graph that it is of
-        return found
+
+    known = cache(_read)  # numbers that nobody reads
+
+    def stand_ins(forms: str) -> list[torch.Tensor]:
+        return [one.detach() for one in known(forms)]  # each a tensor of its own: autograd may note what it is of
 
     _library.impl(NAME, call, "CompositeExplicitAutograd")
+    _library.impl(STAND_INS, stand_ins, "CompositeExplicitAutograd")
 
 
 class Wanted(NamedTuple):
@@ -245,6 +249,7 @@ class BackwardGraph:
                 group = []
         if group:
             self._call(group)
+        self._return_stand_ins(found)
         # Inductor would give a stand-in the strides of what stood there, and with them memory.
         if _STRIDED in self._end.meta:
             handed = {gradient.output for gradient in found}
@@ -256,9 +261,14 @@ class BackwardGraph:
         gradients, edges = [gradient.node for gradient in group], [gradient.edge for gradient in group]
         with self._graph.inserting_after(self._nodes[group[-1].position]):
             call = self._graph.call_function(_HAND_OVER, (gradients, edges, len(self._needed), list(weights)))
-        call.meta["val"] = [stand_in(node.meta["val"]) for node in gradients]
-        with self._graph.inserting_after(call):
-            for number, gradient in enumerate(group):
+        call.meta["val"] = None
+
+    def _return_stand_ins(self, gradients: Sequence[Gradient]) -> None:
+        values = [gradient.node.meta["val"] for gradient in gradients]
+        with self._graph.inserting_before(self._end):
+            call = self._graph.call_function(_STAND_INS, (",".join(map(_written, values)),))
+            call.meta["val"] = [value.new_zeros(()).expand(value.shape) for value in values]
+            for number, gradient in enumerate(gradients):
                 found = self._graph.call_function(getitem, (call, number))
                 found.meta["val"] = call.meta["val"][number]
                 self._outputs[gradient.output] = found
