@@ -511,7 +511,18 @@ def _tool(arguments: list[str], markers: str) -> None:
     """Of ours only by name: what each does is in CONTRIBUTING.md."""
 
 
+def _bash(arguments: list[str], markers: str) -> None:
+    """A script of commands, each of which is checked."""
+    (script,) = arguments
+    if not (ROOT / script).exists():
+        raise CommandError(f"there is no {script}")
+    text = (ROOT / script).read_text(encoding="utf-8").replace("\\\n", " ")
+    for command in re.findall(r"^run (.*)", text, re.MULTILINE):
+        check_command(command, markers)
+
+
 _CHECKS: Mapping[str, Callable[[list[str], str], None]] = {
+    "bash": _bash,
     "python": _python,
     "torchrun": _torchrun,
     "instep": _click(_instep),

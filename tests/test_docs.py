@@ -107,7 +107,7 @@ ATTACHED = 'overlap = instep.attach(model, optimizer, schedule="backward")\n'
         "overlap = instep.attach(model, optimiser)",
         "overlap = instep.attach(model, optimizer, schedule='sideways')",
         ATTACHED + "for batch in loader:\n    model(batch).backward()",
-        "overlap = instep.attach(model, optimizer)\n# or: overlap = instep.attach(model, optimizer, clip=1.0)",
+        "overlap = instep.attach(model, optimizer)\n# or: overlap = instep.attach(model, optimizer, clip='1.0')",
         "overlap = instep.attach(model, optimizer)\noverlap = instep.attach(model, optimizer, undo='disk')",
         "def loop():\n    return weight\nloop()",
     ],
@@ -144,6 +144,7 @@ def test_a_broken_block_is_found(code: str, tmp_path: Path) -> None:
         "pip install -c constraint.txt .",
         "pip install 'instep[gpu]'",
         "mkdocs bild",
+        "bash benchmarks/nothing.sh",
         "rm -r run",
     ],
 )

@@ -291,7 +291,7 @@ class StepsLate(Alternating):
 def test_toggled_optimizers_that_step_late_are_told_when_to_step() -> None:
     """And what they are told works: ``Alternating`` does so."""
     with pytest.raises(
-        UncommittedStepError, match=r"each of the 2 optimizers has a loss.*toggle_optimizer.*behind its backward"
+        UncommittedStepError, match=r"Losses of 2 optimizers \(a GAN\): freeze the others' parameters.*docs/errors\.md"
     ):
         fit(WAYS["backward"], StepsLate)
     for way in ("forward", "undo"):

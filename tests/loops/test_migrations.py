@@ -118,8 +118,12 @@ def test_the_hook_of_adafactor(dtype: torch.dtype, limit: float, settings: dict[
 
     model, optimizer = adafactor(dtype, **settings)
     if limit:  # before attach: a hook that comes earlier is called earlier
+
+        def clip(p: torch.Tensor) -> None:  # a hook may return nothing else
+            nn.utils.clip_grad_norm_(p, limit)
+
         for p in model.parameters():
-            p.register_post_accumulate_grad_hook(lambda p: nn.utils.clip_grad_norm_(p, limit))
+            p.register_post_accumulate_grad_hook(clip)
 
     def step() -> None:
         optimizer.step()
