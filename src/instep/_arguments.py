@@ -125,7 +125,7 @@ def _found(value: Any) -> str:
     if isinstance(value, Optimizer):
         return f"the optimizer {kind}: the model comes first, then its optimizer"
     if isinstance(getattr(value, "__self__", None), nn.Module) or isfunction(value):
-        return f"{kind}: give the module itself (torch.compile of one that is compiled already returns a function)"
+        return f"{kind}: give the object itself (torch.compile of a module that is compiled already returns a function)"
     if (held := _held_by(value)) is not None:
         return f"{class_name(value, in_full=True)}, {held}"
     if isinstance(value, torch.Tensor):

@@ -202,10 +202,9 @@ class Attachment:
 
         ``steps``, ``redos`` and ``skips`` are ``step_count``, ``redo_count`` and ``skip_count``; ``votes`` those that
         this rank has cast; ``freed_bytes`` of gradients that backward has freed before ``optimizer.step()``, in all
-        steps. After the first step: ``peak_gradient_bytes``, the most gradients at one time in the last step, as the
-        sizes of buckets tell; and on a CPU ``exposed_ms``, milliseconds within ``optimizer.step()`` and of waiting for
-        updates, and ``outside_ms``, of updates that ran outside of it (in backward, or beside the loop), both from one
-        commit to the next.
+        steps. On a CPU, after the first step: ``exposed_ms``, milliseconds within ``optimizer.step()`` and of waiting
+        for updates, and ``outside_ms``, of updates that ran outside of it (in backward, or beside the loop), both from
+        one commit to the next. The most gradients at one time are measured by ``overlap.record()``.
 
         Example:
             ```python

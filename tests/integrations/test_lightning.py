@@ -187,6 +187,8 @@ def test_stats_of_a_step_that_takes_its_batches() -> None:
 def test_accumulation_where_the_step_takes_its_batches() -> None:
     with pytest.raises(AttachError, match=r"_batches=3 with training_step\(dataloader_iter\).*undo=True"):
         fit(WAYS["backward"], Iterates, accumulate_grad_batches=3)
+    with pytest.raises(AttachError, match="_batches=2 with training_step"):
+        fit(WAYS["backward"], Iterates, callbacks=lambda: [GradientAccumulationScheduler({1: 2})])
 
 
 class SpentBy(Classifier):

@@ -31,9 +31,7 @@ MUTANTS = [
         "self._sparse for number in order]",
         "self._sparse for number in range(len(self._parameters))]",
     ),
-    Mutant(
-        "prepared: names of state are those of the step before", "FoundState.of", " or names != known.names", ""
-    ),
+    Mutant("prepared: names of state are those of the step before", "FoundState.of", " or names != known.names", ""),
     Mutant("prepared: entries have as many values as before", "FoundState.of", " or sizes != known.sizes", ""),
     Mutant(
         "prepared: places stay where the state is another one",
@@ -183,12 +181,7 @@ MUTANTS = [
         "False",
     ),
     Mutant("prepared: a bucket is not freed", "BucketSink.step_prepared", "self._writes.retire(bucket, tensors)"),
-    Mutant(
-        "stats: gradients of earlier backwards are not alive",
-        "BucketSink.arrive",
-        "step.ledger.has_added |= had_gradients",
-    ),
-    Mutant("prepared: freed bytes are not counted", "BucketSink.step_prepared", "step.freed.bytes += bucket.nbytes"),
+    Mutant("prepared: freed bytes are not counted", "BucketSink.step_prepared", "step.freed_bytes += bucket.nbytes"),
     Mutant(
         "prepared: nobody knows of its optimizer",
         "BucketSink.step_prepared",
@@ -248,7 +241,7 @@ MUTANTS = [
     Mutant(
         "exit: what goes after the names of a module looks for these",
         "_tell_no_more",
-        "if _told is None:",
+        "if _told is None or torch is None or torch.autograd is None:",
         "if False:",
     ),
     Mutant(
@@ -3681,8 +3674,8 @@ MUTANTS = [
     Mutant(
         "compiled: gradients are put back without an attachment",
         "hand_over",
-        "None if edge in taken else gradient.clone()",
-        "None if edge in taken or not _receiving else gradient.clone()",
+        "for place, gradient in pairs if place not in taken}",
+        "for place, gradient in pairs if place not in taken and _receiving}",
     ),
 ]
 

@@ -257,6 +257,43 @@ def test_every_loop(loop: str, way: str) -> None:
     require_equal(LOOPS[loop], WAYS[way])
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="from torch 2.10 on")
+@pytest.mark.parametrize("way", ["default", "undo", "deferred"])
+def test_the_norm_of_fp32_gradients_of_which_some_are_of_fp32_parameters(way: str) -> None:
+    """torch takes the norm of their norms in another order than that of gradients of two dtypes."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(32, 32, dtype=torch.bfloat16) for _ in range(6))
+            self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer, norm in zip(self.layers, self.norms, strict=True):
+                x = x + norm(layer(x.bfloat16()).float())
+            return x
+
+    norms: list[list[torch.Tensor]] = []
+    for attach in (False, True):
+        torch.manual_seed(0)
+        model = Mixed()
+        optimizer = instep.masters(SGD, gradients="float32")(model.parameters(), lr=0.01)
+        options = WAYS[way] or {}
+        overlap = instep.attach(model, optimizer, clip=instep.ClipNorm(0.5), **options) if attach else None
+        norms.append([])
+        for _ in range(20):
+            model(torch.randn(8, 32)).square().mean().backward()
+            norm = None if overlap is not None else nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            if overlap is not None:
+                overlap.synchronize()
+                norm = overlap.grad_norm
+            assert norm is not None
+            norms[-1].append(norm)
+    assert all(map(torch.equal, *norms))
+
+
 @pytest.mark.parametrize("settings", [{"fused": True}, {"foreach": True}])
 def test_a_kernel_steps_the_masters(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[MastersCall] = []

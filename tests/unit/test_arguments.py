@@ -296,11 +296,11 @@ def test_what_holds_optimizers_is_told_how_to_give_them(given: Given, held: Any,
         ),
         (
             lambda g: instep.attach(cast(Any, lambda x: g.model(x)), g.optimizer),
-            "model must be .*, not function: give the module itself",
+            "model must be .*, not function: give the object itself",
         ),
         (
             lambda g: instep.attach(cast(Any, g.model.forward), g.optimizer),
-            "model must be .*, not method: give the module itself",
+            "model must be .*, not method: give the object itself",
         ),
         (
             lambda g: instep.attach([g.model, cast(Any, g.optimizer)], g.optimizer),

@@ -91,7 +91,7 @@ def test_a_gradient_waits_for_the_last_reader_of_its_weight() -> None:
     names = made.ends(gradient, of_x)
     assert names.index("hand_over_default") > names.index(of_x.name) > names.index(gradient.name)
     call = next(node for node in made.graph.nodes if node.name == "hand_over_default")
-    assert call.args == ([gradient], [0], 2, [weight])
+    assert call.args == ([gradient], [0], [1], [2, 3], [weight])
     (output,) = (node for node in made.graph.nodes if node.op == "output")
     assert output.args[0][1].target is getitem
     assert output.args[0][1].meta["val"].shape == made.weight.shape

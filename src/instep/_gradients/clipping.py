@@ -18,6 +18,7 @@ from torch.utils import _foreach_utils
 
 from instep._optim.parameters import AttachedParameter
 from instep._optim.stepper import Stepper
+from instep._torch.placeholders import dtype_of_gradient
 from instep._torch.versions import memory_of
 from instep.errors import AttachError
 
@@ -184,7 +185,12 @@ class Clipping:
         self.measure([a for a, _ in rest], [g for _, g in rest])
         known = [a for a in parameters if self.is_measured(a)]
         norm_type = self.policy.norm_type
-        total = total_norm([a.get() for a in known], [self.norms[a.spec.index] for a in known], norm_type)
+        norms = [self.norms[a.spec.index] for a in known]
+        # torch groups gradients by their own dtypes, which parameters may have others than. A norm has that of its
+        # gradient, but for that of a complex one, which is real.
+        pairs = [(a.get(), norm) for a, norm in zip(known, norms, strict=True)]
+        like = [p if dtype_of_gradient(p) is p.dtype else norm for p, norm in pairs]
+        total = total_norm(like, norms, norm_type)
         if self.over_stages is not None:
             total = self.over_stages(total.to(parameters[0].spec.device), norm_type)
         if self.policy.error_if_nonfinite and not bool(total.isfinite()):

@@ -88,11 +88,11 @@ class BucketSink(Schedule):
         Raises ``AccumulationError`` when one of them was offered before in this step: before anything more is
         written.
         """
-        step, had_gradients = self._step, False
+        step = self._step
         if step.passes.running != "measuring":
             # Before the step is looked at: a gradient that only adds up opens none. Where several of the engine's
             # threads may count, they are in hooks of ``LocalSource``, which hold the lock already.
-            had_gradients, step.has_gradients = step.has_gradients, True
+            step.has_gradients = True
             leaves_all = step.accumulation.kept or (step.judge is not None and step.judge.leaves_all)
             if step.accumulation.count():
                 return False
@@ -111,7 +111,6 @@ class BucketSink(Schedule):
                     step.passes.measure(parameters)
                     return False
             if not step.members.offered:
-                step.ledger.has_added |= had_gradients  # keep_gradients() was around an earlier backward
                 self._open()
             step.backwards.gives_gradients(parameters[0].spec.device)
             self._offer(parameters)
@@ -285,7 +284,7 @@ class BucketSink(Schedule):
         del gradients
         step.times.ran(bucket, started)
         self._writes.retire(bucket, tensors)
-        step.freed.bytes += bucket.nbytes
+        step.freed_bytes += bucket.nbytes
         return True
 
     def _run_as_loop(self, bucket: AttachedParameters, update: PreparedUpdate, gradients: list[torch.Tensor]) -> None:
@@ -376,7 +375,7 @@ class BucketSink(Schedule):
             return
         if not step.members.applied.issuperset(bucket.indices):
             bucket = AttachedParameters(filter(step.members.is_applied, bucket))
-        step.freed.bytes += bucket.nbytes
+        step.freed_bytes += bucket.nbytes
 
     def retire(self, bucket: AttachedParameters) -> None:
         self._writes.retire(bucket)

@@ -199,7 +199,7 @@ class Ledger:
         step_count: how many committed steps wrote anything.
         redo_count: how many steps were rolled back, and left to ``optimizer.step()``.
         skip_count: how many steps were left out, for a gradient that was not finite.
-        has_added: whether some had a backward that only added to gradients, and another one that wrote.
+        has_added: whether some had a backward that only added to gradients.
         torn: the step that stands in part, until that is accepted.
         nonfinite: what becomes of a step whose gradients may hold NaN or infinity; ``"allow"`` asks nobody.
         when_torn: called then: whoever is about to read a weight is to be told.
@@ -502,21 +502,6 @@ class Listener(Recorder, Protocol):
 
     def handed_over(self, gradients: Sequence[torch.Tensor]) -> None:
         """Another thread will let go of these, once it has updated by them."""
-
-
-@dataclass(slots=True)
-class FreedBytes:
-    """Of gradients that backward has freed before ``optimizer.step()``.
-
-    Attributes:
-        bytes: in all steps, with that which is running.
-        before: before the running step.
-        in_last: in the last one that was committed.
-    """
-
-    bytes: int = 0
-    before: int = 0
-    in_last: int = 0
 
 
 class StepTimes:

@@ -33,7 +33,7 @@ from instep._ranks.votes import StepVotes
 from instep._step.accumulation import Accumulation
 from instep._step.judging import Judge
 from instep._step.norms import Passes
-from instep._step.state import FreedBytes, Gather, GradientOf, Ledger, Round, StepMembers, StepTimes
+from instep._step.state import Gather, GradientOf, Ledger, Round, StepMembers, StepTimes
 from instep._step.streams import StepStreams
 from instep._torch.engine import Backwards
 from instep._torch.interrupts import StepLock
@@ -61,7 +61,7 @@ class RunningStep:
         backwards: those that were seen to begin.
         judge: of foreign optimizers, whether they may be stepped in parts; ``None``: there are none.
         buckets: those of the plan, by the indices of their parameters.
-        freed: what backward has freed of gradients.
+        freed_bytes: of gradients that backward has freed before ``optimizer.step()``, in all steps.
         has_gradients: whether sources have offered gradients since the last step, or, with ``schedule="forward"``, a
             backward was seen to begin.
         gather: with ``shard_state``, where each rank steps its own shard of parameters: gets the others' shards.
@@ -87,7 +87,7 @@ class RunningStep:
         self.judge = judge
         self.buckets: Callable[[], Iterable[Sequence[int]] | None] = tuple
         self.times = StepTimes()
-        self.freed = FreedBytes()
+        self.freed_bytes = 0
         self.has_gradients = False
         self.gather: Gather | None = None
         self.lock = StepLock()

@@ -132,8 +132,6 @@ class StepCalls:
             ledger.step_count += 1
             step.times.step_returns()
             step.times.committed()
-            freed = step.freed
-            freed.in_last, freed.before = freed.bytes - freed.before, freed.bytes
         else:
             ledger.skip_count += 1
         self._committed(taken=takes_step)

@@ -547,7 +547,7 @@ _engine_run: Callable[..., Any] = getattr(torch.autograd, _RUN)
 
 
 def _tell_no_more(ref: "weakref.ref[HearsErrors]") -> None:
-    if _told is None:  # the interpreter ends, and has taken the names of this module
+    if _told is None or torch is None or torch.autograd is None:  # the interpreter ends, and has taken names
         return
     _told[:] = [other for other in _told if other is not ref]
     _hear_no_more()

@@ -116,33 +116,33 @@ class HandedOver:
             self._runs.pop(threading.get_ident(), None)
 
     def take_from(
-        self, code: type, returned: "_Returned", edges: Sequence[int], gradients: Sequence[torch.Tensor]
+        self, code: type, returned: "_Returned", places: Sequence[int], gradients: Sequence[torch.Tensor]
     ) -> set[int]:
-        """The running node, of this class, hands over the ``gradients`` of these edges of all. Returns the edges of
-        those that were taken."""
-        ref, leaves = self._runs.get(threading.get_ident()), [returned.ends[edge] for edge in edges]
+        """The running node, of this class, hands over the ``gradients`` that it would return in these places. Returns
+        the places of those that were taken."""
+        ref, leaves = self._runs.get(threading.get_ident()), [returned.ends[place] for place in places]
         run = None if ref is None else ref()
         if run is None or returned.is_heard:  # the hooks of others are to find what the node gives without instep
             self._keep(leaves, _HEARD if returned.is_heard else _OTHER_RUN)
             return set()
         found: dict[int, int] = {}
-        for place, leaf in enumerate(leaves):
+        for number, leaf in enumerate(leaves):
             if run.inputs and id(getattr(leaf, "variable", None)) not in run.input_ids:
                 continue  # no gradient is asked for
             index = self._receives(leaf) if run.reached[leaf] == 1 else None
             if index is None:
                 self._keep([leaf], _LISTENED_TO if run.reached[leaf] == 1 else _REACHED_AGAIN)
             else:
-                found[place] = index
+                found[number] = index
         if not found:
             return set()
-        if not self._take(tuple(found.values()), [gradients[place] for place in found]):
-            self._keep([leaves[place] for place in found], _ADDED_UP)
+        if not self._take(tuple(found.values()), [gradients[number] for number in found]):
+            self._keep([leaves[number] for number in found], _ADDED_UP)
             return set()
         self.has_taken_from.add(code)
         if self.kept:
-            self._keep([leaves[place] for place in found], None)
-        return {edges[place] for place in found}
+            self._keep([leaves[number] for number in found], None)
+        return {places[number] for number in found}
 
     def _keep(self, leaves: Iterable[Any], why: str | None) -> None:
         """``None``: they are not kept. Nothing is told of the first backward of code that nobody knew of before."""
@@ -192,19 +192,27 @@ def _nothing(*_: object) -> None: ...
 
 
 @untraced
-def hand_over(gradients: Sequence[torch.Tensor], edges: Sequence[int], edge_count: int) -> None:
+def hand_over(
+    gradients: Sequence[torch.Tensor], edges: Sequence[int], outputs: Sequence[int], counts: Sequence[int]
+) -> None:
     """Compiled code has computed ``gradients``, and will use their memory for something else.
 
     Args:
-        edges: their numbers among the gradients that the code was compiled to give, of which there are ``edge_count``.
+        edges: their numbers among the gradients that the code was compiled to give.
+        outputs: the same among all that it returns, with what is none.
+        counts: of both.
     """
     node: Any = torch._C._current_autograd_node()
     task, returned = graph_task_number(), vars(node).get(_RETURNED)
     if returned is None or returned.task != task:
-        returned = vars(node)[_RETURNED] = _Returned(node, task, edge_count)
-    taken = set[int]().union(*(each.take_from(type(node), returned, edges, gradients) for each in list(_receiving)))
-    for edge, gradient in zip(edges, gradients, strict=True):
-        returned.gradients[returned.places[edge]] = None if edge in taken else gradient.clone()
+        returned = vars(node)[_RETURNED] = _Returned(node, task, counts)
+    every = outputs if returned.edges is None else [returned.edges[edge] for edge in edges]
+    # Some may be wanted no more: torch 2.10 runs code for parameters that were frozen since it was compiled.
+    pairs = [(place, gradient) for place, gradient in zip(every, gradients, strict=True) if returned.ends[place]]
+    places, gradients = [place for place, _ in pairs], [gradient for _, gradient in pairs]
+    taken = set[int]().union(*(each.take_from(type(node), returned, places, gradients) for each in list(_receiving)))
+    returned.gradients |= dict.fromkeys(every)
+    returned.gradients |= {place: gradient.clone() for place, gradient in pairs if place not in taken}
     if not taken and _receiving:
         parameters = {id(getattr(end, "variable", None)) for end in returned.ends}
         for receiving in list(_receiving):
@@ -216,20 +224,22 @@ class _Returned:
     of ``None``.
 
     Attributes:
-        ends: the nodes to which it gives gradients, by edge.
-        places: among all that it returns, by edge.
+        ends: the nodes to which it gives gradients, by place among all that it returns; ``None``: none is wanted.
+        edges: the places of those that are wanted; ``None``: code has no other places than the node.
         is_heard: whether the node has hooks of others.
     """
 
-    def __init__(self, node: Any, task: int, edge_count: int) -> None:
-        following = [end for end, _ in node.next_functions]
-        self.places = [place for place, end in enumerate(following) if end is not None]
-        self.ends = [end for end in following if end is not None]
-        if len(self.places) != edge_count:
-            raise RuntimeError(
-                f"compiled code has {edge_count} gradients to give, and autograd waits for {len(self.places)}: run "
-                "with INSTEP_DISABLE=1 in the environment, and report it"
-            )
+    def __init__(self, node: Any, task: int, counts: Sequence[int]) -> None:
+        edge_count, output_count = counts
+        self.ends = [end for end, _ in node.next_functions]
+        self.edges: list[int] | None = None
+        if len(self.ends) != output_count:  # autograd has no edge for a number among the inputs
+            self.edges = [place for place, end in enumerate(self.ends) if end is not None]
+            if len(self.edges) != edge_count:
+                raise RuntimeError(
+                    f"compiled code has {edge_count} gradients to give, and autograd waits for {len(self.edges)}: run "
+                    "with INSTEP_DISABLE=1 in the environment, and report it"
+                )
         self.task = task
         self.gradients: dict[int, torch.Tensor | None] = {}
         self._handle = node.register_hook(self)

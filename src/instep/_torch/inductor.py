@@ -33,7 +33,7 @@ _TAGS = ("needs_fixed_stride_order", "cudagraph_unsafe")
 # the weights. It returns nothing: before torch 2.12 inductor takes no operator that both writes and returns tensors.
 # A CUDA graph must end before it: Python runs in it.
 _library.define(
-    f"{NAME}(Tensor[] gradients, int[] edges, int edge_count, Tensor(a!)[] weights) -> ()",
+    f"{NAME}(Tensor[] gradients, int[] edges, int[] outputs, int[] counts, Tensor(a!)[] weights) -> ()",
     tags=[getattr(torch.Tag, tag) for tag in _TAGS if hasattr(torch.Tag, tag)],
 )
 torch.library.register_fake(f"instep::{NAME}", lambda *_: None, lib=_library)
@@ -62,11 +62,17 @@ _HAND_OVER, _STAND_INS = torch.ops.instep.hand_over.default, torch.ops.instep.st
 fx.node.has_side_effect(_HAND_OVER)
 
 
-def define(function: Callable[[Sequence[torch.Tensor], Sequence[int], int], object]) -> None:
+def define(function: Callable[[Sequence[torch.Tensor], Sequence[int], Sequence[int], Sequence[int]], object]) -> None:
     """``function`` is what a call does, on each device."""
 
-    def call(gradients: Sequence[torch.Tensor], edges: Sequence[int], edge_count: int, _: object) -> None:
-        function(gradients, edges, edge_count)
+    def call(
+        gradients: Sequence[torch.Tensor],
+        edges: Sequence[int],
+        outputs: Sequence[int],
+        counts: Sequence[int],
+        _: object,
+    ) -> None:
+        function(gradients, edges, outputs, counts)
 
     known = cache(_read)  # numbers that nobody reads
 
@@ -259,8 +265,9 @@ class BackwardGraph:
     def _call(self, group: Sequence[Gradient]) -> None:
         weights = dict.fromkeys(weight for gradient in group for weight in gradient.weight)
         gradients, edges = [gradient.node for gradient in group], [gradient.edge for gradient in group]
+        outputs, counts = [gradient.output for gradient in group], [len(self._needed), len(self._outputs)]
         with self._graph.inserting_after(self._nodes[group[-1].position]):
-            call = self._graph.call_function(_HAND_OVER, (gradients, edges, len(self._needed), list(weights)))
+            call = self._graph.call_function(_HAND_OVER, (gradients, edges, outputs, counts, list(weights)))
         call.meta["val"] = None
 
     def _return_stand_ins(self, gradients: Sequence[Gradient]) -> None:

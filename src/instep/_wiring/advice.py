@@ -217,7 +217,7 @@ def _in_vain(step: RunningStep) -> Iterator[str]:
 
 
 def _not_freed(step: RunningStep, options: Options) -> Iterator[str]:
-    if step.freed.bytes:
+    if step.freed_bytes:
         return
     yield (
         "No gradient was freed in backward: undo keeps them until optimizer.step()."

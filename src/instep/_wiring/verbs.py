@@ -9,8 +9,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from instep._ranks.collectives import broadcast_object, resync
-from instep._step.beside_backward import MOST
-from instep._step.in_backward import BucketSink
 from instep._step.schedule import Schedule
 from instep._torch.pipelining import Pipeline
 from instep._wiring.build import Parts
@@ -85,28 +83,12 @@ def stats_of(parts: Parts) -> Stats:
         "redos": step.ledger.redo_count,
         "skips": step.ledger.skip_count,
         "votes": parts.votes.count,
-        "freed_bytes": step.freed.bytes,
+        "freed_bytes": step.freed_bytes,
     }
-    if step.ledger.step_count:
-        stats["peak_gradient_bytes"] = _most_alive(parts)
     if times.exposed is not None and all(p.device.type == "cpu" for p in step.members.living()):
         stats["exposed_ms"] = 1000 * times.exposed
         stats["outside_ms"] = 1000 * times.outside
     return stats
-
-
-def _most_alive(parts: Parts) -> int:
-    """The most bytes of gradients at one time in the last step: those that stay until ``optimizer.step()``, and the
-    buckets that may be alive beside them before backward frees them."""
-    step, schedule = parts.step, parts.schedule
-    total = sum(a.spec.nbytes for a in step.members.all if (p := a.peek()) is not None and p.requires_grad)
-    freed = min(step.freed.in_last, total)
-    if not freed or step.ledger.has_added:
-        return total
-    beside = isinstance(schedule, BucketSink) and schedule.updates_beside
-    by_index = step.members.by_index
-    largest = max(sum(by_index[index].spec.nbytes for index in bucket) for bucket in step.buckets() or ((),))
-    return total - freed + min(freed, largest * (1 + MOST if beside else 1))
 
 
 def table_of(title: str, rows: Mapping[str, object]) -> str:

@@ -8,6 +8,7 @@ another way (twice, or once for several batches): the module's ``backward``, a h
 from contextlib import ExitStack
 from functools import partial
 from inspect import signature
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from instep.sources.ddp.reducer import CommHook
 try:
     from lightning.fabric import Fabric
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins import DoublePrecision
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
@@ -272,9 +274,12 @@ class InstepCallback(Callback):
         this one is the last of a window, and this callback is told of another number than Lightning steps by."""
         if "dataloader_iter" not in signature(module.training_step).parameters:
             return
-        if self._writes_in_backward and trainer.accumulate_grad_batches > 1:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # which Lightning puts there
+        by_epoch = [c.scheduling.values() for c in callbacks if isinstance(c, GradientAccumulationScheduler)]
+        count = max(trainer.accumulate_grad_batches, *chain.from_iterable(by_epoch), 1)
+        if self._writes_in_backward and count > 1:
             raise AttachError(
-                f"accumulate_grad_batches={trainer.accumulate_grad_batches} with training_step(dataloader_iter): "
+                f"accumulate_grad_batches={count} with training_step(dataloader_iter): "
                 "which backward is a step's last is not known before it runs, and schedule='backward' steps in it. "
                 "Use InstepCallback(schedule='forward') or InstepCallback(schedule='backward', undo=True)"
             )
