@@ -1656,6 +1656,12 @@ MUTANTS = [
         "**({} if draws is None else {DRAWS: draws.number}),",
     ),
     Mutant(
+        "norms are taken in the order of parameters that have other dtypes than gradients",
+        "Clipping.compute_total_norm",
+        "p if dtype_of_gradient(p) is p.dtype else norm",
+        "p",
+    ),
+    Mutant(
         "an infinite limit that is to raise is taken with backward",
         "_measures",
         " and not clip.error_if_nonfinite",
