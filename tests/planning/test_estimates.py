@@ -294,6 +294,10 @@ def test_the_verdict_says_which_card_it_takes() -> None:
     found = plan(Job(f"{HERE}:a_billion_on_meta", options=("fused=True",), **RATES))
     (said,) = (one for one in verdict(found) if "card" in one)
     assert said == 'The smallest card: 24 GB plain, 16 GB with schedule="backward"'
+    given = plan(Job(f"{HERE}:a_billion_on_meta", options=("fused=True",), bucket_bytes=1, **RATES))
+    assert (found.bucket_on_accelerator, given.bucket_on_accelerator) == (2 * 10**8, 0)
+    (said,) = (one for one in verdict(plan(Job(f"{HERE}:a_billion_on_meta", **RATES))) if "card" in one)
+    assert said == 'The smallest card, with fused=True: 24 GB plain, 16 GB with schedule="backward"'
     peaks = [replace(peak, total=peak.total + 68 * 10**9) for peak in found.peaks]
     (said,) = (one for one in verdict(replace(found, peaks=tuple(peaks))) if "card" in one)
     assert said == 'The smallest card: more than 80 GB plain, more than 80 GB with schedule="backward"'

@@ -158,6 +158,7 @@ class Estimate:
     """The whole plan, as ``--json`` writes it: a field, here and in the classes above, is a name that programs read.
 
     Attributes:
+        bucket_on_accelerator: bytes of a bucket there, where ``attach`` chooses; 0: the job, or DDP, says it.
         offloaded: ``None`` if it was not asked for.
         measured_here: the rates that the job does not give, and that are this machine's.
         accepted: options, with the schedule, that ``attach`` takes.
@@ -172,6 +173,7 @@ class Estimate:
     sizes: Sizes
     peaks: tuple[PlannedPeak, ...]
     buckets: tuple[PlannedBucket, ...]
+    bucket_on_accelerator: int
     times: PlannedTimes
     measured_here: tuple[str, ...]
     offloaded: Offloaded | None

@@ -126,6 +126,7 @@ class _Planning:
             sizes=sizes,
             peaks=tuple(peaks),
             buckets=buckets,
+            bucket_on_accelerator=share if job.world_size == 1 and job.bucket_bytes is None else 0,
             times=found,
             measured_here=machine.measured,
             offloaded=self._offloaded(sum(sizes.state.values()), found.backward),

@@ -10,7 +10,7 @@ from rich.table import Table
 from instep_tools.output import print_line, require_writable, size_of, steps_left, table, time_of, write_numbers
 from instep_tools.planning.cards import CARDS, card_of, said_of_card
 from instep_tools.planning.job import EVERYTHING, Estimate, Job, Offloaded, PlannedPeak, PlannedTimes
-from instep_tools.planning.plan import SHARE, plan
+from instep_tools.planning.plan import plan
 
 
 def run(job: Job, refusals: bool, json: Path | None, quiet: bool) -> None:
@@ -81,9 +81,7 @@ def verdict(estimate: Estimate) -> Iterator[str]:
         )
     else:
         yield f"{gradients}, of which nothing would be saved: {size_of(plain)} at the peak{without}"
-    if card_of(plain) != CARDS[0]:  # as a model has that is trained on no laptop
-        saved = f", {said_of_card(_with_larger_buckets(estimate, best))} with {way}" if best < plain else ""
-        yield f"The smallest card: {said_of_card(plain)} plain{saved}"
+    yield from _card(estimate)
     times = {one.schedule: one for one in estimate.times.schedules}
     if times:
         share = 1 - times["no optimizer"].iteration / times["plain"].iteration
@@ -94,11 +92,22 @@ def verdict(estimate: Estimate) -> Iterator[str]:
         yield _where_it_clips(estimate, plain - peaks[TWO_PASS].total)
 
 
-def _with_larger_buckets(estimate: Estimate, peak: int) -> int:
-    """Return the peak on an accelerator: there a bucket is a twentieth of all gradients, and is alive until the next
-    one has been stepped."""
+def _card(estimate: Estimate) -> Iterator[str]:
+    """Say which card the run fits, if not the smallest: with ``fused=True`` where that can be had, since torch builds
+    an optimizer otherwise on a CPU than on a GPU."""
+    implementations = [peak.implementation for peak in estimate.peaks]
+    one = "fused" if "fused" in implementations else implementations[0]
+    peaks = {peak.way: peak for peak in estimate.peaks if peak.implementation == one}
+    plain = peaks["plain"].total
+    if card_of(plain) == CARDS[0]:
+        return
+    way, best = _best(peaks)
+    # There a bucket may be larger, and is alive until the next one has been stepped.
     largest = max(bucket.nbytes for bucket in estimate.buckets)
-    return peak - largest + 2 * max(largest, sum(estimate.sizes.gradients.values()) // SHARE)
+    best += 2 * max(largest, estimate.bucket_on_accelerator) - largest
+    saved = f", {said_of_card(best)} with {way}" if best < plain else ""
+    how = ", with fused=True" if one != implementations[0] else ""
+    yield f"The smallest card{how}: {said_of_card(plain)} plain{saved}"
 
 
 def _where_it_clips(estimate: Estimate, saved: int) -> str:
