@@ -407,9 +407,6 @@ PROGRAMS = {
         Net, clipped_in_two_passes, ALL, options={"clip": instep.ClipNorm(1e-2, mode="two_pass"), "nonfinite": "raise"}
     ),
     "masters": Program(Halved, usual, ALL, optimizer=with_masters),
-    "masters-fp32": Program(
-        Halved, usual, NONE, "they are of another dtype", optimizer=partial(with_masters, gradients="float32")
-    ),
     "anomaly": Program(Net, anomaly_looked_for, (DEPTH, 0, DEPTH, 0), OTHER_RUN),
     "checkpoint-outside": Program(Net, checkpointed_outside, NONE, ELSEWHERE),
     "accumulated": Program(Net, accumulated, NONE, "a gradient in its .grad"),
@@ -481,6 +478,12 @@ def _run(program: Program, *, attach: bool) -> tuple[list[list[torch.Tensor]], t
 def said_by(overlap: instep.Attachment) -> str:
     """Of gradients that are kept until backward ends."""
     return "\n".join(line for line in overlap.advice.splitlines() if "until its backward ends" in line)
+
+
+if hasattr(torch.Tensor, "grad_dtype"):  # from torch 2.10 on
+    PROGRAMS["masters-fp32"] = Program(
+        Halved, usual, NONE, "they are of another dtype", optimizer=partial(with_masters, gradients="float32")
+    )
 
 
 @pytest.mark.parametrize("name", list(PROGRAMS))
