@@ -1656,6 +1656,12 @@ MUTANTS = [
         "**({} if draws is None else {DRAWS: draws.number}),",
     ),
     Mutant(
+        "an optimizer that has stepped, and finds nothing more, is looked at once more",
+        "BackwardCalls._prepare",
+        "if owed and stepper not in owed and writes.frees_gradients and self._finds_nothing(stepper):",
+        "if False:",
+    ),
+    Mutant(
         "norms are taken in the order of parameters that have other dtypes than gradients",
         "Clipping.compute_total_norm",
         "p if dtype_of_gradient(p) is p.dtype else norm",

@@ -163,6 +163,43 @@ def test_adversarial_training(way: str) -> None:
     lockstep(way, gan, adversarial, refused={"backward": UNCOMMITTED})
 
 
+@in_every_way
+def test_an_optimizer_that_steps_twice_and_finds_nothing_the_second_time(way: str) -> None:
+    """While the other one owes its step."""
+
+    def step(lane: Contender, i: int) -> Any:
+        loss = loss_of(lane.model(batch(i)[0]), batch(i)[1])
+        lane.backward(loss)
+        lane.clip()
+        first, second = lane.optimizers
+        for optimizer in (first, first, second, second):
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    lockstep(way, building(muon_and_adamw), step)
+
+
+def test_an_optimizer_that_steps_twice_by_the_same_gradients_is_told_and_the_step_goes_on() -> None:
+    lanes = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        lanes.append(building(muon_and_adamw)())
+    plain, attached = lanes
+    with instep.attach(*attached, schedule="backward"):
+        for i in range(3):
+            for model, optimizers in (plain, attached):
+                loss_of(model(batch(i)[0]), batch(i)[1]).backward()
+                optimizers[0].step()
+                if model is attached[0]:
+                    with pytest.raises(SpentGradientError, match=r"step\(\) was called twice"):
+                        optimizers[0].step()
+                optimizers[1].step()
+                model.zero_grad()
+            states = [training_state(model, optimizers) for model, optimizers in (plain, attached)]
+            assert first_difference(*states) is None
+
+
 @ways("backward", *EXACT)
 def test_adversarial_training_with_two_attachments(way: str) -> None:
     lockstep(

@@ -24,7 +24,7 @@ from instep._step.on_trial import TrialWrites
 from instep._step.remedies import KEEP_ALL, after_update, never_cleared, several_backwards, while_measuring
 from instep._step.schedule import Schedule
 from instep._step.state import Event, FirstError, State, gradient_of
-from instep._step.step import RunningStep
+from instep._step.step import RunningStep, finds_gradient
 from instep._step.step_calls import StepCalls
 from instep._step.update import Update
 from instep._step.writes import FinalWrites, Writes, owed_steps
@@ -844,6 +844,20 @@ class BackwardCalls(StepCalls):
             finally:
                 del error  # or it would refer to itself, by way of this frame
 
+    def _finds_nothing(self, stepper: Stepper) -> bool:
+        """``step()`` of this optimizer has returned in this step, in which others owe theirs, and is called once more:
+        whether it finds no gradient, so that torch does nothing.
+
+        Raises ``SpentGradientError`` if the loop has not cleared what it has stepped by. The step goes on.
+        """
+        applied = self._step.members.applied_by(stepper)
+        with torch._C.DisableTorchFunctionSubclass():
+            gradients = [attached.get().grad for attached in applied]
+        for attached, gradient in zip(applied, gradients, strict=True):
+            if gradient is not None and gradient is attached.spent:
+                raise never_cleared(attached.spec.name, f"{stepper.name}.step()")
+        return bool(applied) and not finds_gradient(stepper.optimizer())
+
     def _prepare(self, stepper: Stepper) -> None:
         step, writes = self._step, self._writes
         if step.backwards.running is not None and step.accumulation.distributed:
@@ -853,6 +867,9 @@ class BackwardCalls(StepCalls):
         step.accumulation.require_reduced()
         step.hear(writes.stop_watching, wait=True)  # for a backward that nobody has seen to begin
         self.require_not_torn()
+        owed = step.round.steppers_left
+        if owed and stepper not in owed and writes.frees_gradients and self._finds_nothing(stepper):
+            return
         if writes.in_graph:
             self._require_one_graph()
         left = step.members.left_by(stepper)

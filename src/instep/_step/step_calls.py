@@ -81,7 +81,7 @@ class StepCalls:
                 keyed.require_names(stepper.optimizer())  # nothing is written yet
             try:
                 self._prepare(stepper)
-                if keyed is not None:
+                if keyed is not None and self._step.round.stepper is stepper:  # else it finds nothing to do
                     keyed.keep({a.spec.device for a in self._step.members.of(stepper)})
             except Exception:
                 self._refused()
