@@ -22,7 +22,7 @@ from textwrap import wrap
 from time import perf_counter
 from typing import NamedTuple
 
-COLUMNS = 78
+COLUMNS = 80
 COMMAND = "$ instep demo"
 SIZE, WIDTH, LINE, MARGIN = 13, 7.83, 18, 16
 """In pixels: of a letter, its width in a font whose letters are 0.6 of their size (each line is stretched to it), of a
@@ -100,7 +100,7 @@ def _text(number: int, words: str, kind: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--svg", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=10.0, help="until the last line is there")
+    parser.add_argument("--seconds", type=float, default=3.0, help="until the last line is there")
     parser.add_argument("--json", type=Path, help="write what was printed there, with its times")
     parser.add_argument("--from", dest="source", type=Path, help="draw what --json has written")
     options = parser.parse_args()

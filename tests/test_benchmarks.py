@@ -136,7 +136,7 @@ def test_the_demo_is_drawn_line_by_line_and_stays(tmp_path: Path) -> None:
     at_once = [element.text for element in drawn if element.tag.endswith("}text")]
     assert at_once == ["$ instep demo", "plain   no line of instep's"]
     assert late == {
-        " ".join(["word"] * 15): "animation-delay: 4.00s",
+        " ".join(["word"] * 16): "animation-delay: 4.00s",
         "Weights: equal bit for bit": "animation-delay: 8.00s",
     }
 
@@ -147,7 +147,7 @@ def test_the_demo_of_the_readme_begins_with_words_and_ends() -> None:
     assert sum(element.tag.endswith("}text") for element in drawn) > 1
     assert "infinite" not in text
     assert "prefers-reduced-motion: no-preference" in text
-    assert max(map(float, re.findall(r"animation-delay: ([\d.]+)s", text))) <= 10
+    assert max(map(float, re.findall(r"animation-delay: ([\d.]+)s", text))) <= 3
 
 
 COUNTED = """

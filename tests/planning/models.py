@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import instep
 from instep_tools.training import ByteGPT, Shape
 
 
@@ -23,6 +24,10 @@ def forty_layers() -> nn.Module:
 
 def two_rows() -> torch.Tensor:
     return torch.ones(2, 128)
+
+
+def wide_masters(parameters: Any, lr: float = 1e-3) -> torch.optim.Optimizer:
+    return instep.masters(torch.optim.AdamW, gradients="float32")(parameters, lr=lr)
 
 
 def layers_and_rows() -> tuple[nn.Module, torch.Tensor]:

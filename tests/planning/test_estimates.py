@@ -289,6 +289,15 @@ def test_attention_and_what_is_computed_again_take_their_time() -> None:
     assert second.backward == pytest.approx(first.backward + (linear + attention) / 1e6)
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="from torch 2.10 on")
+def test_gradients_that_an_optimizer_wants_in_another_dtype() -> None:
+    found = plan(Job(f"{HERE}:halves", f"{HERE}:wide_masters", **RATES))
+    size = sum(p.numel() for p in models.halves().parameters())
+    assert found.sizes.gradients == {"float32": 4 * size}
+    assert found.sizes.parameters == {"bfloat16": 2 * size}
+    assert sum(bucket.nbytes for bucket in found.buckets) == 4 * size
+
+
 def test_the_verdict_says_which_card_it_takes() -> None:
     """Weights, gradients and state of a billion numbers are 16 GB; without gradients 12, and two buckets of 0.2."""
     found = plan(Job(f"{HERE}:a_billion_on_meta", options=("fused=True",), **RATES))

@@ -16,7 +16,7 @@ from instep_tools.output import MIB, CannotRunError, Told, size_of
 from instep_tools.planning.job import EVERYTHING, Estimate, Job, Offloaded, PlannedBucket, PlannedPeak, Sizes
 from instep_tools.planning.model import MakeOptimizer, PlannedModel, optimizer_makers
 from instep_tools.planning.refusals import ask_attach, is_judged
-from instep_tools.planning.rehearse import DryRun, Measured, bytes_by_dtype, order_of_gradients
+from instep_tools.planning.rehearse import DryRun, Measured, bytes_by_dtype, gradients_by_dtype, order_of_gradients
 from instep_tools.planning.times import machine_of, seconds_of_passes, times
 
 PCIE_GBYTES = 25.0
@@ -96,23 +96,24 @@ class _Planning:
             self._assumptions.append(
                 f"{name} updates each parameter by itself, as its first updates show, with the memory of plain"
             )
-        share = sum(p.nbytes for p in self._trained.values()) // SHARE
+        self._order = order_of_gradients(self._planned)
+        peaks = self._peaks()
+        plain = self._first
+        assert plain is not None
+        gradients = gradients_by_dtype(self._trained.values())  # as the optimizer wants them
+        share = sum(gradients.values()) // SHARE
         if job.world_size == 1 and job.bucket_bytes is None and share > MOST_ON_CPU:
             self._assumptions.append(
                 f"buckets of {size_of(MOST_ON_CPU)}, as on a CPU: a GPU's are of {size_of(share)}, and one more is "
                 f"alive (--bucket-bytes {share})"
             )
-        self._order = order_of_gradients(self._planned)
-        peaks = self._peaks()
-        plain = self._first
-        assert plain is not None
         buckets = self._buckets(plain)
         self._told(self._parts - 1, self._parts, "computing times")
         machine = machine_of(job, self._assumptions, has_forward=self._planned.runs)
         sizes = Sizes(
             dict(bytes_by_dtype(model.parameters())),
             dict(bytes_by_dtype(model.buffers())),
-            dict(bytes_by_dtype(self._trained.values())),
+            dict(gradients),
             dict(sum(plain.state.values(), Counter())),
             plain.activations if self._planned.runs else None,
         )
@@ -280,6 +281,6 @@ class _Planning:
             buckets = list(plain.buckets) or [tuple(self._order)]  # refused: the optimizer steps all at once
         made = []
         for bucket in buckets:
-            nbytes = sum(self._trained[name].nbytes for name in bucket)
+            nbytes = sum(gradients_by_dtype(self._trained[name] for name in bucket).values())
             made.append(PlannedBucket(nbytes, bucket, 3 * nbytes + 2 * self._state_of(plain, bucket)))
         return tuple(made)

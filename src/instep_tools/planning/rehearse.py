@@ -276,6 +276,16 @@ def bytes_by_dtype(tensors: Iterable[torch.Tensor]) -> Counter[str]:
     return found
 
 
+def gradients_by_dtype(parameters: Iterable[torch.Tensor]) -> Counter[str]:
+    """The same of the gradients that ``parameters`` get, which an optimizer may have asked for in another dtype
+    (``grad_dtype``, since torch 2.10)."""
+    found: Counter[str] = Counter()
+    for parameter in parameters:
+        dtype: torch.dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+        found[str(dtype).removeprefix("torch.")] += parameter.numel() * dtype.itemsize
+    return found
+
+
 class LiveInside(LiveBytes):
     """A ``LiveBytes`` that counts what kernels take while they run, too: no tensor of the program shows these bytes."""
 
