@@ -31,7 +31,7 @@ def several_backwards() -> str:
     )
     if not is_used():
         return in_loop
-    return f"{in_loop}, or give the pipeline's schedule to attach(…, pipeline=…)"
+    return f"{in_loop}, or attach(…, pipeline=schedule)"
 
 
 def several_losses(optimizers: int) -> str:
