@@ -137,6 +137,7 @@ def test_the_demo_is_drawn_line_by_line_and_stays(tmp_path: Path) -> None:
     assert at_once == ["$ instep demo", "plain   no line of instep's"]
     assert late == {
         " ".join(["word"] * 16): "animation-delay: 4.00s",
+        " ".join(["word"] * 14): "animation-delay: 4.00s",
         "Weights: equal bit for bit": "animation-delay: 8.00s",
     }
 
