@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep_tools.output import GIB, steps_left
-from instep_tools.planning.cards import CARDS, LEFT, card_of
+from instep_tools.planning.cards import CARDS, LEFT, card_of, more_on_accelerator
 from instep_tools.planning.job import Job, PlannedBucket, PlannedPeak
 from instep_tools.planning.plan import SHARE, plan
 
@@ -200,8 +200,8 @@ def said(nbytes: int) -> str:
 
 def peaks_of(peaks: Iterable[PlannedPeak], buckets: Sequence[PlannedBucket]) -> dict[str, int]:
     """By way. On an accelerator a bucket's gradients are there until the next bucket has been stepped."""
-    kept = max((bucket.nbytes for bucket in buckets[:-1]), default=0)
-    return {peak.way: peak.total + (0 if peak.way == "plain" else kept) for peak in peaks if peak.way in WAYS}
+    more = more_on_accelerator(buckets)
+    return {peak.way: peak.total + (0 if peak.way == "plain" else more) for peak in peaks if peak.way in WAYS}
 
 
 def planned(model: str, shape: Shape, name: str, part: Part, tokens: int, checkpoints: bool) -> Row:

@@ -1658,8 +1658,8 @@ MUTANTS = [
     Mutant(
         "an optimizer that has stepped, and finds nothing more, is looked at once more",
         "BackwardCalls._prepare",
-        "if owed and stepper not in owed and writes.frees_gradients and self._finds_nothing(stepper):",
-        "if False:",
+        "again = owed and stepper not in owed and writes.frees_gradients and members.applied_by(stepper)",
+        "again = False",
     ),
     Mutant(
         "norms are taken in the order of parameters that have other dtypes than gradients",

@@ -844,20 +844,6 @@ class BackwardCalls(StepCalls):
             finally:
                 del error  # or it would refer to itself, by way of this frame
 
-    def _finds_nothing(self, stepper: Stepper) -> bool:
-        """``step()`` of this optimizer has returned in this step, in which others owe theirs, and is called once more:
-        whether it finds no gradient, so that torch does nothing.
-
-        Raises ``SpentGradientError`` if the loop has not cleared what it has stepped by. The step goes on.
-        """
-        applied = self._step.members.applied_by(stepper)
-        with torch._C.DisableTorchFunctionSubclass():
-            gradients = [attached.get().grad for attached in applied]
-        for attached, gradient in zip(applied, gradients, strict=True):
-            if gradient is not None and gradient is attached.spent:
-                raise never_cleared(attached.spec.name, f"{stepper.name}.step()")
-        return bool(applied) and not finds_gradient(stepper.optimizer())
-
     def _prepare(self, stepper: Stepper) -> None:
         step, writes = self._step, self._writes
         if step.backwards.running is not None and step.accumulation.distributed:
@@ -867,15 +853,17 @@ class BackwardCalls(StepCalls):
         step.accumulation.require_reduced()
         step.hear(writes.stop_watching, wait=True)  # for a backward that nobody has seen to begin
         self.require_not_torn()
-        owed = step.round.steppers_left
-        if owed and stepper not in owed and writes.frees_gradients and self._finds_nothing(stepper):
-            return
         if writes.in_graph:
             self._require_one_graph()
-        left = step.members.left_by(stepper)
-        for attached in left:
+        members, owed = step.members, step.round.steppers_left
+        # Whether it has stepped already in this step, in which others owe theirs.
+        again = owed and stepper not in owed and writes.frees_gradients and members.applied_by(stepper)
+        left = members.left_by(stepper)
+        for attached in members.of(stepper) if again else left:
             if attached.spent is not None and attached.get().grad is attached.spent:
                 raise never_cleared(attached.spec.name, f"{stepper.name}.step()")
+        if again and not finds_gradient(stepper.optimizer()):
+            return  # torch does nothing then
         if not step.round.steppers_left:
             step.count_gradients(stepper, writes.real_gradient)
         writes.before_step(stepper, left)

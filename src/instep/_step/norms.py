@@ -110,7 +110,8 @@ class Passes:
             raise InstepError(
                 f"the first pass of ClipNorm(mode='two_pass') has written a buffer of shape {tuple(lost.shape)} of the "
                 "model, which is too large, or of a kind, to be put back for the second: a checkpointed segment "
-                "computes it in each. Nothing was updated. Leave that part out of the checkpointing, or use undo=True"
+                "computes it in each. Nothing was updated. Leave that part out of the checkpointing, or take "
+                "undo=True, mode='exact'"
             )
         self.clipping.compute_total_norm(members, gradient_of)
 

@@ -102,7 +102,8 @@ class _Planning:
         assert plain is not None
         gradients = gradients_by_dtype(self._trained.values())  # as the optimizer wants them
         share = sum(gradients.values()) // SHARE
-        if job.world_size == 1 and job.bucket_bytes is None and share > MOST_ON_CPU:
+        chosen = share if job.world_size == 1 and job.bucket_bytes is None else 0
+        if chosen > MOST_ON_CPU:
             self._assumptions.append(
                 f"buckets of {size_of(MOST_ON_CPU)}, as on a CPU: a GPU's are of {size_of(share)}, and one more is "
                 f"alive (--bucket-bytes {share})"
@@ -127,7 +128,7 @@ class _Planning:
             sizes=sizes,
             peaks=tuple(peaks),
             buckets=buckets,
-            bucket_on_accelerator=share if job.world_size == 1 and job.bucket_bytes is None else 0,
+            bucket_on_accelerator=chosen,
             times=found,
             measured_here=machine.measured,
             offloaded=self._offloaded(sum(sizes.state.values()), found.backward),

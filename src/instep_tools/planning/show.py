@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from instep_tools.output import print_line, require_writable, size_of, steps_left, table, time_of, write_numbers
-from instep_tools.planning.cards import CARDS, card_of, said_of_card
+from instep_tools.planning.cards import CARDS, card_of, more_on_accelerator, said_of_card
 from instep_tools.planning.job import EVERYTHING, Estimate, Job, Offloaded, PlannedPeak, PlannedTimes
 from instep_tools.planning.plan import plan
 
@@ -102,9 +102,7 @@ def _card(estimate: Estimate) -> Iterator[str]:
     if card_of(plain) == CARDS[0]:
         return
     way, best = _best(peaks)
-    # There a bucket may be larger, and is alive until the next one has been stepped.
-    largest = max(bucket.nbytes for bucket in estimate.buckets)
-    best += 2 * max(largest, estimate.bucket_on_accelerator) - largest
+    best += more_on_accelerator(estimate.buckets, estimate.bucket_on_accelerator)
     saved = f", {said_of_card(best)} with {way}" if best < plain else ""
     how = ", with fused=True" if one != implementations[0] else ""
     yield f"The smallest card{how}: {said_of_card(plain)} plain{saved}"
