@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import instep
 from instep import ClipValue
 from instep.errors import AccumulationError, InstepError, SpentGradientError, TornStepError
+from instep_tools.harness import LiveBytes
 from tests.cases import Blocks, Rotations, Sometimes, SparseWords, Tied, batch, channels_last, two_groups
 from tests.devices import here
 from tests.parity.lockstep import SMALL, Contender, Step, in_every_way, lockstep, loss_of
@@ -417,38 +418,83 @@ def test_gradients_are_freed_while_backward_runs(count: int) -> None:
     assert most_gradients(attached) < 0.3 * most_gradients(plain)
 
 
-def test_backward_walks_the_graphs_side_by_side() -> None:
+def test_backward_walks_the_graphs_part_by_part() -> None:
     """What torch does not document: of the nodes that are ready, that with the highest number comes first, and the
     number can be set. Where that is no longer so, sums are right, and no memory is saved."""
-    order: list[tuple[int, int]] = []
+    order: list[tuple[int, int, str]] = []
 
     class Seen(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, layer: int, number: int) -> torch.Tensor:
-            ctx.place = layer, number
+        def forward(ctx: Any, x: torch.Tensor, *place: Any) -> torch.Tensor:
+            ctx.place = place
             return x.clone()
 
         @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             order.append(ctx.place)
-            return gradient, None, None
+            return gradient, None, None, None
 
-    weight = nn.Parameter(torch.ones(2))
-    model = nn.Module()
-    model.weight = weight
+    layers = nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(8))
 
     def loss(number: int) -> torch.Tensor:
-        x = weight * 1
-        for layer in range(8):
-            x = Seen.apply(x, layer, number) * 1
+        x = torch.ones(2)
+        for layer, weight in enumerate(layers):
+            x = Seen.apply(Seen.apply(x * weight, layer, number, "first"), layer, number, "second")
         return x.sum()
 
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    with instep.attach(model, optimizer, schedule="backward") as overlap:
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    with instep.attach(layers, optimizer, schedule="backward", bucket_bytes=1) as overlap:
         overlap.micro_batches(loss, range(7))
-    for layer in range(8):
-        assert [number for found, number in order if found == layer] == list(range(7))
-    assert order.index((7, 6)) < order.index((0, 0))
+    back = reversed(range(8))
+    assert order == [(layer, number, of) for layer in back for number in range(7) for of in ("second", "first")]
+
+
+class Wide(nn.Module):
+    """A block that computes much between two small layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.narrow, self.back = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.register_buffer("wide", torch.ones(16, width) / width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.back((self.narrow(x) @ self.wide).exp().sin() @ self.wide.T)
+
+
+class Checkpointed(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def test_what_a_checkpoint_computes_again_is_there_for_one_micro_batch_at_a_time() -> None:
+    """Blocks of a tenth of the model, as those of a transformer, and nothing else."""
+
+    def peak(count: int) -> int:
+        torch.manual_seed(0)
+        model = Checkpointed(*(Wide(4096) for _ in range(10))).to(here())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        size = sum(p.nbytes for p in model.parameters()) // 20
+        with instep.attach(model, optimizer, schedule="backward", bucket_bytes=size) as overlap, LiveBytes() as live:
+            for _ in range(2):
+                live.reset()
+                overlap.micro_batches(lambda seed: model(batch(seed)[0]).square().mean(), range(count))
+                optimizer.step()
+                optimizer.zero_grad()
+        return live.peak
+
+    of_one_block = 3 * batch(0)[0].shape[0] * 4096 * 4
+    assert peak(8) - peak(2) < of_one_block
+
+
+def test_a_sum_over_micro_batches_has_no_copy_of_each_gradient() -> None:
+    model = nn.Linear(16, 4096, bias=False, device=here())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with instep.attach(model, optimizer, schedule="backward") as overlap, LiveBytes(model.parameters()) as live:
+        overlap.micro_batches(lambda seed: model(batch(seed)[0][:1]).sum(), range(4))
+        optimizer.step()
+    assert live.peak < 2.5 * model.weight.nbytes  # the sum, and what has come
 
 
 # The forwards.

@@ -1,7 +1,7 @@
 """The graphs of micro-batches between their forwards and one backward of all: what may not be in them, and the sums.
 
 ``Graphs`` walks the graph of each loss, and refuses graphs whose one backward would not compute what a backward for
-each computes. ``walk_side_by_side`` has backward come to all graphs layer by layer, and ``add_in_order`` puts a hook on
+each computes. ``walk_in_segments`` has backward come to all graphs part by part, and ``add_in_order`` puts a hook on
 each node that leads to a leaf (a parameter): there the contributions of all micro-batches to the leaf meet, and an
 ``_LeafSum`` adds them in the order of the plain loop.
 """
@@ -9,7 +9,7 @@ each node that leads to a leaf (a parameter): there the contributions of all mic
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from operator import methodcaller
+from operator import itemgetter, methodcaller
 from typing import Any, cast
 
 import torch
@@ -21,12 +21,15 @@ from instep.sources.fsdp.micro_batches import WideGradient
 
 Names = Callable[[torch.Tensor], str]
 """Returns the name of a leaf for messages."""
+PartOf = Callable[[Node, Sequence[torch.Tensor]], object]
+"""Returns the part of the model that a node belongs to, by the leaves that it leads to; ``None``: it may be any."""
 
 
 # Names of nodes: the one that writes a leaf's .grad, and the one of reentrant checkpointing.
 _LEAF = "torch::autograd::AccumulateGrad"
 _NESTING = "CheckpointFunctionBackward"
 
+_PLACE = itemgetter(0, 1, 2)
 _NUMBER = methodcaller("_sequence_nr")
 """The number of a node: in the count of the thread that has made it."""
 
@@ -67,9 +70,13 @@ class Graphs:
             for _, leaf in edges:
                 yield self._number_of[node], node, leaf
 
-    def walk_side_by_side(self) -> None:
-        """Have backward come to a layer of all graphs before it comes to the next: of a layer's nodes to that of the
-        first micro-batch first. So the contributions to a parameter arrive together, in the plain loop's order.
+    def walk_in_segments(self, part_of: PartOf) -> None:
+        """Have backward come to a segment of all graphs before it comes to the next: to that of the first micro-batch
+        first. So the contributions to a parameter arrive together, in the plain loop's order, and what backward needs
+        between two parameters (the gradients of logits, activations that a checkpoint computes again) is there for one
+        micro-batch at a time.
+
+        A segment is a run of nodes that lead to the same part, with those that backward comes to before them.
 
         Autograd numbers nodes as they are made, and backward takes, of the nodes that are ready, that with the highest
         number. As they came, it would end the last forward's graph before it began the one before: all gradients would
@@ -81,10 +88,18 @@ class Graphs:
         graphs: list[list[Node]] = [[] for _ in range(self._count)]
         for node, number in self._number_of.items():
             graphs[number].append(node)
+        ordered: list[tuple[int, int, int, Node]] = []
         for number, nodes in enumerate(graphs):
             nodes.sort(key=_NUMBER)
-            for place, node in enumerate(nodes):
-                cast(Any, node)._set_sequence_nr(self._count * place + self._count - 1 - number)
+            segment, current = 0, None
+            for place, node in enumerate(nodes):  # as forward made them: backward comes to the last one first
+                part = part_of(node, [leaf for _, leaf in self._edges.get(node, ())])
+                if part is not None and part != current:
+                    segment, current = segment + 1, part
+                ordered.append((segment, -number, place, node))
+        ordered.sort(key=_PLACE)
+        for place, (*_, node) in enumerate(ordered):
+            cast(Any, node)._set_sequence_nr(place)
 
     def add_in_order(
         self, keeper_of: Callable[[torch.Tensor, Sequence[int]], WideGradient | None]
@@ -218,10 +233,13 @@ class _LeafSum:
         that goes on to the leaf's node: the sum, with the last one. The next backward of the same graphs begins
         again."""
         if gradient is not None:
-            # It stays as it is, so the first one is copied: a gradient may be in use elsewhere in backward, and the
-            # node that computed it may use its memory again.
             earlier = self._sums[number]
-            self._sums[number] = gradient.clone() if earlier is None else earlier.add_(gradient)
+            if earlier is None and self._total is not None and number == self._next and self._left[number] == 1:
+                self._total.add_(gradient)  # all that this micro-batch has: no memory for a sum of its own
+            else:
+                # It stays as it is, so the first one is copied: a gradient may be in use elsewhere in backward, and the
+                # node that computed it may use its memory again.
+                self._sums[number] = gradient.clone() if earlier is None else earlier.add_(gradient)
         self._left[number] -= 1
         # Micro-batches that are complete, and whose predecessors are.
         while self._next < len(self._left) and self._left[self._next] == 0:

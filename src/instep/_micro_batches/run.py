@@ -1,9 +1,10 @@
 """``overlap.micro_batches``: one step's micro-batches, by one backward for all of them or by one for each.
 
 With one for all (``Together``) the losses are kept until all forwards have run. Then ``Graphs`` has one backward walk
-all graphs side by side, and add the gradients in the plain loop's order. Each parameter's gradient is complete while
-backward still runs, so it can be stepped and freed there. What cannot be the plain loop's that way is refused before
-backward; whether backward has drawn random numbers or written buffers shows only after it (``BackwardSideEffects``).
+all graphs, part by part of the model (``Segments``), and add the gradients in the plain loop's order. Each parameter's
+gradient is complete while backward still runs, so it can be stepped and freed there. What cannot be the plain loop's
+that way is refused before backward; whether backward has drawn random numbers or written buffers shows only after it
+(``BackwardSideEffects``).
 """
 
 from collections import Counter
@@ -15,6 +16,7 @@ from typing import TypeVar, cast
 import torch
 
 from instep._micro_batches.graphs import Graphs
+from instep._micro_batches.segments import Segments
 from instep._optim.random_numbers import Generators
 from instep._step.in_backward import BackwardSchedule
 from instep._torch.engine import graph_task
@@ -199,7 +201,7 @@ class Together:
                 )
         fsdp2.join(len(losses), graphs.nodes(), graphs.edges())
         handles = graphs.add_in_order(fsdp2.wide)
-        graphs.walk_side_by_side()
+        graphs.walk_in_segments(Segments(parts.schedule.parameters, parts.bucket_bytes, fsdp2))
         del graphs  # the nodes are freed as backward comes to them
         if parts.sharding is not None:
             parts.sharding.reduces_once()

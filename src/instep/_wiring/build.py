@@ -222,6 +222,11 @@ class Parts:
         return Plan(self.schedule.planned(buckets), self.notes)
 
     @property
+    def bucket_bytes(self) -> int:
+        """The size of a bucket: as ``attach`` was told, or as it chooses."""
+        return self.options.bucket_bytes or bucket_bytes_for(a.spec for a in self.schedule.parameters)
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What keeps foreign optimizers from being stepped in backward, or how many steps are still compared; and of a
         compiled model ``whole``."""
@@ -331,11 +336,10 @@ def connect(parts: Parts, target: Target, options: Options) -> None:
     if options.offload is None or options.disabled:
         return
     # What is lent together is what the gradients are that backward frees together.
-    size = options.bucket_bytes or bucket_bytes_for(attached.spec for attached in parts.schedule.parameters)
     state = HostState()
     for optimizer, stepper in zip(target.optimizers, parts.refs.steppers, strict=True):
         of_stepper = partial(_parts_of, weakref.ref(parts.schedule), weakref.ref(stepper))
-        stepper.offloaded = home = OffloadedState(state, optimizer, of_stepper, size)
+        stepper.offloaded = home = OffloadedState(state, optimizer, of_stepper, parts.bucket_bytes)
         home.take_in()  # raises where an optimizer has state that cannot live in host memory
         loading = HostLoading(home)
         parts.handles.append(optimizer.register_load_state_dict_pre_hook(UntracedHook(loading.before)))

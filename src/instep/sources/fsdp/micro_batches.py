@@ -102,7 +102,7 @@ class OneBackward:
         self._leaves = {parameter._unsharded_param: (group, parameter) for group, parameter in gathered}
         uses: defaultdict[tuple[Any, int], list[int]] = defaultdict(list)
         for number, node, leaf in edges:
-            uses[self._leaves.get(leaf, (None, None))[0], number].append(node._sequence_nr())
+            uses[self.group_of(leaf), number].append(node._sequence_nr())
         for group, (module, name) in self._groups.items():
             # Before torch 2.8 or so FSDP2 does not reduce what earlier micro-batches have left in a group that the last
             # one does not use. The list of groups came later than that.
@@ -115,6 +115,14 @@ class OneBackward:
                 for node in of_group:
                     node.register_prehook(switches.before)
                     node.register_hook(switches.after)
+
+    def group_of(self, leaf: torch.Tensor) -> object:
+        """FSDP2's group that ``leaf`` was gathered with; ``None``: it is in none."""
+        return self._leaves.get(leaf, (None, None))[0]
+
+    def ended_by(self, node: Node) -> object:
+        """FSDP2's group whose backward ends with ``node``; ``None``: of none."""
+        return cast(Any, node).param_group if self._groups and node.name() == END else None
 
     def wide(self, leaf: torch.Tensor, uses: Sequence[int]) -> "WideGradient | None":
         """How FSDP2 adds up the gradient of ``leaf``; ``None``: as autograd does.
