@@ -1,6 +1,6 @@
 """Is what `instep plan` says of memory what a training run takes?
 
-    python benchmarks/plan_against_measured.py                 # seven models, a few minutes
+    python benchmarks/plan_against_measured.py                 # eight models, a few minutes
     python benchmarks/plan_against_measured.py --models mlp --width 64
 
 Each model is planned, without data, and then trained on one device, a CPU. What it takes is read from torch's own
@@ -106,11 +106,11 @@ def bert(width: int) -> nn.Module:
     return BertForSequenceClassification(config)  # type: ignore[no-any-return]
 
 
-def llama(width: int, *, checkpoints: bool) -> nn.Module:
+def llama(width: int, *, checkpoints: bool, in_chunks: bool = False) -> nn.Module:
     """That of ``what_fits.py``, small, in bfloat16, with as many words to its width."""
     heads = width // 64
     shape = LlamaShape(width, depth=4, heads=heads, groups=heads // 2, hidden=3 * width, words=42 * width)
-    return Llama(shape, checkpoints=checkpoints).to(torch.bfloat16)
+    return Llama(shape, checkpoints=checkpoints, in_chunks=in_chunks).to(torch.bfloat16)
 
 
 def tokens(rows: int, length: int, words: int) -> torch.Tensor:
@@ -132,6 +132,9 @@ KINDS = {
     "embedding": Kind(Huge, lambda width: tokens(16, 32, 200 * width)),
     "llama": Kind(partial(llama, checkpoints=False), lambda width: tokens(1, 128, 42 * width)),
     "llama, checkpoints": Kind(partial(llama, checkpoints=True), lambda width: tokens(1, 128, 42 * width)),
+    "llama, in chunks": Kind(
+        partial(llama, checkpoints=True, in_chunks=True), lambda width: tokens(1, 1024, 42 * width)
+    ),
     "bert": Kind(
         bert,
         lambda width: {"input_ids": tokens(2, 64, 8 * width), "labels": torch.zeros(2, dtype=torch.long)},

@@ -8,8 +8,9 @@
 
 The shapes are those of Llama 3.2 with 1 and 3 billion parameters, in bfloat16, one row of ``--tokens`` tokens in a
 forward. ``yes`` checkpoints each block: backward computes it once more. Logits are cast to float32 for the loss, as
-usual. A peak is all that a step has at once: weights, state, gradients, activations. To that of instep, whose buckets
-have the size of an accelerator's, the largest bucket that another one follows is added: a GPU keeps it for longer.
+usual, of all tokens at once; in chunks, of 256 at a time, and backward computes them once more. A peak is all that a
+step has at once: weights, state, gradients, activations. To that of instep, whose buckets have the size of an
+accelerator's, the largest bucket that another one follows is added: a GPU keeps it for longer.
 
 A card of 24 GB is taken to have 24 * 10**9 bytes (one that has 24 * 2**30 has 7% more), of which 1 GiB is left to the
 CUDA context, the kernels' workspaces and gaps between blocks.
@@ -40,7 +41,7 @@ from instep_tools.planning.plan import SHARE, plan
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a Llama whose head is its embedding.
+    """The shape of a Llama.
 
     Attributes:
         groups: heads of keys and values.
@@ -59,6 +60,10 @@ SHAPES = {
     "1B": Shape(width=2048, depth=16, heads=32, groups=8, hidden=8192, words=128_256),
     "3B": Shape(width=3072, depth=28, heads=24, groups=8, hidden=8192, words=128_256),
 }
+
+
+CHUNK = 256
+"""Tokens whose logits are there at once, where the loss is computed in chunks."""
 
 
 class Block(nn.Module):
@@ -97,14 +102,22 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 class Llama(nn.Module):
-    """Returns the loss of predicting each token from those before it."""
+    """Returns the loss of predicting each token from those before it.
 
-    def __init__(self, shape: Shape, *, checkpoints: bool) -> None:
+    Args:
+        tied: whether the head is the embedding.
+    """
+
+    def __init__(self, shape: Shape, *, checkpoints: bool, in_chunks: bool = False, tied: bool = True) -> None:
         super().__init__()
         self.words = nn.Embedding(shape.words, shape.width)
+        self.head = _linear(shape.width, shape.words)
+        if tied:
+            self.head.weight = self.words.weight
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.depth))
         self.norm = nn.RMSNorm(shape.width)
         self._size, self._checkpoints = shape.width // shape.heads, checkpoints
+        self._in_chunks = in_chunks
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.words(tokens)
@@ -113,8 +126,15 @@ class Llama(nn.Module):
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for block in self.blocks:
             x = checkpoint(block, x, cos, sin, use_reentrant=False) if self._checkpoints else block(x, cos, sin)
-        logits = F.linear(self.norm(x), self.words.weight).float()
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        x, targets = self.norm(x)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+        if not self._in_chunks:
+            return self._loss(x, targets) / len(targets)
+        chunks = zip(x.split(CHUNK), targets.split(CHUNK), strict=True)
+        losses = [checkpoint(self._loss, *chunk, use_reentrant=False) for chunk in chunks]
+        return torch.stack(losses).sum() / len(targets)
+
+    def _loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(x).float(), targets, reduction="sum")
 
 
 # What a plan's job names.
@@ -126,10 +146,13 @@ class Chosen:
     shape: Shape
     tokens: int
     checkpoints: bool
+    part: "Part"
 
 
 def build() -> nn.Module:
-    return Llama(Chosen.shape, checkpoints=Chosen.checkpoints).to(torch.bfloat16)
+    part = Chosen.part
+    model = Llama(Chosen.shape, checkpoints=Chosen.checkpoints, in_chunks=part.in_chunks, tied=part.tied)
+    return model.to(torch.bfloat16)
 
 
 def inputs() -> torch.Tensor:
@@ -151,6 +174,8 @@ class Part:
         options: of the optimizer.
         needs: the package that has it.
         lengths, checkpoints: of these alone, for the time that others take and the little that they would add.
+        in_chunks: whether the loss is computed of ``CHUNK`` tokens at a time, each of them checkpointed.
+        tied: whether the head is the embedding.
     """
 
     optimizer: str
@@ -159,12 +184,18 @@ class Part:
     needs: str = "torch"
     lengths: tuple[int, ...] = (512, 2048, 4096)
     checkpoints: tuple[bool, ...] = (True, False)
+    in_chunks: bool = False
+    tied: bool = True
 
 
 HERE = "what_fits"
 PARTS = {
     "AdamW": Part("AdamW", ("fused=True",)),
+    "AdamW, loss in chunks": Part("AdamW", ("fused=True",), lengths=(2048, 4096), checkpoints=(True,), in_chunks=True),
     "AdamW, 8 micro-batches": Part("AdamW", ("fused=True",), 8, lengths=(512,), checkpoints=(True,)),
+    "AdamW, 8 micro-batches, own head, loss in chunks": Part(
+        "AdamW", ("fused=True",), 8, lengths=(2048,), checkpoints=(True,), in_chunks=True, tied=False
+    ),
     "8-bit AdamW": Part("bitsandbytes.optim:AdamW8bit", needs="bitsandbytes", checkpoints=(True,)),
     "masters(AdamW)": Part(f"{HERE}:with_masters", checkpoints=(True,)),
 }
@@ -205,7 +236,7 @@ def peaks_of(peaks: Iterable[PlannedPeak], buckets: Sequence[PlannedBucket]) -> 
 
 
 def planned(model: str, shape: Shape, name: str, part: Part, tokens: int, checkpoints: bool) -> Row:
-    Chosen.shape, Chosen.tokens, Chosen.checkpoints = shape, tokens, checkpoints
+    Chosen.shape, Chosen.tokens, Chosen.checkpoints, Chosen.part = shape, tokens, checkpoints, part
     sys.modules.setdefault(HERE, sys.modules[__name__])
     with torch.device("meta"):
         gradients = sum(p.nbytes for p in build().parameters())

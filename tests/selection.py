@@ -104,6 +104,8 @@ def mark(config: pytest.Config, items: Sequence[pytest.Item], session: Session) 
     for item in items:
         if item.nodeid in always or item.nodeid.startswith(OF_THE_CODE):
             continue
+        if session == "cpu" and item.get_closest_marker("accelerator") is not None:
+            continue  # of the other session: ``-m nightly`` alone has no such device
         if item.nodeid in full:
             item.add_marker(pytest.mark.full)
         elif _beyond(item.nodeid, of_one_test[function_of(item.nodeid)]):
