@@ -9,10 +9,11 @@ Every way is trained in a process of its own (on two ranks: in two), on the same
 compared with the plain loop's of the same number of micro-batches, bit for bit; the table says where they are others.
 Then resident memory is read, as the operating system counts it: between two steps, and the most within the next ones.
 The allocator gives large tensors back at once. Beside it stands what ``instep plan`` says before anything is trained.
-``no step`` is the floor: each gradient is dropped as soon as it is there. The limit is computed: activations, counted
-as tensors are made and freed, and the largest bucket of 4 MiB. ``memory_ways.py`` has the ways, ``memory_of_one.py``
-what is measured. The part ``device`` is an accelerator's memory above the weights, optimizer state too, as its
-allocator counts: CUDA's, or that of the emulated accelerator of the tests.
+``no step`` is the floor: each gradient is dropped as soon as it is there. The sum is computed: activations, counted as
+tensors are made and freed, and the largest bucket of 4 MiB, which need not be there at the same time.
+``memory_ways.py`` has the ways, ``memory_of_one.py`` what is measured. The part ``device`` is an accelerator's memory
+above the weights, optimizer state too, as its allocator counts: CUDA's, or that of the emulated accelerator of the
+tests.
 """
 
 import argparse
@@ -208,13 +209,13 @@ def say(arguments: argparse.Namespace, part: str, setting: str, left: Left) -> d
             cells.append(mib(one["above"]) if "above" in one else "does not run")
             cells += [mib(plans[model][way.planned]) if way.planned else ""] if plans else []
         print(f"| {way.title} | {' | '.join(cells)} | {weights(ways, name, list(found.values()))} |", flush=True)
-    say_limit(arguments, part, setting, found, len(heads))
+    say_sum(arguments, part, setting, found, len(heads))
     if ranks > 1:
         left.one_less(f"{setting}, {part}")
     return found
 
 
-def say_limit(
+def say_sum(
     arguments: argparse.Namespace, part: str, setting: str, found: dict[str, dict[str, Found]], columns: int
 ) -> None:
     """With the activations of all micro-batches, where gradients of several are freed."""
@@ -227,12 +228,12 @@ def say_limit(
     for ways_found in found.values():
         bucket = ways_found["replicate" if ranks > 1 else way]["bucket"]
         floors = ways_found if ranks == 1 else {floor: in_processes(arguments, ONE_DEVICE[part], setting, "GPT", floor)}
-        limit = floors[floor]["activations"] + buckets * bucket
-        ways_found["limit"] = {"above": [limit]}
-        cells += [mib(limit)] if columns == len(found) else [mib(limit), ""]
-    cells = ["", mib(limit)] if ranks > 1 else cells
+        total = floors[floor]["activations"] + buckets * bucket
+        ways_found["sum"] = {"above": [total]}
+        cells += [mib(total)] if columns == len(found) else [mib(total), ""]
+    cells = ["", mib(total)] if ranks > 1 else cells
     which = "activations of all micro-batches" if several else "activations"
-    print(f"| the limit: {which}, and {taken} | {' | '.join(cells)} | computed |", flush=True)
+    print(f"| the sum: {which}, and {taken} | {' | '.join(cells)} | computed |", flush=True)
 
 
 ONE_DEVICE = {"ranks": "one-batch", "ranks-micro-batches": "micro-batches"}
@@ -248,13 +249,13 @@ def draw(path: Path, found: dict[str, dict[str, dict[str, Found]]], micro_batche
             continue
         ways = {name: way for name, way in installed(PARTS[part][2], SETTINGS["float32"]).items() if way.short}
         lines = [(way.short, one[name]["above"]) for name, way in ways.items() if "above" in one[name]]
-        lines.append(("limit: activations, one bucket", one["limit"]["above"]))
+        lines.append(("sum: activations, one bucket", one["sum"]["above"]))
         groups[title] = [bars.Bar(words, max(nbytes) / MIB, _kind(words)) for words, nbytes in lines]
     bars.draw(path, bars.Panel("Memory of a step above weights and optimizer state, MiB", groups))
 
 
 def _kind(words: str) -> str:
-    return bars.OURS if words.startswith("instep") else bars.LIMIT if words.startswith("limit") else bars.OTHERS
+    return bars.OURS if words.startswith("instep") else bars.LIMIT if words.startswith("sum") else bars.OTHERS
 
 
 def main() -> None:

@@ -218,6 +218,16 @@ class Row:
     checkpoints: bool
     peaks: Mapping[str, int]
 
+    @property
+    def words(self) -> str:
+        checkpoints = "" if self.checkpoints else ", no checkpoints"
+        return f"{self.model[:-1]} B, {self.part}, {self.tokens:,} tokens{checkpoints}"
+
+    @property
+    def way(self) -> str:
+        """That of instep which is shown first."""
+        return TOGETHER if TOGETHER in self.peaks else "backward"
+
     def __str__(self) -> str:
         checkpoints = "yes" if self.checkpoints else "no"
         cells = (said(self.peaks[way]) if way in self.peaks else "" for way in WAYS)
@@ -281,8 +291,8 @@ def rows(
 
 SHOWN = (
     ("3B", "AdamW", 512, True),
+    ("3B", "AdamW, loss in chunks", 4096, True),
     ("1B", "masters(AdamW)", 512, True),
-    ("3B", "8-bit AdamW", 512, True),
     ("3B", "AdamW", 4096, False),
     ("1B", "AdamW, 8 micro-batches", 512, True),
 )
@@ -290,15 +300,13 @@ SHOWN = (
 
 
 def picture(found: Iterable[Row]) -> bars.Panel:
-    by_name = {(row.model, row.part, row.tokens, row.checkpoints): row.peaks for row in found}
+    by_name = {(row.model, row.part, row.tokens, row.checkpoints): row for row in found}
+    shown = [by_name[name] for name in SHOWN]
     groups = {}
-    for name in SHOWN:
-        model, part, tokens, checkpoints = name
-        way = TOGETHER if TOGETHER in by_name[name] else "backward"
-        words = f"{model[:-1]} B, {part}, {tokens:,} tokens{'' if checkpoints else ', no checkpoints'}"
-        drawn = (("plain", "plain", bars.OTHERS), ("instep", way, bars.OURS))
-        groups[words] = [_bar(label, by_name[name][one], kind) for label, one, kind in drawn]
-    largest = card_of(max(nbytes for name in SHOWN for nbytes in by_name[name].values())) or CARDS[-1]
+    for row in shown:
+        drawn = (("plain", "plain", bars.OTHERS), ("instep", row.way, bars.OURS))
+        groups[row.words] = [_bar(label, row.peaks[one], kind) for label, one, kind in drawn]
+    largest = card_of(max(nbytes for row in shown for nbytes in row.peaks.values())) or CARDS[-1]
     marks = {f"{one} GB" if one == largest else f"{one}": (one * 10**9 - LEFT) / GIB for one in CARDS if one <= largest}
     return bars.Panel("Llama, bfloat16: peak in GiB, and the card", groups, marks=marks)
 

@@ -105,10 +105,8 @@ def test_the_table_and_the_picture_of_the_readme_are_of_what_was_found(tmp_path:
     assert "\n".join([*what_fits.header(), *map(str, found)]) in memory
     shown = {}
     for row in found:
-        way = what_fits.TOGETHER if what_fits.TOGETHER in row.peaks else "backward"
-        plain, ours = (f"{row.peaks[one] / 2**30:.2f} | {card_of(row.peaks[one])}" for one in ("plain", way))
-        keeps = "yes" if row.checkpoints else "no"
-        shown[f"| {row.model[0]} B, {row.part} | {row.tokens:,} | {keeps} | {plain} | {ours} |"] = row
+        plain, ours = (f"{row.peaks[one] / 2**30:.2f} on {card_of(row.peaks[one])}" for one in ("plain", row.way))
+        shown[f"| {row.words} | {plain} | {ours} |"] = row
     lines = (root / "README.md").read_text(encoding="utf-8").splitlines()
     rows = [line for line in lines if re.match(r"\| \d B, ", line)]
     assert 5 < len(rows) <= 8
