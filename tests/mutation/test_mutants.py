@@ -663,7 +663,9 @@ MUTANTS = [
     Mutant("do not see hooks on parameters", "Graphs._require_alike", "leaf._backward_hooks:", "False:"),
     Mutant("add to gradients from before", "Together._run_one", "leaf.grad is not None and", "False and"),
     Mutant("interrupt FSDP2 where it makes what the first forward needs", "AfterErrors._begin", "(heard())", "(())"),
-    Mutant("walk graphs one after the other", "Together._run_one", "graphs.walk_in_segments(", "str("),
+    Mutant(
+        "walk graphs one after the other", "Together._run_one", "graphs.walk_in_segments(", "(lambda *_, **__: None)("
+    ),
     Mutant(
         "walk the last graph first",
         "Graphs.walk_in_segments",
@@ -671,8 +673,11 @@ MUTANTS = [
         "(segment, number, place, node)",
     ),
     Mutant("walk nodes in any order", "Graphs.walk_in_segments", "nodes.sort(key=_NUMBER)", "pass"),
-    Mutant("walk node by node", "Graphs.walk_in_segments", "part is not None and part != current", "True"),
-    Mutant("walk parameter by parameter", "Segments.__init__", "next(fits, name)", "name"),
+    Mutant("order parts without their graphs", "_Order._segments", "after[later][earlier] = None"),
+    Mutant("wait for each use of a weight", "_Order._joined", "len(used) > 1", "False"),
+    Mutant("join whatever is used twice", "_Order._joined", "< len(self._runs) * nbytes", ">= 0"),
+    Mutant("walk node by node", "_Order.add", "not (runs and runs[-1][0] == part)", "True"),
+    Mutant("walk parameter by parameter", "Segments.__init__", "next(fits, own)", "attached.spec.name"),
     Mutant("copy each gradient that is added up", "_LeafSum.add", "number == self._next", "False"),
     Mutant("add a gradient before its turn", "_LeafSum.add", "number == self._next", "True"),
     Mutant("add a part of a micro-batch", "_LeafSum.add", "self._left[number] == 1", "True"),

@@ -468,24 +468,82 @@ class Checkpointed(nn.Sequential):
         return x
 
 
+def peak(model: nn.Module, loss: Callable[[int], torch.Tensor], count: int, *, plain: bool = False) -> int:
+    """The most bytes that two steps make beside weights. Buckets are of a twentieth of the model."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    size = sum(p.nbytes for p in model.parameters()) // 20
+    attached = nullcontext() if plain else instep.attach(model, optimizer, schedule="backward", bucket_bytes=size)
+    with attached as overlap, LiveBytes(model.parameters()) as live:
+        for _ in range(2):
+            live.reset()
+            if overlap is None:
+                for seed in range(count):
+                    loss(seed).backward()
+            else:
+                overlap.micro_batches(loss, range(count))
+            optimizer.step()
+            optimizer.zero_grad()
+    return live.peak
+
+
 def test_what_a_checkpoint_computes_again_is_there_for_one_micro_batch_at_a_time() -> None:
     """Blocks of a tenth of the model, as those of a transformer, and nothing else."""
+    model = Checkpointed(*(Wide(4096) for _ in range(10))).to(here())
 
-    def peak(count: int) -> int:
-        torch.manual_seed(0)
-        model = Checkpointed(*(Wide(4096) for _ in range(10))).to(here())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        size = sum(p.nbytes for p in model.parameters()) // 20
-        with instep.attach(model, optimizer, schedule="backward", bucket_bytes=size) as overlap, LiveBytes() as live:
-            for _ in range(2):
-                live.reset()
-                overlap.micro_batches(lambda seed: model(batch(seed)[0]).square().mean(), range(count))
-                optimizer.step()
-                optimizer.zero_grad()
-        return live.peak
+    def loss(seed: int) -> torch.Tensor:
+        return model(batch(seed)[0]).square().mean()
 
     of_one_block = 3 * batch(0)[0].shape[0] * 4096 * 4
-    assert peak(8) - peak(2) < of_one_block
+    assert peak(model, loss, 8) - peak(model, loss, 2) < of_one_block
+
+
+def test_micro_batches_that_leave_out_early_blocks_go_through_the_later_ones_together() -> None:
+    model = Checkpointed(*(nn.Linear(256, 256) for _ in range(12))).to(here())
+
+    def loss(seed: int) -> torch.Tensor:
+        return model[2 * (seed % 4) :](torch.ones(2, 256, device=here())).square().mean()
+
+    assert peak(model, loss, 8) < 0.5 * peak(model, loss, 8, plain=True)
+
+
+def test_blocks_that_are_used_again_and_again_take_no_more_than_in_the_plain_loop() -> None:
+    """A micro-batch's own gradients of a block are added first: they would wait for each other, of every one."""
+    model = Checkpointed(*(nn.Linear(256, 256) for _ in range(3))).to(here())
+
+    def loss(seed: int) -> torch.Tensor:
+        x = torch.ones(2, 256, device=here())
+        for _ in range(4):
+            x = model(x)
+        return x.square().mean()
+
+    assert peak(model, loss, 8) <= peak(model, loss, 8, plain=True)
+
+
+def test_a_small_layer_that_is_used_twice_does_not_keep_the_gradients_between() -> None:
+    model = Checkpointed(*(nn.Linear(256, 256) for _ in range(12))).to(here())
+
+    def loss(seed: int) -> torch.Tensor:
+        return model[:1](model(torch.ones(2, 256, device=here()))).square().mean()
+
+    assert peak(model, loss, 2) < 0.6 * peak(model, loss, 2, plain=True)
+
+
+def test_another_model_in_the_loss() -> None:
+    """Of which instep knows no part."""
+    other = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).to(here())
+
+    def step(lane: Contender, i: int) -> list[torch.Tensor]:
+        def loss(seed: int) -> torch.Tensor:
+            x, y = batch(seed)
+            return loss_of(lane.model(other(x)), y)
+
+        losses = accumulated(lane, loss, range(3 * i, 3 * i + 3))
+        finish(lane)
+        gradients = [cast(torch.Tensor, p.grad) for p in other.parameters()]
+        other.zero_grad()
+        return [*losses, *gradients]
+
+    lockstep("backward", lambda: adamw(Blocks()), step)
 
 
 def test_a_sum_over_micro_batches_has_no_copy_of_each_gradient() -> None:

@@ -9,6 +9,8 @@ each node that leads to a leaf (a parameter): there the contributions of all mic
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from operator import itemgetter, methodcaller
 from typing import Any, cast
 
@@ -70,7 +72,7 @@ class Graphs:
             for _, leaf in edges:
                 yield self._number_of[node], node, leaf
 
-    def walk_in_segments(self, part_of: PartOf) -> None:
+    def walk_in_segments(self, part_of: PartOf, *, joins: bool) -> None:
         """Have backward come to a segment of all graphs before it comes to the next: to that of the first micro-batch
         first. So the contributions to a parameter arrive together, in the plain loop's order, and what backward needs
         between two parameters (the gradients of logits, activations that a checkpoint computes again) is there for one
@@ -84,21 +86,20 @@ class Graphs:
 
         There is no public way to set a node's number; ``tests/parity/test_micro_batches.py`` fails clearly when torch
         changes the private one, or the order.
+
+        Args:
+            joins: whether segments become one where that takes less memory, as ``_Order`` has it.
         """
         graphs: list[list[Node]] = [[] for _ in range(self._count)]
         for node, number in self._number_of.items():
             graphs[number].append(node)
-        ordered: list[tuple[int, int, int, Node]] = []
+        order = _Order(self._count)
         for number, nodes in enumerate(graphs):
             nodes.sort(key=_NUMBER)
-            segment, current = 0, None
-            for place, node in enumerate(nodes):  # as forward made them: backward comes to the last one first
-                part = part_of(node, [leaf for _, leaf in self._edges.get(node, ())])
-                if part is not None and part != current:
-                    segment, current = segment + 1, part
-                ordered.append((segment, -number, place, node))
-        ordered.sort(key=_PLACE)
-        for place, (*_, node) in enumerate(ordered):
+            for node in nodes:  # as forward made them: backward comes to the last one first
+                leaves = [leaf for _, leaf in self._edges.get(node, ())]
+                order.add(number, node, part_of(node, leaves), leaves)
+        for place, node in enumerate(order.nodes(joins=joins)):
             cast(Any, node)._set_sequence_nr(place)
 
     def add_in_order(
@@ -184,6 +185,87 @@ class Graphs:
                 f"{self._name_of(leaf)} was frozen after a micro-batch had used it: the plain loop keeps the gradient "
                 "that it has got by then. Freeze parameters before the first micro-batch, or use overlap.accumulate()"
             )
+
+
+Run = tuple[object, int]
+"""Nodes of a graph that lead to one part, one after the other: the part, and how often the graph came to it before."""
+
+
+class _Order:
+    """The segments of all graphs, in one order.
+
+    Of the same part each graph has the same segment, whatever other parts a graph leaves out. Between two uses of a
+    weight the gradients of the first wait for those of the second, of every micro-batch, as the plain loop adds a
+    micro-batch's own first. Where they are more than all gradients of the parts between, these are one segment: a
+    micro-batch goes through all of it, as in the plain loop.
+
+    Args:
+        count: of graphs.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._nodes: list[list[tuple[Run | None, Node]]] = [[] for _ in range(count)]
+        self._runs: list[list[Run]] = [[] for _ in range(count)]
+        self._came: list[Counter[object]] = [Counter() for _ in range(count)]
+        self._leaves: dict[Run, set[torch.Tensor]] = {}
+
+    def add(self, number: int, node: Node, part: object, leaves: Sequence[torch.Tensor]) -> None:
+        """The next node of a graph, in the order of forward; ``part``: ``None`` if it may be in any."""
+        runs = self._runs[number]
+        if part is not None and not (runs and runs[-1][0] == part):
+            runs.append((part, self._came[number][part]))
+            self._came[number][part] += 1
+        if leaves:
+            self._leaves.setdefault(runs[-1], set()).update(leaves)
+        self._nodes[number].append((runs[-1] if runs else None, node))
+
+    def nodes(self, *, joins: bool) -> Iterator[Node]:
+        """Of all graphs. Backward is to come to the last one first."""
+        segments = self._segments(joins)
+        ordered = [
+            (segments[number].get(run, 0), -number, place, node)
+            for number, nodes in enumerate(self._nodes)
+            for place, (run, node) in enumerate(nodes)
+        ]
+        ordered.sort(key=_PLACE)
+        return (node for *_, node in ordered)
+
+    def _segments(self, joins: bool) -> list[dict[Run | None, int]]:
+        """Of each graph the number of a run's segment."""
+        after: dict[Run, dict[Run, None]] = {}  # no sets: the order must be the same on every rank
+        for runs in self._runs:
+            after.update((run, {}) for run in runs if run not in after)
+            for earlier, later in pairwise(runs):
+                after[later][earlier] = None
+        try:
+            order = list(TopologicalSorter(after).static_order())
+        except CycleError:  # graphs that use parts in different orders: by the numbers of their runs, as they are
+            return [{run: place for place, run in enumerate(runs)} for runs in self._runs]
+        until = self._joined(order) if joins else {}
+        segments: dict[Run | None, int] = {}
+        segment, reach = -1, -1
+        for place, run in enumerate(order):
+            segment += place > reach
+            reach = max(reach, until.get(place, place))
+            segments[run] = segment
+        return [segments] * len(self._runs)
+
+    def _joined(self, order: Sequence[Run]) -> dict[int, int]:
+        """The first and the last place of what is to be one segment."""
+        places: dict[torch.Tensor, list[int]] = {}
+        for place, run in enumerate(order):
+            for leaf in self._leaves.get(run, ()):
+                places.setdefault(leaf, []).append(place)
+        waiting: Counter[tuple[int, int]] = Counter()
+        for leaf, used in places.items():
+            if len(used) > 1:
+                waiting[used[0], used[-1]] += leaf.nbytes
+        until: dict[int, int] = {}
+        for (first, last), nbytes in waiting.items():
+            between = set[torch.Tensor]().union(*(self._leaves.get(run, ()) for run in order[first : last + 1]))
+            if sum(leaf.nbytes for leaf in between) < len(self._runs) * nbytes:
+                until[first] = max(last, until.get(first, last))
+        return until
 
 
 def leaves_of(losses: Sequence[torch.Tensor]) -> set[torch.Tensor]:

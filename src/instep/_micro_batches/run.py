@@ -201,7 +201,8 @@ class Together:
                 )
         fsdp2.join(len(losses), graphs.nodes(), graphs.edges())
         handles = graphs.add_in_order(fsdp2.wide)
-        graphs.walk_in_segments(Segments(parts.schedule.parameters, parts.bucket_bytes, fsdp2))
+        part_of = Segments(parts.schedule.parameters, parts.bucket_bytes, fsdp2)
+        graphs.walk_in_segments(part_of, joins=parts.sharding is None)  # FSDP2's groups would all be gathered at once
         del graphs  # the nodes are freed as backward comes to them
         if parts.sharding is not None:
             parts.sharding.reduces_once()
