@@ -666,12 +666,7 @@ MUTANTS = [
     Mutant(
         "walk graphs one after the other", "Together._run_one", "graphs.walk_in_segments(", "(lambda *_, **__: None)("
     ),
-    Mutant(
-        "walk the last graph first",
-        "Graphs.walk_in_segments",
-        "(segment, -number, place, node)",
-        "(segment, number, place, node)",
-    ),
+    Mutant("walk the last graph first", "_Order.nodes", "-number, place", "number, place"),
     Mutant("walk nodes in any order", "Graphs.walk_in_segments", "nodes.sort(key=_NUMBER)", "pass"),
     Mutant("order parts without their graphs", "_Order._segments", "after[later][earlier] = None"),
     Mutant("wait for each use of a weight", "_Order._joined", "len(used) > 1", "False"),

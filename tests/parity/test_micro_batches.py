@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import instep
 from instep import ClipValue
+from instep._micro_batches.graphs import Graphs
 from instep.errors import AccumulationError, InstepError, SpentGradientError, TornStepError
 from instep_tools.harness import LiveBytes
 from tests.cases import Blocks, Rotations, Sometimes, SparseWords, Tied, batch, channels_last, two_groups
@@ -447,6 +448,27 @@ def test_backward_walks_the_graphs_part_by_part() -> None:
         overlap.micro_batches(loss, range(7))
     back = reversed(range(8))
     assert order == [(layer, number, of) for layer in back for number in range(7) for of in ("second", "first")]
+
+
+def test_within_a_graph_the_order_stays_what_it_was() -> None:
+    """With it each sum that autograd makes there: whatever parts the other graphs have."""
+    layers = [nn.Parameter(torch.ones(2)) for _ in range(6)]
+
+    def loss(first: int) -> torch.Tensor:
+        x = torch.ones(2)
+        for weight in layers[first:]:
+            x = x * weight
+        return x.sum()
+
+    graphs = Graphs([loss(2), loss(0), loss(4)], str)
+
+    def in_order() -> list[Node]:
+        return sorted((node for _, node in graphs.nodes()), key=lambda node: (number_of[node], node._sequence_nr()))
+
+    number_of = {node: number for number, node in graphs.nodes()}
+    before = in_order()
+    graphs.walk_in_segments(lambda _, leaves: id(leaves[0]) if leaves else None, joins=True)
+    assert in_order() == before
 
 
 class Wide(nn.Module):
