@@ -646,8 +646,8 @@ MUTANTS = [
     Mutant(
         "add contributions as they arrive",
         "_LeafSum.add",
-        "earlier = self._sums[number]\n            self._sums[number] =",
-        "earlier = self._sums[self._next]\n            self._sums[self._next] =",
+        "earlier = self._sums[number]\n            if",
+        "number = self._next\n            earlier = self._sums[number]\n            if",
     ),
     Mutant("add into a gradient of autograd's", "_LeafSum.add", "gradient.clone()", "gradient"),
     Mutant("drop a sum whose last contribution is none", "_LeafSum.add", "if gradient is None:", "if False:"),
