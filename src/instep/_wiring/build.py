@@ -335,10 +335,10 @@ def connect(parts: Parts, target: Target, options: Options) -> None:
     _connect_model(parts, target, options)
     if options.offload is None or options.disabled:
         return
-    # What is lent together is what the gradients are that backward frees together.
     state = HostState()
     for optimizer, stepper in zip(target.optimizers, parts.refs.steppers, strict=True):
         of_stepper = partial(_parts_of, weakref.ref(parts.schedule), weakref.ref(stepper))
+        # What is lent together is what the gradients are that backward frees together.
         stepper.offloaded = home = OffloadedState(state, optimizer, of_stepper, parts.bucket_bytes)
         home.take_in()  # raises where an optimizer has state that cannot live in host memory
         loading = HostLoading(home)
