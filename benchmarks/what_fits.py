@@ -235,8 +235,8 @@ class Row:
 
 
 def said(nbytes: int) -> str:
-    smallest = card_of(nbytes)
-    return f"{nbytes / GIB:.2f} GiB: " + (f"{smallest} GB" if smallest else "none")
+    """The peak in GiB, and the smallest card in GB."""
+    return f"{nbytes / GIB:.2f} on {card_of(nbytes) or '-'}"
 
 
 def peaks_of(peaks: Iterable[PlannedPeak], buckets: Sequence[PlannedBucket]) -> dict[str, int]:

@@ -6,13 +6,16 @@ from tests.loops.table import written
 
 PAGE = ROOT / "docs" / "features.md"
 PAIRS = {**OF_OPTIONS, **OF_MODEL, **OF_PARAMETERS, **OF_DISABLED}
-"""The rows of the table, by name, in the order in which they stand there."""
+"""All pairs, by name, in the order in which the table has them."""
 
 
 def rendered() -> str:
-    """The table of the page."""
-    rows = [f"| {row.option.text} | {row.other.text} | {row.reason} |\n" for row in PAIRS.values()]
-    return "| option | does not go with | because |\n|---|---|---|\n" + "".join(rows)
+    """The table of the page: one row for each option. Why, says the error."""
+    others: dict[str, list[str]] = {}
+    for row in PAIRS.values():
+        others.setdefault(row.option.text, []).append(row.other.text)
+    rows = [f"| {option} | {'; '.join(texts)} |\n" for option, texts in others.items()]
+    return "| option | does not go with |\n|---|---|\n" + "".join(rows)
 
 
 def main() -> None:

@@ -48,7 +48,7 @@ class Pair:
     Attributes:
         option: the option that is best left out. No default is one.
         other: what the option does not go with.
-        reason: why, for the documentation and the message.
+        reason: why, for the message.
         remedy: what to do, for the message.
     """
 
