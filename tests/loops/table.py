@@ -7,13 +7,15 @@ from pathlib import Path
 from tests.loops.form import Form, forms
 
 PAGE = Path(__file__).parents[2] / "docs" / "loops.md"
-HEAD = "| form | found in |\n|---|---|\n"
+HEAD = "| found in | forms |\n|---|---|\n"
 
 
 def rendered(all_forms: Sequence[Form]) -> str:
-    """One row for each form."""
-    rows = [f"| {one.what}{f' (**no**: {one.fails})' if one.fails else ''} | {one.found_in} |" for one in all_forms]
-    return HEAD + "\n".join(rows) + "\n"
+    """One row for each place where forms are found, in the order of the first of each."""
+    places: dict[str, list[str]] = {}
+    for one in all_forms:
+        places.setdefault(one.found_in, []).append(one.what + (f" (**no**: {one.fails})" if one.fails else ""))
+    return HEAD + "".join(f"| {place} | {'; '.join(whats)} |\n" for place, whats in places.items())
 
 
 def written(page: str, table: str) -> str:
