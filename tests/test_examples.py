@@ -42,6 +42,7 @@ def run_on_two_ranks(example: str) -> str:
     [
         ("one_device.py", "total "),
         ("masters.py", "equal, bit for bit"),
+        ("keyed_draws.py", "equal, bit for bit"),
         ("verify_your_model.py", "all equal"),
         ("in_backward.py", "step 100: loss"),
         ("fine_tune.py", "equal, bit for bit"),
