@@ -221,8 +221,8 @@ class Attachment:
     @property
     def advice(self) -> str:
         """With ``schedule="forward"``: whether steps are put off, and why; after a few steps also what this loop could
-        gain by ``schedule="backward"``, and by how much DDP's communication outlasts backward. One sentence a line;
-        empty where there is nothing to say."""
+        gain by ``schedule="backward"``, and by how much DDP's communication outlasts backward. With any: whether
+        bfloat16 weights are stepped without masters. One sentence a line; empty where there is nothing to say."""
         refs = self._parts.refs
         divided = bool(refs.wrapped) or self._parts.sharding is not None
         schedule, step, whole = self._parts.schedule, self._parts.step, self._parts.whole

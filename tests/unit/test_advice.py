@@ -145,6 +145,26 @@ def test_gradients_that_are_kept_between_micro_batches(way: str) -> None:
     assert (said in overlap.advice) == (way != "micro_batches")
 
 
+@pytest.mark.parametrize("schedule", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("dtype", "optimizer", "says"),
+    [
+        (torch.bfloat16, torch.optim.AdamW, True),
+        (torch.bfloat16, instep.masters(torch.optim.AdamW), False),
+        (torch.bfloat16, type("Own", (torch.optim.AdamW,), {"step": lambda self, closure=None: None}), False),
+        (torch.float32, torch.optim.AdamW, False),
+    ],
+)
+def test_updates_that_are_rounded_away(dtype: torch.dtype, optimizer: Any, says: bool, schedule: Any) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(dtype))
+    made = optimizer(model.parameters())
+    with instep.attach(model, made, schedule=schedule) as overlap:
+        said = overlap.advice
+        del made
+        assert "fp32" not in overlap.advice  # of an optimizer that is gone
+    assert ("AdamW steps bfloat16 weights without fp32 masters" in said) == says
+
+
 def test_all_is_left_to_the_step() -> None:
     loop = Loop(schedule="backward")
     for i in range(STEPS):

@@ -21,6 +21,7 @@ from instep._wiring.ranks import in_join
 from instep._wiring.weak_refs import WeakRefs
 from instep.buckets import MIB, bucket_bytes_for
 from instep.errors import StaleAttachmentError, class_name
+from instep.master_weights import Masters
 from instep.options import Options
 from instep.sources import Source
 from instep.sources.ddp.instance import exposed_communication
@@ -171,7 +172,21 @@ def advice(
         lines += [] if divided else _not_freed(step, options)
         lines += [] if divided or options.undo else _kept_between(schedule, step)
         lines += _cheaper_clipping(schedule, options, divided=divided)
-    return "\n".join(lines)
+    return "\n".join((*lines, *_rounded_away(schedule)))
+
+
+def _rounded_away(schedule: Schedule) -> Iterator[str]:
+    """Weights in bfloat16 that an update of torch's own rounds to nearest. Others may have a way of their own."""
+    for attached in schedule.parameters:
+        with suppress(StaleAttachmentError):
+            optimizer = attached.stepper.optimizer()
+            bare = is_torchs_own(optimizer) and not isinstance(optimizer, Masters)
+            if bare and attached.spec.dtype == torch.bfloat16:
+                yield (
+                    f"{class_name(optimizer)} steps bfloat16 weights without fp32 masters: an update below 0.2% of a "
+                    "weight is rounded away, in the plain loop, too (docs/pure-bf16.md)."
+                )
+                return
 
 
 def _communication(gains: Gains, ddps: Sequence[DistributedDataParallel]) -> Iterator[str]:
