@@ -1,6 +1,7 @@
 """``InstepCallback``: a ``Trainer`` with it ends, and logs, bit for bit as one without."""
 
 import copy
+import math
 import re
 import subprocess
 import sys
@@ -204,6 +205,16 @@ def test_training(tmp_path: Path, ranks: RankPool, way: str, world: int) -> None
 @in_every_way
 def test_training_without_clipping(tmp_path: Path, ranks: RankPool, way: str, world: int) -> None:
     on_each(ranks, world, trains_as_without, tmp_path, way, {"max_grad_norm": 0.0})
+
+
+def test_an_infinite_limit_clips_nothing(tmp_path: Path) -> None:
+    """How some write that nothing is to be clipped, and the norm logged."""
+    plain = trainer(tmp_path, None, max_grad_norm=math.inf)
+    plain.train()
+    other = trainer(tmp_path, InstepCallback(schedule="backward", together=True), max_grad_norm=math.inf)
+    other.train()
+    require_was_attached(other, "together")
+    require_same(plain, other)
 
 
 @on_one_and_two_ranks

@@ -219,7 +219,7 @@ class InstepCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
             return None
         if self._undo:
             return ClipNorm(limit if limit > 0 else math.inf)
-        if limit > 0:
+        if 0 < limit < math.inf:
             raise AttachError(
                 f"TrainingArguments(max_grad_norm={limit}) needs every gradient before the first update, and "
                 "schedule='backward' updates during backward. (max_grad_norm is 1.0 unless told.) Write "
