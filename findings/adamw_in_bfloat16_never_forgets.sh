@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Question: weights in bfloat16 are trained by AdamW with its default betas (0.9, 0.999) and weight decay. Steps with
-# gradients of 1 are followed by thousands with gradients of 0. Does the second moment forget the gradients of 1 (by half
-# in 693 steps), and does weight decay shrink the weights? And with the ways around bfloat16's rounding: torchao's
+# gradients of 1 are followed by thousands with gradients of 0. Does the second moment forget the gradients of 1 (by
+# half in 693 steps), and does weight decay shrink the weights? And with the ways around bfloat16's rounding: torchao's
 # stochastic rounding, optimi's Kahan sums?
 # A good guess: both, with some noise of rounding; and well with either way around it.
 # What happens: in torch neither changes by a bit, for-loop, foreach and fused. exp_avg_sq * 0.999 and
@@ -11,8 +11,8 @@
 # And with Kahan sums no weight decays: it is multiplied outside of the sum. With beta2 = 0.99 the second moment forgets
 # everywhere.
 # Version: torch 2.13.0, torchao 0.18.0, torch-optimi 0.3.3, on a CPU.
-# Source: tried. torchao's page of its optimizers says that bf16_stochastic_round rounds the weights; optimi's that Kahan
-# sums let bfloat16 nearly match mixed precision. Neither says that the second moment, or the decay, is left out.
+# Source: tried. pytorch/ao's pull request 1124 brought bf16_stochastic_round, for the weights; optimi's page says that
+# its Kahan sums nearly match mixed precision. Neither speaks of the second moment, nor of a decay that is lost.
 # Who meets it: whoever trains a model whose weights were loaded in bfloat16.
 set -euo pipefail
 folder=$(mktemp -d)
