@@ -10,9 +10,10 @@
 # torchao's forgets nothing, optimi's nothing from some 700 steps on (before, its bias correction makes beta2 smaller).
 # And with Kahan sums no weight decays: it is multiplied outside of the sum. With beta2 = 0.99 the second moment forgets
 # everywhere.
-# Version: torch 2.13.0, torchao 0.18.0, torch-optimi 0.3.3, on a CPU.
-# Source: tried. pytorch/ao's pull request 1124 brought bf16_stochastic_round, for the weights; optimi's page says that
-# its Kahan sums nearly match mixed precision. Neither speaks of the second moment, nor of a decay that is lost.
+# Version: torch 2.13.0, torchao 0.18.0, torch-optimi 0.3.3, on a CPU (optimi has other kernels on a GPU).
+# Source: tried. pytorch/ao's pull request 1124 brought bf16_stochastic_round, for the weights. optimi's page of Kahan
+# sums, after Zamirai et al. (arXiv 2010.06192), calls the update of weights the primary source of error, and does not
+# say that the second moment, or weight decay, is left out.
 # Who meets it: whoever trains a model whose weights were loaded in bfloat16.
 set -euo pipefail
 folder=$(mktemp -d)
