@@ -74,11 +74,14 @@ class Contender:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
+    def finish(self) -> None:
+        self.step()
+        self.zero_grad()
+
     def learn(self, loss: torch.Tensor) -> torch.Tensor:
         """The rest of a usual iteration."""
         self.backward(loss)
-        self.step()
-        self.zero_grad()
+        self.finish()
         return loss.detach()
 
 
@@ -100,6 +103,33 @@ def learn(lane: Contender, i: int) -> torch.Tensor:
     """An iteration of the usual kind."""
     x, y = batch(i)
     return lane.learn(loss_of(lane.model(x), y))
+
+
+Loss = Callable[[Any], torch.Tensor]
+
+
+def accumulated(lane: Contender, loss: Loss, batches: Any) -> list[torch.Tensor]:
+    """A step's micro-batches: by the verb, or by the loop that it stands for."""
+    if lane.overlap is not None:
+        losses: list[torch.Tensor] = lane.overlap.micro_batches(loss, batches)
+        return losses
+    losses = []
+    for one in batches:
+        found = loss(one)
+        found.backward()
+        losses.append(found.detach())
+    return losses
+
+
+def in_micro_batches(model_loss: Callable[[Contender, int], torch.Tensor], count: int = 3) -> Step:
+    """An iteration of ``count`` micro-batches; ``model_loss`` is given the number of each."""
+
+    def step(lane: Contender, i: int) -> list[torch.Tensor]:
+        losses = accumulated(lane, lambda seed: model_loss(lane, seed) / count, range(count * i, count * (i + 1)))
+        lane.finish()
+        return losses
+
+    return step
 
 
 def lockstep(

@@ -8,9 +8,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from instep import ClipNorm
 from tests.devices import here
-from tests.parity.lockstep import Contender, lockstep
+from tests.parity.lockstep import in_micro_batches, lockstep
 
 WORDS, CHUNK = 96, 8
 
@@ -63,32 +62,9 @@ def _tokens(seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("loss_of", LOSSES)
 @pytest.mark.parametrize("way", ["backward", "undo", "forward"])
 def test_micro_batches(way: str, loss_of: Any) -> None:
-    def step(lane: Contender, i: int) -> list[torch.Tensor]:
-        seeds = range(3 * i, 3 * i + 3)
-        if lane.overlap is None:
-            losses = [loss_of(lane.model, _tokens(seed)) / 3 for seed in seeds]
-            for loss in losses:
-                loss.backward()
-        else:
-            losses = lane.overlap.micro_batches(lambda seed: loss_of(lane.model, _tokens(seed)) / 3, seeds)
-        lane.step()
-        lane.zero_grad()
-        return [loss.detach() for loss in losses]
-
-    lockstep(way, _built, step)
+    lockstep(way, _built, in_micro_batches(lambda lane, seed: loss_of(lane.model, _tokens(seed))))
 
 
 @pytest.mark.parametrize("loss_of", LOSSES)
 def test_clipping_in_two_passes(loss_of: Any) -> None:
-    def step(lane: Contender, i: int) -> list[torch.Tensor]:
-        loss = loss_of(lane.model, _tokens(i))
-        if lane.overlap is None:
-            loss.backward()
-            nn.utils.clip_grad_norm_(lane.model.parameters(), 0.1)
-        else:
-            lane.overlap.backward(loss)
-        lane.step()
-        lane.zero_grad()
-        return [loss.detach()]
-
-    lockstep("backward", _built, step, clip=ClipNorm(0.1, mode="two_pass"))
+    lockstep("two_pass", _built, lambda lane, i: lane.learn(loss_of(lane.model, _tokens(i))))

@@ -23,38 +23,7 @@ from instep.errors import AccumulationError, InstepError, SpentGradientError, To
 from instep_tools.harness import LiveBytes
 from tests.cases import Blocks, Rotations, Sometimes, SparseWords, Tied, batch, channels_last, two_groups
 from tests.devices import here
-from tests.parity.lockstep import SMALL, Contender, Step, in_every_way, lockstep, loss_of
-
-Loss = Callable[[Any], torch.Tensor]
-
-
-def accumulated(lane: Contender, loss: Loss, batches: Any) -> list[torch.Tensor]:
-    """A step's micro-batches: by the verb, or by the loop that it stands for."""
-    if lane.overlap is not None:
-        losses: list[torch.Tensor] = lane.overlap.micro_batches(loss, batches)
-        return losses
-    losses = []
-    for one in batches:
-        found = loss(one)
-        found.backward()
-        losses.append(found.detach())
-    return losses
-
-
-def finish(lane: Contender) -> None:
-    lane.step()
-    lane.zero_grad()
-
-
-def of(model_loss: Callable[[Contender, int], torch.Tensor], count: int = 3) -> Step:
-    """An iteration of ``count`` micro-batches; ``model_loss`` is given the number of each."""
-
-    def step(lane: Contender, i: int) -> list[torch.Tensor]:
-        losses = accumulated(lane, lambda seed: model_loss(lane, seed) / count, range(count * i, count * (i + 1)))
-        finish(lane)
-        return losses
-
-    return step
+from tests.parity.lockstep import SMALL, Contender, Loss, accumulated, in_every_way, in_micro_batches, lockstep, loss_of
 
 
 def usual(lane: Contender, seed: int) -> torch.Tensor:
@@ -80,12 +49,12 @@ def tokens(seed: int, length: int = 7) -> torch.Tensor:
 
 @in_every_way
 def test_every_way(way: str) -> None:
-    lockstep(way, lambda: adamw(Blocks()), of(usual, 4))
+    lockstep(way, lambda: adamw(Blocks()), in_micro_batches(usual, 4))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 16])
 def test_any_number(count: int) -> None:
-    lane = lockstep("backward", lambda: adamw(Blocks()), of(usual, count), steps=3)
+    lane = lockstep("backward", lambda: adamw(Blocks()), in_micro_batches(usual, count), steps=3)
     assert lane.overlap.step_count == 3
 
 
@@ -94,7 +63,7 @@ def test_sizes_that_change_from_step_to_step() -> None:
 
     def step(lane: Contender, i: int) -> list[torch.Tensor]:
         losses = accumulated(lane, partial(usual, lane), range(10 * i, 10 * i + counts[i]))
-        finish(lane)
+        lane.finish()
         return losses
 
     assert lockstep("backward", lambda: adamw(Blocks()), step).overlap.micro_batches(partial(usual), []) == []
@@ -106,7 +75,7 @@ def test_a_weight_that_is_used_twice(count: int) -> None:
         words = tokens(seed)
         return loss_of(lane.model(words).flatten(0, 1), words.flatten())
 
-    lockstep("backward", lambda: adamw(Tied()), of(loss, count))
+    lockstep("backward", lambda: adamw(Tied()), in_micro_batches(loss, count))
 
 
 class Recurrent(nn.Module):
@@ -140,7 +109,7 @@ def test_graphs_that_differ_between_micro_batches() -> None:
         words = tokens(seed, length=2 + 5 * (seed % 3))
         return loss_of(lane.model(words), words[:, 0])
 
-    lockstep("backward", lambda: adamw(Recurrent()), of(loss, 5))
+    lockstep("backward", lambda: adamw(Recurrent()), in_micro_batches(loss, 5))
 
 
 def test_parameters_that_only_some_micro_batches_use() -> None:
@@ -148,7 +117,7 @@ def test_parameters_that_only_some_micro_batches_use() -> None:
         x, y = batch(seed)
         return loss_of(lane.model(x, (None, 0, 1)[seed % 3] if seed < 8 else None), y)
 
-    lockstep("backward", lambda: adamw(Sometimes()), of(loss, 4))
+    lockstep("backward", lambda: adamw(Sometimes()), in_micro_batches(loss, 4))
 
 
 class Dropping(nn.Module):
@@ -172,7 +141,7 @@ class Dropping(nn.Module):
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_dropout_draws_in_the_order_of_the_loop(checkpointed: bool) -> None:
-    lockstep("backward", lambda: adamw(Dropping(checkpointed)), of(usual, 4))
+    lockstep("backward", lambda: adamw(Dropping(checkpointed)), in_micro_batches(usual, 4))
 
 
 def test_batch_normalization_sees_the_micro_batches_in_order() -> None:
@@ -180,7 +149,7 @@ def test_batch_normalization_sees_the_micro_batches_in_order() -> None:
         return sgd(nn.Sequential(nn.Linear(16, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 10)))
 
     def with_buffers(lane: Contender, i: int) -> list[torch.Tensor]:
-        return [*of(usual, 4)(lane, i), *(b.clone() for b in lane.model.buffers())]
+        return [*in_micro_batches(usual, 4)(lane, i), *(b.clone() for b in lane.model.buffers())]
 
     lockstep("backward", build, with_buffers)
 
@@ -194,14 +163,14 @@ def test_autocast(inside: bool) -> None:
     def step(lane: Contender, i: int) -> list[torch.Tensor]:
         with torch.autocast(here().type, torch.bfloat16, enabled=not inside):
             losses = accumulated(lane, partial(loss, lane), range(3 * i, 3 * i + 3))
-        finish(lane)
+        lane.finish()
         return losses
 
     lockstep("backward", lambda: adamw(Blocks()), step)
 
 
 def test_complex_parameters() -> None:
-    lockstep("backward", lambda: sgd(Rotations()), of(usual, 3))
+    lockstep("backward", lambda: sgd(Rotations()), in_micro_batches(usual, 3))
 
 
 def test_layouts_of_convolutions() -> None:
@@ -209,7 +178,7 @@ def test_layouts_of_convolutions() -> None:
         x, y = batch(seed)
         return loss_of(lane.model(x.view(8, 1, 4, 4)), y)
 
-    lockstep("backward", lambda: adamw(channels_last()), of(loss, 3))
+    lockstep("backward", lambda: adamw(channels_last()), in_micro_batches(loss, 3))
 
 
 def test_sparse_gradients() -> None:
@@ -217,7 +186,9 @@ def test_sparse_gradients() -> None:
         words = tokens(seed)
         return loss_of(lane.model(words).flatten(0, 1), words.flatten())
 
-    lockstep("backward", lambda: (m := SparseWords(), torch.optim.SGD(m.parameters(), lr=0.1)), of(loss, 3))
+    lockstep(
+        "backward", lambda: (m := SparseWords(), torch.optim.SGD(m.parameters(), lr=0.1)), in_micro_batches(loss, 3)
+    )
 
 
 class Positions(nn.Module):
@@ -234,7 +205,7 @@ class Positions(nn.Module):
 
 
 def test_a_gradient_that_is_in_use_elsewhere_is_left_alone() -> None:
-    lockstep("backward", lambda: adamw(Positions()), of(usual, 4))
+    lockstep("backward", lambda: adamw(Positions()), in_micro_batches(usual, 4))
 
 
 class Gate(torch.autograd.Function):
@@ -261,7 +232,7 @@ def test_contributions_that_turn_out_to_be_none(way: str, used: str) -> None:
         hidden = lane.model.blocks[0](gated)
         return loss_of(lane.model.outer(hidden + (lane.model.inner(x) if used == "twice" else 0)), y)
 
-    lockstep(way, lambda: adamw(Blocks(depth=1)), of(loss, 3))
+    lockstep(way, lambda: adamw(Blocks(depth=1)), in_micro_batches(loss, 3))
 
 
 class Workspace(torch.autograd.Function):
@@ -292,7 +263,7 @@ class Reused(nn.Module):
 
 
 def test_gradients_in_memory_that_is_used_again() -> None:
-    lockstep("backward", lambda: adamw(Reused()), of(usual, 4))
+    lockstep("backward", lambda: adamw(Reused()), in_micro_batches(usual, 4))
 
 
 def test_a_gradient_penalty() -> None:
@@ -306,7 +277,7 @@ def test_a_gradient_penalty() -> None:
         return found + slope.square().sum()
 
     with nullcontext() if here().type == "cpu" else suppress(AccumulationError):
-        lockstep("backward", lambda: adamw(Blocks(depth=1)), of(loss, 4))
+        lockstep("backward", lambda: adamw(Blocks(depth=1)), in_micro_batches(loss, 4))
 
 
 def test_clipping() -> None:
@@ -317,7 +288,7 @@ def test_clipping() -> None:
 
     def step(lane: Contender, i: int) -> list[torch.Tensor]:
         lane.__class__ = Clipped
-        return of(usual, 3)(lane, i)
+        return in_micro_batches(usual, 3)(lane, i)
 
     lockstep("backward", lambda: adamw(Blocks()), step, clip=ClipValue(0.01), bucket_bytes=1)
 
@@ -346,7 +317,7 @@ def test_gradients_that_are_kept() -> None:
             with lane.overlap.keep_gradients():
                 losses = accumulated(lane, partial(usual, lane), range(3 * i, 3 * i + 3))
         norm = nn.utils.clip_grad_norm_(lane.model.parameters(), 0.1)
-        finish(lane)
+        lane.finish()
         return [*losses, norm]
 
     lockstep("backward", lambda: adamw(Blocks()), step)
@@ -372,7 +343,7 @@ def test_batches_are_made_as_they_are_used() -> None:
 
     def step(lane: Contender, i: int) -> list[torch.Tensor]:
         losses = accumulated(lane, lambda xy: loss_of(lane.model(xy[0]), xy[1]), drawn())
-        finish(lane)
+        lane.finish()
         return losses
 
     lockstep("backward", lambda: adamw(Dropping(checkpointed=False)), step)
@@ -560,7 +531,7 @@ def test_another_model_in_the_loss() -> None:
             return loss_of(lane.model(other(x)), y)
 
         losses = accumulated(lane, loss, range(3 * i, 3 * i + 3))
-        finish(lane)
+        lane.finish()
         gradients = [cast(torch.Tensor, p.grad) for p in other.parameters()]
         other.zero_grad()
         return [*losses, *gradients]
@@ -733,7 +704,7 @@ def test_one_micro_batch_is_an_ordinary_backward() -> None:
         model.inner.weight.register_hook(lambda g: g * 2)
         return adamw(model)
 
-    lockstep("backward", build, of(loss, 1))
+    lockstep("backward", build, in_micro_batches(loss, 1))
 
 
 def test_sparse_gradients_of_several_uses_are_refused() -> None:
@@ -804,7 +775,7 @@ def test_a_part_of_the_graph_from_elsewhere(made: str) -> None:
             return usual(lane, seed) + found
 
         losses = accumulated(lane, loss, range(3 * i, 3 * i + 3))
-        finish(lane)
+        lane.finish()
         return losses
 
     lockstep("backward", lambda: adamw(Blocks(depth=1)), step, steps=3)
@@ -889,7 +860,7 @@ def test_modes_see_the_forwards(mode: Any) -> None:
     def step(lane: Contender, i: int) -> list[torch.Tensor]:
         with mode(seen) if lane.overlap is not None else nullcontext():
             losses = accumulated(lane, partial(usual, lane), range(3 * i, 3 * i + 3))
-        finish(lane)
+        lane.finish()
         return losses
 
     lockstep("backward", lambda: adamw(Blocks()), step, steps=2)
@@ -1018,7 +989,7 @@ def test_as_by_the_verb(case: str) -> None:
 @pytest.mark.usefixtures("_by_backward")
 @in_every_way
 def test_every_way_by_backward(way: str) -> None:
-    lockstep(way, lambda: adamw(Blocks()), of(usual, 4))
+    lockstep(way, lambda: adamw(Blocks()), in_micro_batches(usual, 4))
 
 
 def test_gradients_of_micro_batches_that_wait_are_freed() -> None:
@@ -1031,7 +1002,7 @@ def test_gradients_of_micro_batches_that_wait_are_freed() -> None:
             lane = Contender(model, optimizer, {})
             lane.overlap = overlap
             by_backward(lane, partial(plain_loss, model), range(4))
-            finish(lane)
+            lane.finish()
             assert overlap.stats()["freed_bytes"] > 0
 
     assert most_gradients(attached) < 0.3 * most_gradients(plain)
@@ -1040,7 +1011,7 @@ def test_gradients_of_micro_batches_that_wait_are_freed() -> None:
 def test_disabled_by_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INSTEP_DISABLE", "1")
     monkeypatch.setattr(sys.modules[__name__], "accumulated", by_backward)
-    lockstep("backward", lambda: adamw(Blocks()), of(usual, 3))
+    lockstep("backward", lambda: adamw(Blocks()), in_micro_batches(usual, 3))
 
 
 # What a loop may do between the micro-batches of a step.
@@ -1104,7 +1075,7 @@ def test_a_forward_without_gradients_and_one_that_raises() -> None:
             return usual(lane, seed)
 
         losses = by_backward(lane, loss, range(3 * i, 3 * i + 3))
-        finish(lane)
+        lane.finish()
         return losses
 
     lockstep("backward", lambda: adamw(Blocks()), step)
@@ -1152,7 +1123,7 @@ def test_a_step_whose_last_micro_batch_never_came(way: str) -> None:
                 loss.backward()
             else:
                 lane.overlap.backward(loss, more=number < 2)
-        finish(lane)
+        lane.finish()
         return [loss.detach() for loss in losses]
 
     lockstep(way, lambda: adamw(Blocks()), step)
@@ -1230,7 +1201,7 @@ def test_a_node_that_is_a_part_of_several_steps(after: str, way: str) -> None:
             return usual(lane, seed) + (lane.extra if seed % 3 == 0 else 0)
 
         losses = by_backward(lane, loss, range(3 * i, 3 * i + 3))
-        finish(lane)
+        lane.finish()
         return losses
 
     lockstep(way, build, step, steps=3)
@@ -1301,7 +1272,7 @@ def test_a_last_loss_that_is_none_loses_nothing() -> None:
             with pytest.raises(InstepError, match=r"within torch\.no_grad\(\), or detached"):
                 lane.overlap.backward(loss.detach(), more=number < 2)
             lane.overlap.backward(loss, more=number < 2)
-        finish(lane)
+        lane.finish()
         return [loss.detach() for loss in losses]
 
     lockstep("backward", lambda: adamw(Blocks()), step, steps=2)
@@ -1388,7 +1359,7 @@ def test_two_optimizers_of_one_attachment() -> None:
             return loss_of(lane.model[1](lane.model[0](x)), y)
 
         losses = by_backward(lane, loss, range(3 * i, 3 * i + 3))
-        finish(lane)
+        lane.finish()
         return losses
 
     lockstep("backward", build, step, parts=lambda lane: [(lane.model, lane.optimizers)])
