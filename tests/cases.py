@@ -81,11 +81,11 @@ class Reentrant(Checkpointed):
 class Tied(nn.Module):
     """A byte model whose output layer is its embedding."""
 
-    def __init__(self, width: int = 16) -> None:
+    def __init__(self, width: int = 16, words: int = 32) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(32, width)
+        self.embedding = nn.Embedding(words, width)
         self.middle = nn.Linear(width, width)
-        self.head = nn.Linear(width, 32, bias=False)
+        self.head = nn.Linear(width, words, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

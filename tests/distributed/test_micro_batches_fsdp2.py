@@ -48,6 +48,11 @@ def tied_loss(model: nn.Module, seed: int, micro: int) -> torch.Tensor:
     return nn.functional.cross_entropy(model(words).float().flatten(0, 1), words.flatten()) / 3
 
 
+def many_words() -> nn.Module:
+    """Of most words no micro-batch has any."""
+    return Tied(words=512)
+
+
 def one_expert(chosen: Sequence[int | None], model: nn.Module, seed: int, micro: int) -> torch.Tensor:
     x, y = inputs(seed)
     return nn.functional.cross_entropy(model(x, chosen[micro % len(chosen)]), y) / 3
@@ -191,6 +196,7 @@ SHARDED: Mapping[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], nn.Mo
     "checkpointed groups": (Checkpointed, nested, loss_of_blocks),
     "checkpointed inside of groups": (checkpointed_inside, nested, loss_of_blocks),
     "tied weights": (Tied, whole, tied_loss),
+    "tied weights, few of whose rows are looked up": (many_words, whole, tied_loss),
     "on the host": (Blocks, partial(nested, offload_policy=CPUOffloadPolicy(pin_memory=False)), loss_of_blocks),
 }
 
@@ -245,8 +251,9 @@ def test_mixed_precision(two_ranks: RankPool, policy: str, shard: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_tied_weights_in_mixed_precision(two_ranks: RankPool, policy: str) -> None:
-    found = two_ranks.run(_or_refused, partial(whole, mp_policy=POLICIES[policy]), Tied, tied_loss)
+@pytest.mark.parametrize("build", [Tied, many_words])
+def test_tied_weights_in_mixed_precision(two_ranks: RankPool, build: Any, policy: str) -> None:
+    found = two_ranks.run(_or_refused, partial(whole, mp_policy=POLICIES[policy]), build, tied_loss)
     if found != [None] * 2:
         assert hasattr(torch.Tensor, "_has_grad_dtype_override"), "FSDP2 has autograd cast gradients"
         assert all("is used several times in a micro-batch, with mixed precision" in str(one) for one in found)

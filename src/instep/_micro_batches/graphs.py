@@ -1,9 +1,9 @@
-"""The graphs of micro-batches between their forwards and one backward of all: what may not be in them, and the sums.
+"""The graphs of micro-batches between their forwards and one backward of all: what may not be in them, and its order.
 
 ``Graphs`` walks the graph of each loss, and refuses graphs whose one backward would not compute what a backward for
 each computes. ``walk_in_segments`` has backward come to all graphs part by part, and ``add_in_order`` puts a hook on
-each node that leads to a leaf (a parameter): there the contributions of all micro-batches to the leaf meet, and an
-``_LeafSum`` adds them in the order of the plain loop.
+each node that leads to a leaf (a parameter): there the contributions of all micro-batches to the leaf meet, and a
+``LeafSum`` adds them in the order of the plain loop.
 """
 
 from collections import Counter
@@ -18,6 +18,8 @@ import torch
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from instep._micro_batches.sums import LeafSum, contribute
+from instep._torch.versions import memory_of
 from instep.errors import AccumulationError
 from instep.sources.fsdp.micro_batches import WideGradient
 
@@ -30,6 +32,8 @@ PartOf = Callable[[Node, Sequence[torch.Tensor]], object]
 # Names of nodes: the one that writes a leaf's .grad, and the one of reentrant checkpointing.
 _LEAF = "torch::autograd::AccumulateGrad"
 _NESTING = "CheckpointFunctionBackward"
+_LOOKUP = "EmbeddingBackward0"
+"""Of ``F.embedding``: but for the rows that were looked up its gradient is zeros."""
 
 _PLACE = itemgetter(0, 1, 2)
 _NUMBER = methodcaller("_sequence_nr")
@@ -54,6 +58,8 @@ class Graphs:
         self._name_of = name_of
         self._count = len(losses)
         self._sparse: Counter[torch.Tensor] = Counter()
+        # The nodes that look up rows of a leaf; and the rows, where their gradients are added apart.
+        self._lookups: dict[torch.Tensor, list[Node]] = {}
         self._number_of: dict[Node, int] = {}
         # For each node that leads to leaves: the places of these among its outputs, and the leaves.
         self._edges: dict[Node, list[tuple[int, torch.Tensor]]] = {}
@@ -61,6 +67,8 @@ class Graphs:
             self._walk(number, loss)
         for leaf, each in self.contributions.items():
             self._require_alike(leaf, each)
+        found = ((leaf, self._looked_up(leaf, nodes)) for leaf, nodes in self._lookups.items())
+        self._rows = {leaf: rows for leaf, rows in found if rows is not None}
 
     def nodes(self) -> Iterator[tuple[int, Node]]:
         """All nodes, each with the number of its micro-batch."""
@@ -93,7 +101,8 @@ class Graphs:
         graphs: list[list[Node]] = [[] for _ in range(self._count)]
         for node, number in self._number_of.items():
             graphs[number].append(node)
-        order = _Order(self._count)
+        waiting = {leaf: len(rows) * leaf.nbytes // leaf.shape[0] for leaf, rows in self._rows.items()}
+        order = _Order(self._count, waiting)
         for number, nodes in enumerate(graphs):
             nodes.sort(key=_NUMBER)
             for node in nodes:  # as forward made them: backward comes to the last one first
@@ -112,12 +121,18 @@ class Graphs:
             keeper_of: takes a leaf, and the contributions to it of each micro-batch. Returns who takes the sum where it
                 has another dtype than the leaf; ``None``: the leaf's node does.
         """
-        sums = {leaf: _LeafSum(leaf, each, keeper_of(leaf, each)) for leaf, each in self.contributions.items()}
+        sums: dict[torch.Tensor, LeafSum] = {}
+        for leaf, each in self.contributions.items():
+            rows, lookups = self._rows.get(leaf), Counter[int]()
+            if rows is not None:
+                lookups.update(self._number_of[node] for node in self._lookups[leaf])
+            sums[leaf] = LeafSum(leaf, each, keeper_of(leaf, each), rows, lookups)
         handles: list[RemovableHandle] = []
         for node, edges in self._edges.items():
             places = {place: sums[leaf] for place, leaf in edges}
+            looks_up = node.name() == _LOOKUP
             # Not on the leaf's own node, which gets several contributions of one graph as one sum.
-            handles.append(node.register_hook(partial(_contribute, self._number_of[node], places)))
+            handles.append(node.register_hook(partial(contribute, self._number_of[node], places, looks_up)))
         return handles
 
     def _walk(self, number: int, loss: torch.Tensor) -> None:
@@ -135,6 +150,8 @@ class Graphs:
                     leaf: torch.Tensor = cast(Any, following).variable
                     self._edges.setdefault(node, []).append((place, leaf))
                     self.contributions.setdefault(leaf, [0] * self._count)[number] += 1
+                    if node.name() == _LOOKUP:
+                        self._lookups.setdefault(leaf, []).append(node)
                     if getattr(node, "_saved_sparse", False) or getattr(node, "_saved_sparse_grad", False):
                         self._sparse[leaf] += 1
                 else:
@@ -167,6 +184,20 @@ class Graphs:
                 "for a gradient penalty (create_graph=True) on an accelerator use overlap.accumulate()"
             )
         numbers.add(number)
+
+    def _looked_up(self, leaf: torch.Tensor, nodes: Sequence[Node]) -> torch.Tensor | None:
+        """The rows of ``leaf`` that all micro-batches look up, where it is used otherwise, too (a head that is the
+        embedding). In all other rows a lookup contributes zeros, and other contributions need not wait for it.
+        ``None``: there are none, or too many of them, or nobody knows which."""
+        if len(nodes) == sum(self.contributions[leaf]) or memory_of(leaf) is not leaf:
+            return None
+        # Of packed indices nobody asks: a checkpoint would compute its segment again. torch before 2.13 does not tell.
+        if not all(getattr(cast(Any, node)._raw_saved_indices, "unpack_hook", node) is None for node in nodes):
+            return None
+        indices = [cast(Any, node)._saved_indices for node in nodes]
+        if _CLEARLY * sum(each.numel() for each in indices) > leaf.shape[0]:
+            return None
+        return torch.cat([each.reshape(-1).long() for each in indices])  # each as often as it was looked up
 
     def _require_alike(self, leaf: torch.Tensor, each: Sequence[int]) -> None:
         """Raise where the gradient of ``leaf`` would not be the plain loop's, by what the leaf is."""
@@ -207,9 +238,11 @@ class _Order:
 
     Args:
         count: of graphs.
+        waiting: how many bytes of a leaf's gradient wait for its next use, where that is not all.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, waiting: Mapping[torch.Tensor, int]) -> None:
+        self._waiting = waiting
         self._nodes: list[list[tuple[Run | None, Node]]] = [[] for _ in range(count)]
         self._runs: list[list[Run]] = [[] for _ in range(count)]
         self._came: list[Counter[object]] = [Counter() for _ in range(count)]
@@ -265,7 +298,7 @@ class _Order:
         waiting: Counter[tuple[int, int]] = Counter()
         for leaf, used in places.items():
             if len(used) > 1:
-                waiting[used[0], used[-1]] += leaf.nbytes
+                waiting[used[0], used[-1]] += self._waiting.get(leaf, leaf.nbytes)
         until: dict[int, int] = {}
         for (first, last), nbytes in waiting.items():
             between = set[torch.Tensor]().union(*(self._leaves.get(run, ()) for run in order[first : last + 1]))
@@ -287,80 +320,3 @@ def leaves_of(losses: Sequence[torch.Tensor]) -> set[torch.Tensor]:
             else:
                 todo.append(following)
     return leaves
-
-
-class _LeafSum:
-    """The sum that M plain backwards leave in ``.grad`` of a leaf: of each micro-batch its contributions in the order
-    in which its own graph makes them, then the micro-batches, first to last. It goes on to the leaf's node or to a
-    keeper.
-
-    Contributions of different micro-batches may arrive in any order. One that comes early is kept until those before
-    it are there. Floating-point sums depend on their order; so each addition here is one that the plain loop makes.
-
-    Args:
-        contributions: for each micro-batch, how many edges of its graph lead to the leaf.
-        keeper: has the dtype in which micro-batches are added to each other; ``None``: that of the contributions.
-    """
-
-    __slots__ = ("_contributions", "_keeper", "_leaf", "_left", "_next", "_sums", "_total")
-
-    def __init__(self, leaf: torch.Tensor, contributions: Sequence[int], keeper: WideGradient | None) -> None:
-        self._leaf = leaf
-        self._keeper = keeper
-        self._contributions = tuple(contributions)
-        self._begin()
-
-    def _begin(self) -> None:
-        self._left = list(self._contributions)
-        self._sums: list[torch.Tensor | None] = [None] * len(self._left)
-        self._next = 0
-        self._total: torch.Tensor | None = None
-
-    def add(self, number: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Add a contribution of micro-batch ``number``; ``None`` if there turned out to be none. Returns the gradient
-        that goes on to the leaf's node: the sum, with the last one. The next backward of the same graphs begins
-        again."""
-        if gradient is not None:
-            earlier = self._sums[number]
-            if earlier is None and self._total is not None and number == self._next and self._left[number] == 1:
-                self._total.add_(gradient)  # all that this micro-batch has: no memory for a sum of its own
-            else:
-                # It stays as it is, so the first one is copied: a gradient may be in use elsewhere in backward, and the
-                # node that computed it may use its memory again.
-                self._sums[number] = gradient.clone() if earlier is None else earlier.add_(gradient)
-        self._left[number] -= 1
-        # Micro-batches that are complete, and whose predecessors are.
-        while self._next < len(self._left) and self._left[self._next] == 0:
-            done, self._sums[self._next] = self._sums[self._next], None
-            if self._total is not None and done is not None:
-                self._total.add_(done)
-            elif done is not None:
-                self._total = done if self._keeper is None else done.to(self._keeper.dtype)
-            self._next += 1
-        if self._next < len(self._left):
-            return None
-        total = self._total
-        self._begin()
-        if total is None:
-            return None
-        if self._keeper is not None:
-            self._keeper.keep(total)
-            return None
-        if gradient is None:
-            # The last contribution is none, and a hook must not put a gradient in its place. So this does what the
-            # leaf's node would do.
-            leaf = self._leaf
-            leaf.grad = total if leaf.grad is None else leaf.grad.add_(total)
-            return None
-        return total
-
-
-def _contribute(
-    number: int, places: Mapping[int, _LeafSum], gradients: Sequence[torch.Tensor | None], _: object
-) -> tuple[torch.Tensor | None, ...]:
-    """The hook: a node of micro-batch ``number`` has computed ``gradients``, of the shapes and dtypes of its inputs by
-    now. In the places of leaves their sums go on."""
-    sums = list(gradients)
-    for place, contributions in places.items():
-        sums[place] = contributions.add(number, sums[place])
-    return tuple(sums)

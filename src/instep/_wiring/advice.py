@@ -11,17 +11,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from instep._gradients.clipping import ClipNorm
-from instep._optim.kinds import ONLY_DEFER, can_be_put_off, is_torchs_own, runs_beside
+from instep._optim.kinds import ONLY_DEFER, can_be_put_off, class_of_update, is_torchs_own, runs_beside
 from instep._optim.values import held_in
 from instep._step.deferral import BESIDE_BACKWARD, DeferralTrial, Deferring, Gains, OtherRanks
 from instep._step.schedule import Schedule
 from instep._step.state import StepTimes
 from instep._step.step import RunningStep
+from instep._torch.watch import plain_type
 from instep._wiring.ranks import in_join
 from instep._wiring.weak_refs import WeakRefs
 from instep.buckets import MIB, bucket_bytes_for
 from instep.errors import StaleAttachmentError, class_name
-from instep.master_weights import Masters
 from instep.options import Options
 from instep.sources import Source
 from instep.sources.ddp.instance import exposed_communication
@@ -180,7 +180,7 @@ def _rounded_away(schedule: Schedule) -> Iterator[str]:
     for attached in schedule.parameters:
         with suppress(StaleAttachmentError):
             optimizer = attached.stepper.optimizer()
-            bare = is_torchs_own(optimizer) and not isinstance(optimizer, Masters)
+            bare = is_torchs_own(optimizer) and class_of_update(optimizer) is plain_type(optimizer)
             if bare and attached.spec.dtype == torch.bfloat16:
                 yield (
                     f"{class_name(optimizer)} steps bfloat16 weights without fp32 masters: an update below 0.2% of a "
