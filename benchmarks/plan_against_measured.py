@@ -1,6 +1,6 @@
 """Is what `instep plan` says of memory what a training run takes?
 
-    python benchmarks/plan_against_measured.py                 # eight models, a few minutes
+    python benchmarks/plan_against_measured.py                 # nine models, a few minutes
     python benchmarks/plan_against_measured.py --models mlp --width 64
 
 Each model is planned, without data, and then trained on one device, a CPU. What it takes is read from torch's own
@@ -24,7 +24,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
-from what_fits import Llama
+from what_fits import TOGETHER, Llama
 from what_fits import Shape as LlamaShape
 
 import instep
@@ -44,7 +44,9 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "forward": {"schedule": "forward", "defer": True, "bucket_bytes": BUCKET},
     "backward, undo": {"schedule": "backward", "undo": True, "bucket_bytes": BUCKET},
     TWO_PASS: {"schedule": "backward", "clip": instep.ClipNorm(1.0, mode="two_pass"), "bucket_bytes": BUCKET},
+    TOGETHER: {"schedule": "backward", "bucket_bytes": BUCKET},
 }
+OF_MICRO_BATCHES = "plain", TOGETHER
 
 
 class TiedGPT(ByteGPT):
@@ -106,11 +108,11 @@ def bert(width: int) -> nn.Module:
     return BertForSequenceClassification(config)  # type: ignore[no-any-return]
 
 
-def llama(width: int, *, checkpoints: bool, in_chunks: bool = False) -> nn.Module:
+def llama(width: int, *, checkpoints: bool, chunk: int = 0) -> nn.Module:
     """That of ``what_fits.py``, small, in bfloat16, with as many words to its width."""
     heads = width // 64
     shape = LlamaShape(width, depth=4, heads=heads, groups=heads // 2, hidden=3 * width, words=42 * width)
-    return Llama(shape, checkpoints=checkpoints, in_chunks=in_chunks).to(torch.bfloat16)
+    return Llama(shape, checkpoints=checkpoints, chunk=chunk).to(torch.bfloat16)
 
 
 def tokens(rows: int, length: int, words: int) -> torch.Tensor:
@@ -123,6 +125,7 @@ class Kind:
 
     build: Callable[[int], nn.Module]
     inputs: Callable[[int], Any]
+    micro_batches: int = 1
 
 
 KINDS = {
@@ -132,8 +135,9 @@ KINDS = {
     "embedding": Kind(Huge, lambda width: tokens(16, 32, 200 * width)),
     "llama": Kind(partial(llama, checkpoints=False), lambda width: tokens(1, 128, 42 * width)),
     "llama, checkpoints": Kind(partial(llama, checkpoints=True), lambda width: tokens(1, 128, 42 * width)),
-    "llama, in chunks": Kind(
-        partial(llama, checkpoints=True, in_chunks=True), lambda width: tokens(1, 1024, 42 * width)
+    "llama, in chunks": Kind(partial(llama, checkpoints=True, chunk=256), lambda width: tokens(1, 1024, 42 * width)),
+    "llama, 8 micro-batches": Kind(
+        partial(llama, checkpoints=True, chunk=128), lambda width: tokens(1, 128, 42 * width), micro_batches=8
     ),
     "bert": Kind(
         bert,
@@ -186,15 +190,18 @@ def measure(implementation: str, options: dict[str, Any] | None) -> Measured:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **kind)
 
         def step() -> None:
-            loss = loss_of(model, inputs())
-            if options is WAYS[TWO_PASS] and overlap is not None:
-                overlap.backward(loss)
+            if options is WAYS[TOGETHER] and overlap is not None:
+                overlap.micro_batches(lambda given: loss_of(model, given) / count, [inputs()] * count)
+            elif options is WAYS[TWO_PASS] and overlap is not None:
+                overlap.backward(loss_of(model, inputs()))
             else:
-                loss.backward()
+                for _ in range(count):
+                    (loss_of(model, inputs()) / count).backward()
             optimizer.step()
             optimizer.zero_grad()
 
         overlap: instep.Attachment | None = None
+        count = Chosen.kind.micro_batches
         step()
         if options is not None:
             overlap = instep.attach(model, optimizer, **options)
@@ -268,8 +275,10 @@ def compare(name: str, width: int) -> Iterator[Compared]:
     Chosen.kind, Chosen.width = KINDS[name], width
     here = "plan_against_measured" if __name__ == "__main__" else __name__
     sys.modules.setdefault(here, sys.modules[__name__])
-    job = Job(f"{here}:build", inputs=f"{here}:inputs", bucket_bytes=BUCKET, options=("lr=1e-3",))
-    for peak in plan(job).peaks:
+    count = KINDS[name].micro_batches
+    job = Job(f"{here}:build", inputs=f"{here}:inputs", bucket_bytes=BUCKET, options=("lr=1e-3",), micro_batches=count)
+    ways = WAYS if count == 1 else OF_MICRO_BATCHES
+    for peak in (peak for peak in plan(job).peaks if peak.way in ways):
         found = measure(peak.implementation, WAYS[peak.way])
         yield Compared(name, peak.way, peak.implementation, peak.total, peak.above, found)
 

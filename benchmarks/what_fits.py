@@ -8,9 +8,9 @@
 
 The shapes are those of Llama 3.2 with 1 and 3 billion parameters, in bfloat16, one row of ``--tokens`` tokens in a
 forward. ``yes`` checkpoints each block: backward computes it once more. Logits are cast to float32 for the loss, as
-usual, of all tokens at once; in chunks, of 256 at a time, and backward computes them once more. A peak is all that a
-step has at once: weights, state, gradients, activations. To that of instep, whose buckets have the size of an
-accelerator's, the largest bucket that another one follows is added: a GPU keeps it for longer.
+usual, of all tokens at once; in chunks, of 256 at a time (512 with micro-batches), and backward computes them once
+more. A peak is all that a step has at once: weights, state, gradients, activations. To that of instep, whose buckets
+have the size of an accelerator's, the largest bucket that another one follows is added: a GPU keeps it for longer.
 
 A card of 24 GB is taken to have 24 * 10**9 bytes (one that has 24 * 2**30 has 7% more), of which 1 GiB is left to the
 CUDA context, the kernels' workspaces and gaps between blocks.
@@ -62,10 +62,6 @@ SHAPES = {
 }
 
 
-CHUNK = 256
-"""Tokens whose logits are there at once, where the loss is computed in chunks."""
-
-
 class Block(nn.Module):
     """Attention and a gated layer, each behind a norm."""
 
@@ -102,22 +98,17 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 class Llama(nn.Module):
-    """Returns the loss of predicting each token from those before it.
+    """Returns the loss of predicting each token from those before it. Its head is its embedding."""
 
-    Args:
-        tied: whether the head is the embedding.
-    """
-
-    def __init__(self, shape: Shape, *, checkpoints: bool, in_chunks: bool = False, tied: bool = True) -> None:
+    def __init__(self, shape: Shape, *, checkpoints: bool, chunk: int = 0) -> None:
         super().__init__()
         self.words = nn.Embedding(shape.words, shape.width)
         self.head = _linear(shape.width, shape.words)
-        if tied:
-            self.head.weight = self.words.weight
+        self.head.weight = self.words.weight
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.depth))
         self.norm = nn.RMSNorm(shape.width)
         self._size, self._checkpoints = shape.width // shape.heads, checkpoints
-        self._in_chunks = in_chunks
+        self._chunk = chunk
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.words(tokens)
@@ -127,9 +118,9 @@ class Llama(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, cos, sin, use_reentrant=False) if self._checkpoints else block(x, cos, sin)
         x, targets = self.norm(x)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
-        if not self._in_chunks:
+        if not self._chunk:
             return self._loss(x, targets) / len(targets)
-        chunks = zip(x.split(CHUNK), targets.split(CHUNK), strict=True)
+        chunks = zip(x.split(self._chunk), targets.split(self._chunk), strict=True)
         losses = [checkpoint(self._loss, *chunk, use_reentrant=False) for chunk in chunks]
         return torch.stack(losses).sum() / len(targets)
 
@@ -151,7 +142,7 @@ class Chosen:
 
 def build() -> nn.Module:
     part = Chosen.part
-    model = Llama(Chosen.shape, checkpoints=Chosen.checkpoints, in_chunks=part.in_chunks, tied=part.tied)
+    model = Llama(Chosen.shape, checkpoints=Chosen.checkpoints, chunk=part.chunk)
     return model.to(torch.bfloat16)
 
 
@@ -174,8 +165,7 @@ class Part:
         options: of the optimizer.
         needs: the package that has it.
         lengths, checkpoints: of these alone, for the time that others take and the little that they would add.
-        in_chunks: whether the loss is computed of ``CHUNK`` tokens at a time, each of them checkpointed.
-        tied: whether the head is the embedding.
+        chunk: the loss is computed of so many tokens at a time, each of them checkpointed; 0: of all at once.
     """
 
     optimizer: str
@@ -184,17 +174,16 @@ class Part:
     needs: str = "torch"
     lengths: tuple[int, ...] = (512, 2048, 4096)
     checkpoints: tuple[bool, ...] = (True, False)
-    in_chunks: bool = False
-    tied: bool = True
+    chunk: int = 0
 
 
 HERE = "what_fits"
 PARTS = {
     "AdamW": Part("AdamW", ("fused=True",)),
-    "AdamW, loss in chunks": Part("AdamW", ("fused=True",), lengths=(2048, 4096), checkpoints=(True,), in_chunks=True),
+    "AdamW, loss in chunks": Part("AdamW", ("fused=True",), lengths=(2048, 4096), checkpoints=(True,), chunk=256),
     "AdamW, 8 micro-batches": Part("AdamW", ("fused=True",), 8, lengths=(512,), checkpoints=(True,)),
-    "AdamW, 8 micro-batches, own head, loss in chunks": Part(
-        "AdamW", ("fused=True",), 8, lengths=(2048,), checkpoints=(True,), in_chunks=True, tied=False
+    "AdamW, 8 micro-batches, loss in chunks": Part(
+        "AdamW", ("fused=True",), 8, lengths=(512, 2048), checkpoints=(True,), chunk=512
     ),
     "8-bit AdamW": Part("bitsandbytes.optim:AdamW8bit", needs="bitsandbytes", checkpoints=(True,)),
     "masters(AdamW)": Part(f"{HERE}:with_masters", checkpoints=(True,)),
@@ -291,12 +280,12 @@ def rows(
 
 SHOWN = (
     ("3B", "AdamW", 512, True),
+    ("3B", "AdamW, 8 micro-batches, loss in chunks", 512, True),
     ("3B", "AdamW, loss in chunks", 4096, True),
     ("1B", "masters(AdamW)", 512, True),
     ("3B", "AdamW", 4096, False),
-    ("1B", "AdamW, 8 micro-batches", 512, True),
 )
-"""The rows of the README's picture: what gains, what gains nothing, and what loses."""
+"""The rows of the README's picture: what gains, and what gains nothing."""
 
 
 def picture(found: Iterable[Row]) -> bars.Panel:
