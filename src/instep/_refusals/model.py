@@ -13,11 +13,12 @@ from operator import itemgetter
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.torch_version import TorchVersion
 
 from instep._optim.dtensor import is_sharded
 from instep._torch.placeholders import dtype_of_gradient
 from instep._torch.versions import share_versions
-from instep.errors import AttachError
+from instep.errors import AttachError, class_name
 from instep.options import Options
 from instep.sources.fsdp.modules import instances_of
 from instep.sources.replicate.source import Replicated, living
@@ -34,6 +35,28 @@ def scripted(target: Target, options: Options) -> None:
                 f"{name or 'the model'!r} is a torch.jit module ({type(module).__name__}): Python hooks do not run in "
                 "it, so instep cannot tell when its parameters are read. Use the module it was made from, or "
                 "torch.compile"
+            )
+
+
+_ONLY_WITH_HOOKS = TorchVersion("2.11") <= torch.__version__ < TorchVersion("2.15")
+"""Whether torch compiles a module of its own classes whose ``compile()`` was called only if that has a hook: what it
+computes changes its last bits when ``attach`` adds one. Tried: not 2.6 and 2.10, which never compile such a module, nor
+2.15, which always does; 2.13. (``tests/parity/test_compiled_calls.py`` asks the torch that is there.)"""
+
+
+def compiled_only_with_hooks(target: Target, options: Options) -> None:
+    modules = dict.fromkeys(target.called)
+    if options.schedule == "forward" or options.undo:  # with hooks on parts of the model
+        modules |= dict.fromkeys(target.model.modules())
+    for module in modules if _ONLY_WITH_HOOKS else ():
+        hooks = (*module._forward_pre_hooks, *module._forward_hooks, *module._backward_hooks)
+        is_torchs = type(module).forward.__module__.startswith("torch.nn.modules.")
+        if getattr(module, "_compiled_call_impl", None) is not None and is_torchs and not hooks:
+            raise AttachError(
+                f"compile() was called on a {class_name(module)}, a class of torch's: torch {torch.__version__} "
+                "compiles it only if it has a hook, as attach() gives it, and then it computes other last bits. Write "
+                "module.register_forward_pre_hook(lambda *_: None), with which torch compiles it in the plain loop, "
+                "too; or torch.compile(module)"
             )
 
 

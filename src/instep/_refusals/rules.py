@@ -46,7 +46,13 @@ MODEL: Sequence[Rule] = (
     model.parameters_without_shards,
 )
 """The model and its wrappers, with these options."""
-_WRONG: Sequence[Rule] = (model.no_parameters, model.not_a_leaf, model.attached_already, optimizers.masters_lost)
+_WRONG: Sequence[Rule] = (
+    model.no_parameters,
+    model.not_a_leaf,
+    model.attached_already,
+    model.compiled_only_with_hooks,
+    optimizers.masters_lost,
+)
 """Wrong in itself, whatever is asked for."""
 _TORCH_ALONE: Sequence[Rule] = (
     model.unknown_to_the_model,
