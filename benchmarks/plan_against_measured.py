@@ -44,9 +44,8 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "forward": {"schedule": "forward", "defer": True, "bucket_bytes": BUCKET},
     "backward, undo": {"schedule": "backward", "undo": True, "bucket_bytes": BUCKET},
     TWO_PASS: {"schedule": "backward", "clip": instep.ClipNorm(1.0, mode="two_pass"), "bucket_bytes": BUCKET},
-    TOGETHER: {"schedule": "backward", "bucket_bytes": BUCKET},
 }
-OF_MICRO_BATCHES = "plain", TOGETHER
+OF_MICRO_BATCHES = {"plain": None, TOGETHER: WAYS["backward"]}
 
 
 class TiedGPT(ByteGPT):
@@ -190,7 +189,7 @@ def measure(implementation: str, options: dict[str, Any] | None) -> Measured:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **kind)
 
         def step() -> None:
-            if options is WAYS[TOGETHER] and overlap is not None:
+            if count > 1 and overlap is not None:
                 overlap.micro_batches(lambda given: loss_of(model, given) / count, [inputs()] * count)
             elif options is WAYS[TWO_PASS] and overlap is not None:
                 overlap.backward(loss_of(model, inputs()))
@@ -279,7 +278,7 @@ def compare(name: str, width: int) -> Iterator[Compared]:
     job = Job(f"{here}:build", inputs=f"{here}:inputs", bucket_bytes=BUCKET, options=("lr=1e-3",), micro_batches=count)
     ways = WAYS if count == 1 else OF_MICRO_BATCHES
     for peak in (peak for peak in plan(job).peaks if peak.way in ways):
-        found = measure(peak.implementation, WAYS[peak.way])
+        found = measure(peak.implementation, ways[peak.way])
         yield Compared(name, peak.way, peak.implementation, peak.total, peak.above, found)
 
 

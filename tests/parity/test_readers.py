@@ -849,6 +849,13 @@ UNSEEN: dict[str, tuple[Reader, Callable[[Any], Any]]] = {
     "Variable": (last, torch.autograd.Variable),
     "FloatTensor": (last, torch.FloatTensor),
     "sparse_coo_tensor": (last, lambda p: torch.sparse_coo_tensor(torch.arange(len(p))[None], p).to_dense()),
+    "sparse_csr_tensor": (
+        last,
+        lambda p: torch.sparse_csr_tensor(torch.tensor([0, len(p)]), torch.arange(len(p)), p).values(),
+    ),
+    "asarray": (last, lambda p: torch.asarray(p, copy=True)),
+    "new": (last, lambda p: torch.ones(1).new(p)),
+    "functionalize": (last, torch.func.functionalize(lambda p: p * 2)),
     "_make_subclass": (last, lambda p: torch.Tensor._make_subclass(torch.Tensor, p)),
     "set_": (last, with_memory_of),
     "to_dlpack": (last, lambda p: torch.from_dlpack(torch.utils.dlpack.to_dlpack(p))),

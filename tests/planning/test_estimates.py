@@ -46,6 +46,14 @@ def test_peaks_are_those_of_the_allocator(name: str) -> None:
         assert max(map(abs, row.errors)) < MOST, row
 
 
+def test_the_peak_of_micro_batches_is_that_of_the_allocator() -> None:
+    """Of a model whose head is its embedding."""
+    rows = list(plan_against_measured.compare("llama, 8 micro-batches", 128))
+    assert {row.way for row in rows} == set(plan_against_measured.OF_MICRO_BATCHES)
+    for row in rows:
+        assert max(map(abs, row.errors)) < MOST, row
+
+
 def test_what_a_convolution_takes_inside() -> None:
     def train(begin: Callable[[], object] = lambda: None) -> None:
         convolution, x = nn.Conv2d(64, 64, 3, padding=1), torch.ones(8, 64, 16, 16, requires_grad=True)

@@ -161,7 +161,7 @@ def nonfinite_error(gradients: Named, rank: int, at: str) -> NonFiniteGradientEr
         where = f"the gradient of {name!r} is not finite"
     return NonFiniteGradientError(
         f"{where}. {at}. Look for a learning rate that is too high, a division by zero or an overflow; "
-        "nonfinite='skip' leaves such steps out",
+        "nonfinite='skip', with schedule='forward' or undo=True, leaves such steps out",
         name,
         rank,
     )

@@ -177,10 +177,11 @@ class _Given:
 
 def _given(target: Target) -> Iterator[_Given]:
     """The parameters of all optimizers, in their order."""
-    for optimizer in target.optimizers:
+    for place, optimizer in enumerate(target.optimizers):
+        of = f" of optimizer {place + 1}" if len(target.optimizers) > 1 else ""
         for number, group in enumerate(optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
-                where = f"{type(optimizer).__name__}.param_groups[{number}]['params'][{position}]"
+                where = f"{type(optimizer).__name__}.param_groups[{number}]['params'][{position}]{of}"
                 known = target.names.get(id(parameter))
                 yield _Given(parameter, where, None if known is None else known[1][0].name)
 

@@ -89,7 +89,7 @@ def verdict(estimate: Estimate) -> Iterator[str]:
     is_worth_it = plain - best > WORTH * plain
     yield f"Take {_line(estimate, way if is_worth_it else None)}"
     if is_worth_it and TWO_PASS in peaks:
-        yield _where_it_clips(estimate, plain - peaks[TWO_PASS].total)
+        yield _where_it_clips(estimate, plain - peaks[TWO_PASS].total, together=TOGETHER in way)
 
 
 def _card(estimate: Estimate) -> Iterator[str]:
@@ -108,13 +108,20 @@ def _card(estimate: Estimate) -> Iterator[str]:
     yield f"The smallest card{how}: {said_of_card(plain)} plain{saved}"
 
 
-def _where_it_clips(estimate: Estimate, saved: int) -> str:
-    """Return what a loop that calls ``clip_grad_norm_`` takes instead: the norm is known when all gradients are."""
+def _where_it_clips(estimate: Estimate, saved: int, *, together: bool) -> str:
+    """Return what a loop that calls ``clip_grad_norm_`` takes instead: the norm is known when all gradients are.
+
+    Args:
+        saved: by two passes, with one backward for each micro-batch.
+        together: whether it takes one for all, of which two passes need no more memory.
+    """
     backward, second = estimate.times.backward, "a second backward"
     if backward is not None:
         second += f" ({time_of(backward)}{HERE * ('tflops' in estimate.measured_here)})"
     said = "A loop that clips by the norm of all gradients takes instep.attach(model, optimizer), which saves nothing"
-    if saved > 0:
+    if together:
+        said += f'; or {BACKWARD}, clip=ClipNorm(…, mode="two_pass"), with {TOGETHER}, which saves about as much for {second}'
+    elif saved > 0:
         said += (
             f'; or {BACKWARD}, clip=ClipNorm(…, mode="two_pass"), with overlap.backward(loss) in place of '
             f"loss.backward(), which saves {size_of(saved)} for {second}"
