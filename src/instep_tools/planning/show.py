@@ -120,7 +120,8 @@ def _where_it_clips(estimate: Estimate, saved: int, *, together: bool) -> str:
         second += f" ({time_of(backward)}{HERE * ('tflops' in estimate.measured_here)})"
     said = "A loop that clips by the norm of all gradients takes instep.attach(model, optimizer), which saves nothing"
     if together:
-        said += f'; or {BACKWARD}, clip=ClipNorm(…, mode="two_pass"), with {TOGETHER}, which saves about as much for {second}'
+        said += f'; or {BACKWARD}, clip=ClipNorm(…, mode="two_pass"), with {TOGETHER}, which saves about as much '
+        said += f"for {second}"
     elif saved > 0:
         said += (
             f'; or {BACKWARD}, clip=ClipNorm(…, mode="two_pass"), with overlap.backward(loss) in place of '
