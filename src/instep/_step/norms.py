@@ -287,14 +287,14 @@ def _first_of(names: Sequence[str], differ: torch.Tensor) -> str | None:
 def _another_gradient(name: str, when: str = "") -> InstepError:
     return InstepError(
         f"the second backward of ClipNorm(mode='two_pass') gave {name!r} another gradient than the first{when}. "
-        f"{COMPILED_TWICE} Otherwise: use deterministic kernels, and hooks that do the same in both"
+        f"Use deterministic kernels, and hooks that do the same in both. {COMPILED_TWICE}"
     )
 
 
 COMPILED_TWICE = (
     "For a compiled model set torch._functorch.config.donated_buffer = False before it is compiled, and "
     "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1: else its code writes over what the second backward reads "
-    "(docs/clipping.md#what-two-passes-need)."
+    "(docs/clipping.md#what-two-passes-need)"
 )
 
 

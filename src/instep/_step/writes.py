@@ -515,7 +515,7 @@ class FinalWrites(Writes):
         name, call = self._step.members.name_of(parameter), user_call(getattr(func, "__name__", str(func)))
         between = graph_task() is None
         where = "between backward() and optimizer.step()" if between else "in backward"
-        how = "" if between else ", and checkpoint with use_reentrant=False"
+        how = "" if between else ", and checkpoint with use_reentrant=False, without .detach() of a weight"
         other = " That optimizer is not the attached one." if call.endswith(".step()") else ""
         raise UncommittedStepError(
             f"parameter {name!r} was used {where}, by {call}, but backward has already updated it.{other} Use weights "
